@@ -32,7 +32,7 @@ SOURCES = {
     "variant_avx2.cpp": AVX2,
     "variant_avx512.cpp": [*AVX512, "-mprefer-vector-width=512"],
 }
-HEADERS = ("attention.h", "step.h", "vectors.h")
+HEADERS = ("attention.h", "crew.h", "matrix.h", "network.h", "step.h", "vectors.h")
 MACHINES = ("x86_64", "amd64")
 
 

@@ -11,18 +11,21 @@ nothing of requests, blocks or sampling: positions and the attention plan come f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.cpu.matrix import GELU_TANH, SILU
+from ...kernels.cpu.network import CpuNetwork, NetworkLayer
 from .checkpoint.checkpoint import CPU
 from .checkpoint.weights import DecoderWeights, LayerWeights, load_weights, random_weights
+from .families import Activation
 from .layers import Elementwise, Linear
-from .mlp import make_mlp
+from .mlp import DenseMlp, make_mlp
 from .rope import rope_tables
 from .spec import ModelSpec
 
@@ -103,6 +106,33 @@ class Layer:
         rotated = self._ops.rotate(turned, cos, sin)
         q, k = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
         return attention(q, k, heads[:, turning:], index, plan)
+
+    def in_library(self, cos: Tensor, sin: Tensor, pool: Tensor, view: int) -> NetworkLayer | None:
+        """The layer as the library of `kernels/cpu/` computes it, or None where it has not all of
+        its matrices. Tables are `[positions, head_dim // 2]`, `pool` is the layer's, and `view`
+        says which of a step's plans is its own."""
+        mlp = self._mlp
+        if not isinstance(mlp, DenseMlp) or not self._ops.is_plain:
+            return None
+        matrices = self._qkv.packed, self._out.packed, mlp.gate_up, mlp.down.packed
+        qkv, out, gate_up, down = matrices
+        if qkv is None or out is None or gate_up is None or down is None:
+            return None
+        return NetworkLayer(
+            qkv=qkv,
+            out=out,
+            gate_up=gate_up,
+            down=down,
+            attention_norm=self._attention_norm,
+            head_norms=self._head_norms,
+            after_attention_norm=self._after_attention_norm,
+            mlp_norm=self._mlp_norm,
+            after_mlp_norm=self._after_mlp_norm,
+            cos=cos,
+            sin=sin,
+            keys_and_values=pool,
+            view=view,
+        )
 
     def rest(self, x: Tensor, mixed: Tensor) -> Tensor:
         """The layer's output `[rows, hidden]` from rows of its input and of its attention."""
@@ -185,7 +215,7 @@ class Decoder:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        attention: Attention[Plan],
+        attention: Attention[Plan] | CpuNetwork,
         plan: Plan,
         wanted: Tensor | None,
         *,
@@ -210,7 +240,7 @@ class Decoder:
         self,
         x: Tensor,
         positions: Tensor,
-        attention: Attention[Plan],
+        attention: Attention[Plan] | CpuNetwork,
         plan: Plan,
         wanted: Tensor | None,
         aux: AuxStates | None = None,
@@ -219,8 +249,11 @@ class Decoder:
         with `x` `[tokens, hidden]`, all of them where it is None; normed, as `logits` takes them.
 
         K and V of all tokens are written; past the last attention only the wanted rows are
-        computed, for nothing else is ever read.
+        computed, for nothing else is ever read. What `in_library` has made computes all of it; its
+        plan is the list of the views' steps.
         """
+        if isinstance(attention, CpuNetwork):
+            return _run_in_library(attention, x, positions, plan, wanted, aux)
         turns = [(cos[positions], sin[positions]) for cos, sin in self._tables]
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
@@ -235,6 +268,27 @@ class Decoder:
             aux.look(x, last + 1, None)
         return self._ops.norm(x, self._last_norm, self.spec.rms_norm_eps)
 
+    def in_library(self, pools: Sequence[Tensor], views: Sequence[int]) -> CpuNetwork | None:
+        """All layers as one piece of work of the library of `kernels/cpu/`, which computes what
+        `run` computes, or None where it cannot. `pools` and `views` are those of the layers, as
+        `Layer.in_library` takes them."""
+        layers: list[NetworkLayer] = []
+        for index, layer in enumerate(self._layers):
+            cos, sin = (table[:, 0] for table in self._tables[self._table_of[index]])
+            made = layer.in_library(cos, sin, pools[index], views[index])
+            if made is None:
+                return None
+            layers.append(made)
+        spec = self.spec
+        is_silu = spec.family.activation is Activation.SILU
+        return CpuNetwork(
+            layers,
+            self._last_norm,
+            num_heads=spec.num_heads,
+            eps=spec.rms_norm_eps,
+            activation=SILU if is_silu else GELU_TANH,
+        )
+
     def logits(self, hidden: Tensor) -> Tensor:
         """`[rows, vocab]` of what `forward` returned. Apart from it, so that the logits of a long
         prompt can be computed piece by piece."""
@@ -242,3 +296,19 @@ class Decoder:
         if self._logits_softcap is not None:
             logits = (logits / self._logits_softcap).tanh_() * self._logits_softcap
         return logits
+
+
+def _run_in_library(
+    network: CpuNetwork,
+    x: Tensor,
+    positions: Tensor,
+    plan: Any,
+    wanted: Tensor | None,
+    aux: AuxStates | None,
+) -> Tensor:
+    asked = () if aux is None else aux.layers
+    hidden, found = network.run(x, positions, plan, wanted, asked)
+    if aux is not None:
+        for layer, states in found.items():
+            aux.look(states, layer, None if layer == network.num_layers else wanted)
+    return hidden

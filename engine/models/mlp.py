@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ...kernels.cpu.matrix import GELU_TANH, SILU, PackedMatrix, reason_against_matrices
 from .checkpoint.weights import LayerWeights
 from .families import Activation, MlpKind
 from .layers import Elementwise, Linear
@@ -21,21 +22,30 @@ class Mlp(Protocol):
 
 
 class DenseMlp:
-    """Three matrices for all rows: `down(activation(gate(x)) * up(x))`."""
+    """Three matrices for all rows: `down(activation(gate(x)) * up(x))`. Where the library of
+    `kernels/cpu/` multiplies, two of them are one, `gate_up`, with the activation in it."""
 
-    __slots__ = ("_down", "_gate", "_gated", "_up")
+    __slots__ = ("_gate", "_gated", "_up", "activation", "down", "gate_up")
 
     def __init__(
         self, weights: LayerWeights, activation: Activation, elementwise: Elementwise
     ) -> None:
-        self._gate = Linear(weights.gate, weights.gate_bias)
-        self._up = Linear(weights.up, weights.up_bias)
-        self._down = Linear(weights.down, weights.down_bias)
         is_silu = activation is Activation.SILU
+        self.down = Linear(weights.down, weights.down_bias)
+        self.activation = SILU if is_silu else GELU_TANH
+        self.gate_up: PackedMatrix | None = None
+        gate, up = weights.gate, weights.up
+        if elementwise.is_plain and reason_against_matrices(gate.dtype, gate.device) is None:
+            biases = (weights.gate_bias, weights.up_bias)
+            self.gate_up = PackedMatrix((gate, up), biases, self.activation)
+            return
+        self._gate, self._up = Linear(gate, weights.gate_bias), Linear(up, weights.up_bias)
         self._gated = elementwise.gated if is_silu else elementwise.gelu_gated
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        return self._down(self._gated(self._gate(x), self._up(x)))
+        if self.gate_up is not None:
+            return self.down(self.gate_up(x))
+        return self.down(self._gated(self._gate(x), self._up(x)))
 
 
 _KINDS = {MlpKind.DENSE: DenseMlp}

@@ -7,12 +7,12 @@ and so holds zeros for ever.
 
 from __future__ import annotations
 
-import ctypes
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 import torch
 
+from ...kernels.cpu.huge_pages import ask_for_huge_pages
 from ...tiers.block import BlockLayout
 from ...tiers.host_memory import available_memory_bytes
 from ...tiers.settings.sizes import rough_size
@@ -53,7 +53,7 @@ class KvPool:
         try:
             self.tensor = torch.empty(shape, dtype=pool_dtype(layout.kv_dtype), device=device)
             if device.type == "cpu":
-                _ask_for_huge_pages(self.tensor)
+                ask_for_huge_pages(self.tensor)
             self.tensor.zero_()
         except RuntimeError as error:  # what torch raises when an allocation fails
             flags = "--kv-cache-memory-bytes"
@@ -72,21 +72,6 @@ class KvPool:
 def block_shape(layout: BlockLayout) -> tuple[int, ...]:
     """The shape of one block in a pool."""
     return layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim
-
-
-_HUGE_PAGE_BYTES = 2 * MIB
-_MADV_HUGEPAGE = 14
-
-
-def _ask_for_huge_pages(tensor: torch.Tensor) -> None:
-    """Before its memory is touched. Blocks lie anywhere in the pool, so with small pages nearly
-    every one costs walks of the page tables: attention in place read a pool 1.4 times as fast with
-    huge ones. A system that has none to give goes on with small ones."""
-    start = -(-tensor.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-    size = (tensor.data_ptr() + tensor.nbytes - start) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    madvise = getattr(ctypes.CDLL(None), "madvise", None)
-    if madvise is not None and size > 0:
-        madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_HUGEPAGE)
 
 
 def _memory_of(device: torch.device) -> str:

@@ -76,8 +76,10 @@ inline int64_t num_parts(const Step &step, const Request &request) {
     return round_up(request.length, SPLIT) / SPLIT - first_part(step, request);
 }
 
-// With a `base` the tasks are laid down there; without one this only measures.
-template <class A> Layout lay_out(const Step &step, int64_t threads, char *base) {
+// With a `base` the tasks are laid down there; without one this only measures. `is_crew` says that
+// so many threads are there already, whether or not they are worth it.
+template <class A>
+Layout lay_out(const Step &step, int64_t threads, char *base, bool is_crew = false) {
     Layout layout;
     const int64_t group = step.heads / step.kv_heads, dim = step.head_dim;
     int64_t products = 0, tiled_rows = 0, few_vectors = 0;
@@ -90,7 +92,8 @@ template <class A> Layout lay_out(const Step &step, int64_t threads, char *base)
         else
             tiled_rows += request.rows;
     }
-    layout.threads = at_least(1, at_most(threads, products / WORTH_A_THREAD));
+    layout.threads =
+        is_crew ? threads : at_least(1, at_most(threads, products / WORTH_A_THREAD));
     int64_t rows = at_least(TILE_VECTORS / group, 1);
     while (rows * group > MIN_TILE_VECTORS && rows > 1 &&
            tiled_rows / rows * step.kv_heads < 3 * layout.threads)
@@ -522,10 +525,9 @@ struct Team {
     int64_t seats;  // threads that have come
 };
 
-template <class E> void do_task(Team &team, int64_t task, char *scratch) {
+template <class E>
+void do_task(const Step &step, const Layout &layout, int64_t task, char *scratch) {
     typedef typename Wide<E>::A A;
-    const Step &step = *team.step;
-    const Layout &layout = team.layout;
     int64_t index = 0, above = step.num_requests;  // index: the last that begins at or before
     while (above - index > 1) {
         const int64_t middle = (index + above) / 2;
@@ -548,8 +550,10 @@ template <class E> void do_task(Team &team, int64_t task, char *scratch) {
     A *partials = (A *)layout.partials + layout.first_partial[index];
     attend_part<E>(step, index, request, first_part(step, request) + number, scratch,
                    partials + number * count * (step.head_dim + 2));
-    if (__atomic_sub_fetch(layout.remaining + index, 1, __ATOMIC_ACQ_REL) == 0)
+    if (__atomic_sub_fetch(layout.remaining + index, 1, __ATOMIC_ACQ_REL) == 0) {
         join_parts<E>(step, request, parts, partials);
+        layout.remaining[index] = int32_t(parts);  // for the next layer
+    }
 }
 
 template <class E> void work_through(void *data) {
@@ -560,7 +564,7 @@ template <class E> void work_through(void *data) {
     for (;;) {
         const int64_t done = __atomic_fetch_add(&team.taken, 1, __ATOMIC_RELAXED);
         if (done >= team.num_tasks) return;
-        do_task<E>(team, team.num_tasks - 1 - done, scratch);
+        do_task<E>(*team.step, team.layout, team.num_tasks - 1 - done, scratch);
     }
 }
 
@@ -619,8 +623,9 @@ template <class E> void write_as(const Step &step, Parallel parallel, int64_t th
         write_rows<E>(&writes);
 }
 
-#define BY_ELEMENT(call)                              \
-    switch (step->element) {                          \
+#define BY_ELEMENT(call) BY_ELEMENT_OF(step, call)
+#define BY_ELEMENT_OF(what, call)                     \
+    switch (what->element) {                          \
         case FLOAT32: call(float); break;             \
         case FLOAT64: call(double); break;            \
         case BFLOAT16: call(BFloat16); break;         \

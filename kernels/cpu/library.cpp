@@ -12,6 +12,9 @@ extern const Variant stratakv_avx512;
 
 EXPORTED int64_t stratakv_cpu_abi() { return STRATAKV_ABI; }
 EXPORTED int64_t stratakv_cpu_step_bytes() { return sizeof(Step); }
+EXPORTED int64_t stratakv_cpu_pass_bytes() {
+    return sizeof(Product) + sizeof(LayerWeights) + sizeof(Pass);
+}
 
 static bool has_half_conversion() {
     unsigned a, b, c, d;
@@ -36,6 +39,52 @@ static const Variant &variant_of(int64_t variant) {
 // Bytes that a call with this step needs; of q, k, v, out and the pool nothing is read.
 EXPORTED int64_t stratakv_cpu_workspace(int64_t variant, const Step *step, int64_t threads) {
     return variant_of(variant).workspace_bytes(step, threads);
+}
+
+// Outputs of a panel; a matrix of this element lies in whole ones.
+EXPORTED int64_t stratakv_cpu_panel(int64_t variant, int64_t element) {
+    return variant_of(variant).panel(element);
+}
+
+// Lays down `weight`, whose rows are `row` elements apart, where `matrix` says; it is the first
+// (offset 0) or the second (1) of a pair.
+EXPORTED int64_t stratakv_cpu_pack(int64_t variant, const void *weight, int64_t row,
+                                   const Matrix *matrix, int64_t offset, int64_t element) {
+    variant_of(variant).pack(weight, row, matrix, offset, element);
+    return 0;
+}
+
+EXPORTED int64_t stratakv_cpu_product_workspace(int64_t variant, const Product *product,
+                                                int64_t threads) {
+    return variant_of(variant).product_bytes(product, threads);
+}
+
+// 0, or 1 where the workspace is too small; then nothing was done.
+EXPORTED int64_t stratakv_cpu_multiply(int64_t variant, const Product *product, Parallel parallel,
+                                       int64_t threads) {
+    const Variant &chosen = variant_of(variant);
+    if (chosen.product_bytes(product, threads) > product->workspace_bytes) return 1;
+    if (product->rows > 0) chosen.multiply(product, parallel, threads);
+    return 0;
+}
+
+EXPORTED int64_t stratakv_cpu_pass_workspace(int64_t variant, const Pass *pass, int64_t threads) {
+    return variant_of(variant).pass_bytes(pass, threads);
+}
+
+// All layers. 0, or why nothing was done: 1 the workspace is too small, 2 a position has no place in
+// the tables, 3 a wanted row is none of the tokens. What the steps point to was checked before.
+EXPORTED int64_t stratakv_cpu_pass(int64_t variant, const Pass *pass, Parallel parallel,
+                                   int64_t threads) {
+    const Variant &chosen = variant_of(variant);
+    if (chosen.pass_bytes(pass, threads) > pass->workspace_bytes) return 1;
+    for (int64_t i = 0; i < pass->num_tokens; i++)
+        if (pass->positions[i] < 0 || pass->positions[i] >= pass->num_positions) return 2;
+    if (pass->wanted)
+        for (int64_t i = 0; i < pass->num_wanted; i++)
+            if (pass->wanted[i] < 0 || pass->wanted[i] >= pass->num_tokens) return 3;
+    chosen.pass(pass, parallel, threads);
+    return 0;
 }
 
 // 0, or what is out of bounds: 1 a slot, 2 a block, 3 a length that its table does not hold,

@@ -27,7 +27,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "libstratakv_cpu.so"
-ABI = 1  # STRATAKV_ABI of step.h
+ABI = 2  # STRATAKV_ABI of step.h
 VARIABLE = "STRATAKV_CPU_KERNELS"
 # Where the table of sections begins, which linkers write last; size and number of its entries.
 _ELF_HEADER = struct.Struct("<40xQ10xHH2x")
@@ -35,6 +35,7 @@ AUTO, NONE = "auto", "none"
 VARIANTS = ("avx2", "avx512")  # by their numbers in the library
 ELEMENTS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
+_FACTS = ("abi", "step_bytes", "pass_bytes", "runs")
 _REBUILD = "install again where there is a C++ compiler"
 
 
@@ -58,6 +59,61 @@ class Step(ctypes.Structure):
     )  # fmt: skip
 
 
+class Matrix(ctypes.Structure):
+    """A matrix in the library's order."""
+
+    _fields_ = (
+        ("packed", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        *[(name, ctypes.c_int64) for name in ("ins", "outs", "is_pair")],
+    )
+
+
+class Product(ctypes.Structure):
+    """A product by itself."""
+
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in ("x", "out", "workspace")],
+        *[(name, ctypes.c_int64) for name in (
+            "workspace_bytes", "rows", "x_row", "out_row", "activation", "element",
+        )],
+        ("matrix", Matrix),
+    )  # fmt: skip
+
+
+class Layer(ctypes.Structure):
+    """`LayerWeights` of `step.h`."""
+
+    _fields_ = (
+        *[(name, Matrix) for name in ("qkv", "out", "gate_up", "down")],
+        *[(name, ctypes.c_void_p) for name in (
+            "attention_norm", "head_norms", "after_attention_norm", "mlp_norm", "after_mlp_norm",
+            "cos", "sin", "keys", "values",
+        )],
+        ("view", ctypes.c_int64),
+    )  # fmt: skip
+
+
+class Pass(ctypes.Structure):
+    """A forward pass through all layers."""
+
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in (
+            "layers", "steps", "x", "result", "positions", "wanted", "states", "last_norm",
+            "workspace",
+        )],
+        *[(name, ctypes.c_int64) for name in (
+            "workspace_bytes", "num_layers", "num_views", "num_tokens", "num_wanted",
+            "num_positions", "hidden", "intermediate", "heads", "kv_heads", "head_dim",
+            "activation", "element",
+        )],
+        ("eps", ctypes.c_double),
+    )  # fmt: skip
+
+
+_OF_A_PASS = (Product, Layer, Pass)
+
+
 @dataclass(frozen=True, slots=True)
 class CpuLibrary:
     """The functions of one variant. `lanes` is how many float32 its vectors hold."""
@@ -67,6 +123,12 @@ class CpuLibrary:
     check: Callable[[Any], int]  # a Step: 0, or which of its numbers is out of bounds
     workspace_bytes: Callable[[Any, int], int]  # a Step, threads
     attend: Callable[[Any, int], int]  # a Step, threads: 0, or 1 where the workspace is too small
+    panel: Callable[[int], int]  # an element's number: outputs that lie together in a matrix
+    pack: Callable[[int, int, Any, int, int], int]  # weight, its row, a Matrix, which, element
+    product_workspace: Callable[[Any, int], int]  # a Product, threads
+    multiply: Callable[[Any, int], int]  # as `attend`
+    pass_workspace: Callable[[Any, int], int]  # a Pass, threads
+    run_pass: Callable[[Any, int], int]  # as `attend`; 2 a position, 3 a wanted row out of bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +167,12 @@ def open_library(path: Path, wanted: str = AUTO) -> CpuLibrary | Missing:
         if _is_cut(path):
             return Missing(f"{path} cannot be used (its end is missing); {_REBUILD}")
         library = ctypes.CDLL(str(path))
-        functions = {name: _function(library, name) for name in ("abi", "step_bytes", "runs")}
-        abi, step_bytes = functions["abi"](), functions["step_bytes"]()
+        functions = {name: _function(library, name) for name in _FACTS}
+        abi = functions["abi"]()
+        sizes = (functions["step_bytes"](), functions["pass_bytes"]())
     except (OSError, AttributeError) as error:
         return Missing(f"{path} cannot be used ({error}); {_REBUILD}")
-    if (abi, step_bytes) != (ABI, ctypes.sizeof(Step)):
+    if (abi, *sizes) != (ABI, ctypes.sizeof(Step), sum(map(ctypes.sizeof, _OF_A_PASS))):
         return Missing(f"{path} is of another version ({abi}, and this is {ABI}); {_REBUILD}")
     runs = [name for number, name in enumerate(VARIANTS) if functions["runs"](number)]
     if not runs:
@@ -131,17 +194,34 @@ def _is_cut(path: Path) -> bool:
 
 
 def _variant(library: ctypes.CDLL, variant: str) -> CpuLibrary:
-    number = VARIANTS.index(variant)
-    workspace, attend = _function(library, "workspace"), _function(library, "attend")
-    workspace.argtypes = (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
-    attend.argtypes = (ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
-    parallel = _torch_parallel()
+    number, parallel = VARIANTS.index(variant), _torch_parallel()
+    pack, panel = _function(library, "pack"), _function(library, "panel")
+    size, address = ctypes.c_int64, ctypes.c_void_p
+    pack.argtypes = (size, address, size, address, size, size)
+    panel.argtypes = (size, size)
+
+    def measured(name: str) -> Callable[[Any, int], int]:
+        function = _function(library, name)
+        function.argtypes = (size, address, size)
+        return functools.partial(function, number)
+
+    def called(name: str) -> Callable[[Any, int], int]:
+        function = _function(library, name)
+        function.argtypes = (size, address, address, size)
+        return lambda what, threads: function(number, what, parallel, threads)
+
     return CpuLibrary(
         variant,
         16 if variant == "avx512" else 8,
         check=_function(library, "check"),
-        workspace_bytes=functools.partial(workspace, number),
-        attend=lambda step, threads: attend(number, step, parallel, threads),
+        workspace_bytes=measured("workspace"),
+        attend=called("attend"),
+        panel=functools.partial(panel, number),
+        pack=functools.partial(pack, number),
+        product_workspace=measured("product_workspace"),
+        multiply=called("multiply"),
+        pass_workspace=measured("pass_workspace"),
+        run_pass=called("pass"),
     )
 
 

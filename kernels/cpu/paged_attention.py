@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..choice import KernelRefused
 from .library import ELEMENTS, CpuLibrary, Missing, Step, cpu_library
+from .workspace import Workspace
 
 MAX_HEAD_DIM = 512  # what a thread keeps of a tile then no longer fits into its cache
 _EVERY_LANES = 8  # head sizes are multiples of the narrowest vectors
@@ -44,19 +45,6 @@ def reason_against(
     return None
 
 
-class Workspace:
-    """Memory for partial results and tiles, which grows with what is asked of it and is kept, since
-    fresh pages cost more than what is computed in them."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def at_least(self, num_bytes: int) -> Tensor:
-        if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(num_bytes + num_bytes // 2, dtype=torch.uint8)
-        return self._memory
-
-
 class CpuAttentionStep:
     """The requests of one step over a pool, for all its layers. Keeps the tensors it was made from,
     which must not change while it is used."""
@@ -71,7 +59,7 @@ class CpuAttentionStep:
         num_tokens: int,
         num_heads: int,
         scale: float,
-        workspace: Workspace,
+        workspace: Workspace | None,
         window: int | None = None,
         softcap: float | None = None,
         slots: Tensor | None = None,
@@ -79,7 +67,8 @@ class CpuAttentionStep:
         """`pool` is K and V of a layer, `[num_blocks, 2, block_size, kv heads, head_dim]`, whose
         strides all layers have. `block_tables`, `seq_lens` and `query_starts` are as `paged_decode`
         and `paged_prefill` take them; without starts row i is request i's. `slots` is int64
-        `[num_tokens]`, needed where K and V are written; -1 writes nothing.
+        `[num_tokens]`, needed where K and V are written; -1 writes nothing. Without a `workspace`
+        the step is only for a `CpuNetwork`, not for `run`.
 
         Raises KernelRefused for what is out of bounds, and where the library cannot be used.
         """
@@ -121,9 +110,16 @@ class CpuAttentionStep:
             raise KernelRefused(f"expected {_OUT_OF_BOUNDS[wrong]}, got others")
         # A window leaves some parts of a context out, so that without one the need is the largest.
         self._threads = torch.get_num_threads()
-        self._memory = workspace.at_least(library.workspace_bytes(self._address, self._threads))
-        step.workspace, step.workspace_bytes = self._memory.data_ptr(), self._memory.numel()
+        if workspace is not None:
+            needed = library.workspace_bytes(self._address, self._threads)
+            self._memory = workspace.at_least(needed)
+            step.workspace, step.workspace_bytes = self._memory.data_ptr(), self._memory.numel()
         step.window = window or 0
+
+    @property
+    def laid_down(self) -> Step:
+        """The step as the library takes it, while this object lives."""
+        return self._step
 
     def run(
         self,

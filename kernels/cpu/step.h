@@ -6,7 +6,7 @@
 
 // Grows with every change of `Step` or of a function's meaning; a library of another number is not
 // used.
-#define STRATAKV_ABI 1
+#define STRATAKV_ABI 2
 
 enum ElementType { FLOAT32 = 0, FLOAT64 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
 
@@ -43,8 +43,71 @@ struct Step {
 // A team of OpenMP: calls `work(data)` on up to `threads` threads and returns when all have.
 typedef void (*Parallel)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
 
+// A matrix in the order of `matrix.h`. Its numbers are of the network's elements, biases of what
+// those are added up in.
+struct Matrix {
+    const void *packed;
+    const void *bias;  // padded to whole panels, in their order; null: none
+    int64_t ins, outs;
+    int64_t is_pair;  // two matrices of this size in turns
+};
+
+// A product by itself: out `[rows, outs]` of x `[rows, ins]`, both of elements.
+struct Product {
+    const void *x;
+    void *out;
+    void *workspace;
+    int64_t workspace_bytes;
+    int64_t rows, x_row, out_row;
+    int64_t activation;  // of a pair: 0 SiLU, 1 GELU by tanh
+    int64_t element;
+    struct Matrix matrix;
+};
+
+// Norms are of what elements are added up in; those that are null are not computed.
+struct LayerWeights {
+    struct Matrix qkv;      // queries of all heads, then keys, then values
+    struct Matrix out;
+    struct Matrix gate_up;  // a pair
+    struct Matrix down;
+    const void *attention_norm;        // [hidden]
+    const void *head_norms;            // [heads + kv_heads, head_dim]
+    const void *after_attention_norm;  // [hidden]
+    const void *mlp_norm;              // [hidden]
+    const void *after_mlp_norm;        // [hidden]
+    const void *cos, *sin;             // [positions, head_dim / 2], elements
+    void *keys, *values;               // of this layer, as in a Step
+    int64_t view;                      // which of the steps it attends by
+};
+
+// A forward pass through all layers.
+struct Pass {
+    const struct LayerWeights *layers;
+    const struct Step *steps;      // one for each view; what differs by layer is not looked at
+    const void *x;                 // [tokens, hidden], elements: embeddings
+    void *result;                  // [wanted, hidden], elements: normed
+    const int64_t *positions;      // [tokens]
+    const int64_t *wanted;         // [num_wanted] rows; null: all of them, in order
+    void *const *states;           // [layers + 1], each null or as x, for the hidden states that go
+                                   // into a layer, and of the wanted rows into the last norm
+    const void *last_norm;         // [hidden]
+    void *workspace;
+    int64_t workspace_bytes;
+    int64_t num_layers, num_views, num_tokens, num_wanted, num_positions;
+    int64_t hidden, intermediate, heads, kv_heads, head_dim;
+    int64_t activation;  // 0 SiLU, 1 GELU by tanh
+    int64_t element;
+    double eps;
+};
+
 // One set of functions for each kind of processor.
 struct Variant {
+    int64_t (*panel)(int64_t element);
+    void (*pack)(const void *weight, int64_t row, const Matrix *, int64_t offset, int64_t element);
+    int64_t (*product_bytes)(const Product *, int64_t threads);
+    void (*multiply)(const Product *, Parallel, int64_t threads);
+    int64_t (*pass_bytes)(const Pass *, int64_t threads);
+    void (*pass)(const Pass *, Parallel, int64_t threads);
     int64_t (*workspace_bytes)(const Step *, int64_t threads);
     void (*write)(const Step *, Parallel, int64_t threads);
     void (*attend)(const Step *, Parallel, int64_t threads);

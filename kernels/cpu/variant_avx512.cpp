@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention for processors with AVX512; `setup.py` compiles it for them.
 #define VECTOR_BYTES 64
-#include "attention.h"
+#include "network.h"
 
 extern const Variant stratakv_avx512;
-const Variant stratakv_avx512 = {workspace_bytes, write, attend};
+const Variant stratakv_avx512 = {
+    panel, pack, product_bytes, multiply, pass_bytes, pass, workspace_bytes, write, attend,
+};

@@ -97,6 +97,30 @@ inline void narrow(float value, Float16 *to) {
     to->bits = uint16_t(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT));
 }
 
+// As `narrow`, of as many numbers as a vector has.
+inline void narrow_vector(FloatVector value, float *to) { store(to, value); }
+inline void narrow_vector(DoubleVector value, double *to) { store(to, value); }
+inline void narrow_vector(FloatVector value, BFloat16 *to) {
+    const WordVector bits = (WordVector)value;
+    const WordVector rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const WordVector kept = value == value ? rounded : ((bits >> 16) | 0x40u);
+    const HalfWordVector halves = __builtin_convertvector(kept, HalfWordVector);
+    __builtin_memcpy(to, &halves, sizeof(halves));
+}
+inline void narrow_vector(FloatVector value, Float16 *to) {
+#if VECTOR_BYTES == 64
+    __m512 wide;
+    __builtin_memcpy(&wide, &value, sizeof(wide));
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph(wide, _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int i = 0; i < LANES<float>; i += 8) {
+        __m256 eight;
+        __builtin_memcpy(&eight, (const float *)&value + i, sizeof(eight));
+        _mm_storeu_si128((__m128i *)(to + i), _mm256_cvtps_ph(eight, _MM_FROUND_TO_NEAREST_INT));
+    }
+#endif
+}
+
 // NaN in `b` is passed over; the weights computed from it are NaN all the same.
 template <class X> inline X larger(X a, X b) { return b > a ? b : a; }
 

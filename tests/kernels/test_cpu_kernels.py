@@ -16,7 +16,8 @@ from stratakv.kernels.attention.paged_decode import paged_decode
 from stratakv.kernels.choice import AUTO, NATIVE, KernelRefused
 from stratakv.kernels.cpu import library, paged_attention
 from stratakv.kernels.cpu.library import VARIABLE, VARIANTS, CpuLibrary, Missing, open_library
-from stratakv.kernels.cpu.paged_attention import CpuAttentionStep, Workspace
+from stratakv.kernels.cpu.paged_attention import CpuAttentionStep
+from stratakv.kernels.cpu.workspace import Workspace
 
 from .decode_batches import assert_right, make_case
 from .prefill_batches import Case, make_batch

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....kernels.cpu.network import CpuNetwork
 from ....tiers.block import BlockLayout
 from ...batch.batch_update import IntArray
 from ...cache.group_spec import CacheGroups
@@ -141,7 +142,9 @@ class GatherForward:
         return launch_of(self._model, self._attention, plan, step)
 
 
-def launch_of(model: Decoder, attention: Attention[Plan], plan: Plan, step: StepInputs) -> Launch:
+def launch_of(
+    model: Decoder, attention: Attention[Plan] | CpuNetwork, plan: Plan, step: StepInputs
+) -> Launch:
     """A step on the CPU; its tensors share the memory of the step's arrays."""
     token_ids = torch.from_numpy(step.token_ids)
     if step.late is not None:

@@ -2,7 +2,8 @@
 """Steps on the CPU whose attention reads the pool where it lies, by the library of `kernels/cpu/`.
 
 Nothing is gathered and nothing is padded: a request has its row of the block table, its length and
-its rows of the step, and one call a layer writes new K and V and attends for all of them.
+its rows of the step. One call computes all layers; where the library has not all of the model, one
+call a layer writes new K and V and attends.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.cpu.paged_attention import CpuAttentionStep, Workspace, reason_against
+from ....kernels.cpu.network import MAX_VIEWS
+from ....kernels.cpu.paged_attention import CpuAttentionStep, reason_against
+from ....kernels.cpu.workspace import Workspace
 from ....tiers.block import BlockLayout
 from ...batch.batch_update import IntArray
 from ...cache.group_spec import CacheGroups
@@ -109,6 +112,10 @@ class InPlaceForward:
         spec = model.spec
         views = LayerViews(groups, spec.layer_attention)
         workspace = Workspace()
+        pools = [pool[:, place] for _, place in views.places]
+        self._network = None
+        if len(views.views) <= MAX_VIEWS:
+            self._network = model.in_library(pools, [view for view, _ in views.places])
         # With the group whose table each reads.
         self._planners = [
             (
@@ -120,12 +127,12 @@ class InPlaceForward:
         self._attention = attention_over(InPlaceAttention(pool), views)
 
     def prepare(self, step: StepInputs) -> Launch:
-        plan = plan_of(
-            [
-                planner.plan(
-                    step.tables[group], step.rows, step.computed, step.counts, step.slots[group]
-                )
-                for group, planner in self._planners
-            ]
-        )
-        return launch_of(self._model, self._attention, plan, step)
+        plans = [
+            planner.plan(
+                step.tables[group], step.rows, step.computed, step.counts, step.slots[group]
+            )
+            for group, planner in self._planners
+        ]
+        if self._network is None:
+            return launch_of(self._model, self._attention, plan_of(plans), step)
+        return launch_of(self._model, self._network, [plan.step for plan in plans], step)

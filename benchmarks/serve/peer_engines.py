@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--peer-python`: vLLM's CPU build and our engine in turns, on the same model folders.
+
+prefill      tokens a second of one prompt
+decode_N     tokens a second of N requests, after the last of them has its first token
+again        tokens a second of the prompt of `prefill` asked for once more, from the pool
+
+Both compute in the same number type, with the same number of threads, the same prompts and greedy.
+A ratio is ours over theirs, the median of the rounds, and stands for the model where it is lower.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ...engine.options import EMBEDDED_MODEL
+from ...tiers.settings.values import ConfigError
+from ..harness import plots
+from ..harness.comparison import Gate
+from ..harness.peer import Child, PeerFailed
+from ..harness.report import Report, median, print_table, ratios
+from . import phases_process
+
+FLAG = "--peer-python"
+START_SECONDS, ANSWER_SECONDS = 600.0, 600.0
+EMBEDDED = "embedded"
+CASES = ("prefill", "decode_1", "decode_16", "decode_64", "again")
+GATES = {f"peer_{case}": Gate(least=1.0 if case == "again" else 1.2) for case in CASES}
+BLOCK_TOKENS, MOST_REQUESTS, STEP_TOKENS = 32, 64, 2048
+VLLM_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+# The shape of Qwen3-0.6B.
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936,
+    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 40960, "rope_theta": 1000000, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False,
+    "bos_token_id": 151643, "eos_token_id": 151645, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model and how much is asked of it."""
+
+    name: str
+    dtype: str
+    vocab_size: int
+    context: int
+    prompt_tokens: int  # of `prefill` and `again`
+    decode_prompt_tokens: int
+    decode_tokens: Mapping[int, int]  # by the number of requests, after the first token
+
+
+def subjects(is_quick: bool) -> tuple[Subject, Subject]:
+    """Both models. What vLLM's build computes in bfloat16 takes it seconds a step on a processor
+    without units for that, so there is little of it."""
+    if is_quick:
+        return (
+            Subject(EMBEDDED, "float32", 4096, 4096, 3600, 64, {1: 64, 16: 32, 64: 16}),
+            Subject("qwen3-0.6b shape", "bfloat16", 151936, 1024, 128, 8, {1: 8, 16: 3, 64: 2}),
+        )
+    return (
+        Subject(EMBEDDED, "float32", 4096, 4096, 3600, 64, {1: 256, 16: 128, 64: 64}),
+        Subject("qwen3-0.6b shape", "bfloat16", 151936, 1024, 512, 8, {1: 24, 16: 8, 64: 4}),
+    )
+
+
+class Engine(Child):
+    """One side in a process of its own. Raises ConfigError for what is no program."""
+
+    def __init__(self, python: str | None, log: Path, name: str) -> None:
+        try:
+            self.version = ""
+            super().__init__(["-P", phases_process.__file__], log, name, python)
+        except OSError as error:
+            raise ConfigError(f"{FLAG} {python} cannot be run: {error.strerror}") from error
+
+    def begin(self, engine: str, threads: int, arguments: Mapping[str, Any]) -> None:
+        """Once, first."""
+        environment = VLLM_ENVIRONMENT | {
+            "OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"
+        }  # fmt: skip
+        self.send(
+            {
+                "engine": engine,
+                "environment": environment if engine == "vllm" else {},
+                "threads": threads,
+                "arguments": arguments,
+            }
+        )
+
+    def wait_ready(self) -> None:
+        """Until the engine is there. Raises PeerFailed."""
+        self.version = self.read(START_SECONDS)["version"]
+
+    def answer(
+        self, prompts: Sequence[list[int]], max_tokens: int, *, forget: bool = True
+    ) -> dict[str, Any]:
+        """See `phases_process.answer`. Raises PeerFailed."""
+        self.send({"prompts": list(prompts), "max_tokens": max_tokens, "forget": forget})
+        return self.read(ANSWER_SECONDS)
+
+
+def make_qwen(folder: Path) -> None:
+    """A checkpoint of random weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(QWEN))
+    hidden, inner, dim = QWEN["hidden_size"], QWEN["intermediate_size"], QWEN["head_dim"]
+    queries, keys = (QWEN[f"num_{kind}_heads"] * dim for kind in ("attention", "key_value"))
+    shapes = {
+        "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,),
+        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+    }  # fmt: skip
+    named = {
+        f"model.layers.{layer}.{name}": shape
+        for layer in range(QWEN["num_hidden_layers"])
+        for name, shape in shapes.items()
+    } | {"model.embed_tokens": (QWEN["vocab_size"], hidden), "model.norm": (hidden,)}
+    draw = torch.Generator().manual_seed(0)
+    tensors = {
+        f"{name}.weight": torch.ones(shape, dtype=torch.bfloat16)
+        if len(shape) == 1
+        else torch.empty(shape, dtype=torch.bfloat16).uniform_(-0.04, 0.04, generator=draw)
+        for name, shape in named.items()
+    }
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Who takes turns, and how often."""
+
+    python: str  # vLLM's
+    threads: int
+    rounds: int
+    is_quick: bool
+    seed: int
+
+
+def measure_peer(report: Report, turns: Turns, scratch: Path, console: Console) -> None:
+    """Both models. Raises PeerFailed, ConfigError."""
+    peer = report.figures["peer"] = {"models": {}, "load_average_before": os.getloadavg()}
+    for subject in subjects(turns.is_quick):
+        folder = EMBEDDED_MODEL
+        if subject.name != EMBEDDED:
+            console.print("making a model of random weights")
+            make_qwen(folder := scratch / "model")
+        console.print(f"starting both engines with {subject.name}")
+        with ExitStack() as stack:
+            sides = _start(turns, subject, folder, scratch, stack)
+            peer["version"] = sides["vllm"].version
+            rates, same = _take_rounds(turns, subject, sides, console)
+        peer["models"][subject.name] = {
+            "dtype": subject.dtype,
+            "same_tokens": same,
+            "cases": {
+                case: {
+                    "ours": median(rates["stratakv"][case]),
+                    "theirs": median(rates["vllm"][case]),
+                    "ratio": median(ratios(rates["stratakv"][case], rates["vllm"][case])),
+                    "rounds": {side: rates[side][case] for side in rates},
+                }
+                for case in CASES
+            },
+        }
+    peer["load_average_after"] = os.getloadavg()
+    for case in CASES:
+        found = [model["cases"][case]["ratio"] for model in peer["models"].values()]
+        report.ratios[f"peer_{case}"] = min(found)
+
+
+def _start(
+    turns: Turns, subject: Subject, folder: Path, scratch: Path, stack: ExitStack
+) -> dict[str, Engine]:
+    """Both engines, ready and warm."""
+    alike = {
+        "model": str(folder), "dtype": subject.dtype, "max_model_len": subject.context,
+        "max_num_seqs": MOST_REQUESTS, "max_num_batched_tokens": STEP_TOKENS,
+    }  # fmt: skip
+    theirs = alike | {
+        "block_size": BLOCK_TOKENS, "skip_tokenizer_init": True, "enable_prefix_caching": True,
+        "enforce_eager": turns.is_quick,  # compiling takes minutes
+    }  # fmt: skip
+    sides: dict[str, Engine] = {}
+    for name, python, arguments in (
+        ("vllm", turns.python, theirs),
+        ("stratakv", None, alike | {"num_threads": turns.threads}),
+    ):
+        log = scratch / f"{name}-{subject.dtype}.log"
+        sides[name] = stack.enter_context(Engine(python, log, name))
+        sides[name].begin(name, turns.threads, arguments)
+    for side in sides.values():
+        side.wait_ready()
+        side.answer([[5, 6, 7]], 2)  # the first request of a process pays for more than itself
+    return sides
+
+
+Rates = dict[str, dict[str, list[float]]]
+
+
+def _take_rounds(
+    turns: Turns, subject: Subject, sides: Mapping[str, Engine], console: Console
+) -> tuple[Rates, float]:
+    """Rates by side and case, and the share of answers that are the same on both."""
+    draw = random.Random(turns.seed)
+    rates: Rates = {name: {case: [] for case in CASES} for name in sides}
+    same: list[bool] = []
+    for turn in range(turns.rounds):
+        console.print(f"round {turn + 1} of {turns.rounds}")
+        # Now one goes first, now the other.
+        names = list(sides) if turn % 2 else list(sides)[::-1]
+        _take_round(subject, sides, names, draw, rates, same)
+    return rates, sum(same) / len(same)
+
+
+def _take_round(
+    subject: Subject, sides: Mapping[str, Engine], names: Sequence[str], draw: random.Random,
+    rates: Mapping[str, Mapping[str, list[float]]], same: list[bool],
+) -> None:  # fmt: skip
+    """Every case once on each side, in this order of sides."""
+
+    def prompt(length: int) -> list[int]:
+        return [draw.randrange(3, subject.vocab_size) for _ in range(length)]
+
+    long = prompt(subject.prompt_tokens)
+    for case, forget in (("prefill", True), ("again", False)):
+        for name in names:
+            found = sides[name].answer([long], 1, forget=forget)
+            rates[name][case].append(len(long) / found["first_seconds"])
+    for count, tokens in subject.decode_tokens.items():
+        prompts = [prompt(subject.decode_prompt_tokens) for _ in range(count)]
+        answers = []
+        for name in names:
+            found = sides[name].answer(prompts, tokens + 1)
+            if not found["decode_tokens"]:
+                raise PeerFailed(f"{name} made no token after every prompt had its first")
+            rate = found["decode_tokens"] / found["decode_seconds"]
+            rates[name][f"decode_{count}"].append(rate)
+            answers.append(found["tokens"])
+        same += [one == other for one, other in zip(*answers, strict=True)]
+
+
+def print_peer(report: Report) -> None:
+    """The table."""
+    peer, rows = report.figures["peer"], []
+    for name, model in peer["models"].items():
+        for case, found in model["cases"].items():
+            gate = GATES[f"peer_{case}"]
+            rows.append(
+                [
+                    name,
+                    case,
+                    f"{found['ours']:,.1f}",
+                    f"{found['theirs']:,.1f}",
+                    f"{found['ratio']:.2f}",
+                    f"{gate.wanted} {gate.verdict(found['ratio'])}",
+                ]
+            )
+    columns = ("model", "what", "ours tokens/s", "vLLM's tokens/s", "ratio", "gate")
+    print_table(f"In turns with vLLM {peer['version']} on this CPU", columns, rows)
+    for name, model in peer["models"].items():
+        print(f"{name} in {model['dtype']}: {model['same_tokens']:.0%} of the answers are the same")
+
+
+def plot_peer(report: Report, path: Path) -> Path:
+    """Ours over theirs, case by case, for both models."""
+    models = report.figures["peer"]["models"]
+    figure, panels = plots.new_figure(1, len(models), 3.4)
+    for axes, (name, model) in zip(panels[0], models.items(), strict=True):
+        found = {case: each["ratio"] for case, each in model["cases"].items()}
+        met = [GATES[f"peer_{case}"].is_met(ratio) for case, ratio in found.items()]
+        colours = [plots.MET if each else plots.MISSED for each in met]
+        labels = [case.replace("_", "\n") for case in found]
+        plots.draw_bars(axes, labels, {"": list(found.values())}, [colours], "%.2f", 7)
+        marks = {float(at): GATES[f"peer_{case}"].least for at, case in enumerate(found)}
+        plots.mark_gates(axes, marks, 0.84, plots.GATE)
+        plots.caption(axes, f"{name}, {model['dtype']} (red: missed)", y="ours over vLLM's")
+    return plots.save_figure(figure, report.environment, path)

@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products with matrices that are laid down once in the order in which they are read.
+//
+//     packed   [panels, ins, PANEL]: a panel is two vectors of outputs, the last one padded with 0
+//     pair     panels of two matrices of one size take turns, for `activation(gate) * up`
+//
+// Every number of a result is added up over the inputs in their order, whatever else is computed
+// with it: a row's bits depend neither on the other rows nor on the number of threads. Activations
+// are in the type that is added up in, float32 for weights of 16 bits.
+#pragma once
+
+#include "step.h"
+#include "vectors.h"
+
+namespace {
+
+template <class A> constexpr int PANEL = 2 * LANES<A>;
+constexpr int MOST_ROWS = VECTOR_BYTES == 64 ? 12 : 6;  // of a block of accumulators
+constexpr int MOST_PANELS = 4;
+// Rows that share what is read of a matrix, in a task: with usual sizes they stay in the cache.
+constexpr int64_t ROWS_AT_ONCE = 8 * MOST_ROWS;
+// From here on a panel of 16-bit numbers is widened once and not for every block of rows.
+constexpr int64_t WORTH_WIDENING = 3 * MOST_ROWS / 2;
+
+inline int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+template <class A> inline int64_t panels_of(const Matrix &matrix) {
+    return quotient_up(matrix.outs, PANEL<A>) * (matrix.is_pair ? 2 : 1);
+}
+
+// `tile` `[MR, NP panels]` = a `[MR, depth]` times NP panels.
+template <int MR, int NP, class B, class A>
+inline void multiply_panels(const A *a, int64_t a_row, const B *b, int64_t b_panel, int64_t depth,
+                            A *tile, int64_t tile_row) {
+    V<A> acc[MR][2 * NP];
+#pragma GCC unroll 12
+    for (int m = 0; m < MR; m++)
+#pragma GCC unroll 8
+        for (int j = 0; j < 2 * NP; j++) acc[m][j] = V<A>{};
+    for (int64_t k = 0; k < depth; k++) {
+        V<A> right[2 * NP];
+#pragma GCC unroll 4
+        for (int p = 0; p < NP; p++) {
+            const B *from = b + p * b_panel + k * PANEL<A>;
+            right[2 * p] = load(from);
+            right[2 * p + 1] = load(from + LANES<A>);
+        }
+#pragma GCC unroll 12
+        for (int m = 0; m < MR; m++) {
+            const V<A> left = all_of(a[m * a_row + k]);
+#pragma GCC unroll 8
+            for (int j = 0; j < 2 * NP; j++) acc[m][j] += left * right[j];
+        }
+    }
+#pragma GCC unroll 12
+    for (int m = 0; m < MR; m++)
+#pragma GCC unroll 8
+        for (int j = 0; j < 2 * NP; j++) store(tile + m * tile_row + j * LANES<A>, acc[m][j]);
+}
+
+template <int MR, class B, class A>
+inline void multiply_rows(int64_t rows, const A *a, int64_t a_row, const B *b, int64_t depth,
+                          A *tile, int64_t tile_row) {
+    if constexpr (MR == 1) {
+        multiply_panels<1, 1>(a, a_row, b, 0, depth, tile, tile_row);
+    } else {
+        if (rows == MR)
+            multiply_panels<MR, 1>(a, a_row, b, 0, depth, tile, tile_row);
+        else
+            multiply_rows<MR - 1>(rows, a, a_row, b, depth, tile, tile_row);
+    }
+}
+
+// Rows `a` `[rows, ins]` times the panels from `first` to `end`, whole pairs of them. `put(row,
+// panel, values)` is given one panel of a row's results, or both of a pair. `widened` has room for
+// `[ins, PANEL]` twice.
+template <class E, class A, class Put>
+void multiply_packed(const A *a, int64_t a_row, int64_t rows, const Matrix &matrix, int64_t first,
+                     int64_t end, A *widened, Put put) {
+    const int64_t depth = matrix.ins, size = depth * PANEL<A>;
+    const int unit = matrix.is_pair ? 2 : 1;
+    const E *packed = (const E *)matrix.packed;
+    A tile[MOST_ROWS * MOST_PANELS * PANEL<A>];
+    int64_t p = first;
+#define FEW(ROWS, NP)                                                                           \
+    for (; rows == ROWS && p + NP <= end; p += NP) {                                            \
+        multiply_panels<ROWS, NP>(a, a_row, packed + p * size, size, depth, tile,               \
+                                  int64_t(NP * PANEL<A>));                                      \
+        for (int64_t m = 0; m < ROWS; m++)                                                      \
+            for (int64_t i = 0; i < NP; i += unit)                                              \
+                put(m, p + i, tile + (m * NP + i) * PANEL<A>);                                  \
+    }
+    FEW(1, 4)
+    FEW(1, 2)
+    FEW(2, 2)
+    FEW(3, 2)
+#undef FEW
+    const int64_t blocks = quotient_up(rows, MOST_ROWS), row_size = unit * PANEL<A>;
+    for (; p < end; p += unit) {
+        const E *from = packed + p * size;
+        const bool widens = sizeof(E) < sizeof(A) && rows >= WORTH_WIDENING;
+        if (widens)
+            for (int64_t i = 0; i < unit * size; i += LANES<A>) store(widened + i, load(from + i));
+        for (int64_t block = 0, row = 0; block < blocks; block++) {
+            const int64_t here = (rows - row) / (blocks - block);  // as even as can be
+            for (int64_t u = 0; u < unit; u++) {
+                const A *left = a + row * a_row;
+                A *to = tile + u * PANEL<A>;
+                if (widens)
+                    multiply_rows<MOST_ROWS>(here, left, a_row, widened + u * size, depth, to,
+                                             row_size);
+                else
+                    multiply_rows<MOST_ROWS>(here, left, a_row, from + u * size, depth, to,
+                                             row_size);
+            }
+            for (int64_t m = 0; m < here; m++) put(row + m, p, tile + m * row_size);
+            row += here;
+        }
+    }
+}
+
+// Where results go. Each is made for some rows, of which the first is row 0.
+template <class A> inline int64_t columns_here(const Matrix &matrix, int64_t column) {
+    return matrix.outs - column < PANEL<A> ? matrix.outs - column : PANEL<A>;
+}
+template <class A> inline V<A> biased(const Matrix &matrix, int64_t panel, int64_t at, V<A> value) {
+    if (!matrix.bias) return value;
+    return value + load((const A *)matrix.bias + panel * PANEL<A> + at);
+}
+
+template <class O, class A> inline void put_panel(const A *sums, int64_t count, O *to) {
+    if (count == PANEL<A>) {
+        narrow_vector(load(sums), to);
+        narrow_vector(load(sums + LANES<A>), to + LANES<A>);
+    } else {
+        for (int64_t i = 0; i < count; i++) narrow(sums[i], to + i);
+    }
+}
+
+template <class O, class A> struct Stored {
+    const Matrix &matrix;
+    O *out;
+    int64_t out_row;
+    inline void operator()(int64_t row, int64_t panel, const A *values) const {
+        const int64_t column = panel * PANEL<A>, count = columns_here<A>(matrix, column);
+        A sums[PANEL<A>];
+        for (int64_t i = 0; i < PANEL<A>; i += LANES<A>)
+            store(sums + i, biased<A>(matrix, panel, i, load(values + i)));
+        put_panel(sums, count, out + row * out_row + column);
+    }
+};
+
+// Added to what is there.
+template <class A> struct Added {
+    const Matrix &matrix;
+    A *out;
+    int64_t out_row;
+    inline void operator()(int64_t row, int64_t panel, const A *values) const {
+        const int64_t column = panel * PANEL<A>, count = columns_here<A>(matrix, column);
+        A *to = out + row * out_row + column;
+        if (count == PANEL<A>) {
+            for (int64_t i = 0; i < PANEL<A>; i += LANES<A>)
+                store(to + i, load(to + i) + biased<A>(matrix, panel, i, load(values + i)));
+            return;
+        }
+        for (int64_t i = 0; i < count; i++) {
+            const A bias = matrix.bias ? ((const A *)matrix.bias)[column + i] : A(0);
+            to[i] += values[i] + bias;
+        }
+    }
+};
+
+inline FloatVector silu(FloatVector x) {
+    const FloatVector turned = x < -88.0f ? all_of(88.0f) : -x;
+    return x / (1.0f + exponential(turned));
+}
+inline DoubleVector silu(DoubleVector x) { return x / (1.0 + exponential(-x)); }
+template <class A> inline V<A> gelu(V<A> x) {
+    const V<A> inner = A(0.79788456080286535588) * (x + A(0.044715) * x * x * x);
+    return A(0.5) * x * (A(1) + tangent(inner));
+}
+
+// The results of a pair become one number: `activation(gate) * up`.
+template <class O, class A> struct Gated {
+    const Matrix &matrix;
+    O *out;
+    int64_t out_row;
+    bool is_gelu;
+    inline void operator()(int64_t row, int64_t panel, const A *values) const {
+        const int64_t column = panel / 2 * PANEL<A>, count = columns_here<A>(matrix, column);
+        A sums[PANEL<A>];
+        for (int64_t i = 0; i < PANEL<A>; i += LANES<A>) {
+            const V<A> gate = biased<A>(matrix, panel, i, load(values + i));
+            const V<A> up = biased<A>(matrix, panel + 1, i, load(values + PANEL<A> + i));
+            store(sums + i, (is_gelu ? gelu<A>(gate) : silu(gate)) * up);
+        }
+        put_panel(sums, count, out + row * out_row + column);
+    }
+};
+
+// A product cut into tasks: blocks of rows, and of panels where there are more threads than those.
+struct Cut {
+    int64_t row_blocks, panel_blocks, panels_each;
+};
+template <class A> inline Cut cut(const Matrix &matrix, int64_t rows, int64_t threads) {
+    const int64_t panels = panels_of<A>(matrix), unit = matrix.is_pair ? 2 : 1;
+    Cut made;
+    made.row_blocks = quotient_up(rows, ROWS_AT_ONCE);  // none of no rows
+    const int64_t wanted =
+        threads == 1 || !rows ? 1 : quotient_up(4 * threads, made.row_blocks);
+    // Four panels at once are what few rows are multiplied by.
+    const int64_t step = rows < 4 ? MOST_PANELS : unit;
+    made.panels_each = quotient_up(quotient_up(panels, wanted), step) * step;
+    made.panel_blocks = quotient_up(panels, made.panels_each);
+    return made;
+}
+
+// One of the tasks; `put_for(first row)` makes what takes its results.
+template <class E, class A, class PutFor>
+inline void multiply_task(const Cut &made, int64_t task, const A *a, int64_t a_row, int64_t rows,
+                          const Matrix &matrix, A *widened, PutFor put_for) {
+    const int64_t panels = panels_of<A>(matrix);
+    const int64_t block = task / made.panel_blocks, part = task % made.panel_blocks;
+    // As even as can be.
+    const int64_t first_row = rows * block / made.row_blocks;
+    const int64_t end_row = rows * (block + 1) / made.row_blocks;
+    const int64_t first = part * made.panels_each;
+    const int64_t end = first + made.panels_each < panels ? first + made.panels_each : panels;
+    multiply_packed<E>(a + first_row * a_row, a_row, end_row - first_row, matrix, first, end,
+                       widened, put_for(first_row));
+}
+
+// A matrix `[outs, ins]` into panels; of a pair, into every other panel from `offset` on.
+template <class E, class A>
+void pack_into(const E *weight, int64_t row, const Matrix &matrix, int64_t offset, E *packed) {
+    const int64_t unit = matrix.is_pair ? 2 : 1, size = matrix.ins * PANEL<A>;
+    for (int64_t column = 0; column < matrix.outs; column += PANEL<A>) {
+        E *panel = packed + (column / PANEL<A> * unit + offset) * size;
+        const int64_t count = columns_here<A>(matrix, column);
+        // By blocks that stay in the cache both ways.
+        for (int64_t begin = 0; begin < matrix.ins; begin += 64) {
+            const int64_t end = begin + 64 < matrix.ins ? begin + 64 : matrix.ins;
+            for (int64_t i = 0; i < PANEL<A>; i++) {
+                const E *from = weight + (column + i) * row;
+                for (int64_t k = begin; k < end; k++)
+                    panel[k * PANEL<A> + i] = i < count ? from[k] : E{};
+            }
+        }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrices in the order in which the compiled library reads them, and products with them.
+
+A row's bits depend neither on the other rows nor on the number of threads: every number is added
+up over the inputs in their order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..choice import KernelRefused
+from .huge_pages import ask_for_huge_pages
+from .library import ELEMENTS, CpuLibrary, Matrix, Missing, Product, cpu_library
+from .workspace import Workspace
+
+SILU, GELU_TANH = 0, 1
+
+
+def reason_against_matrices(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the library cannot multiply by matrices of this type, or None."""
+    library = cpu_library()
+    if isinstance(library, Missing):
+        return library.reason
+    if device.type != "cpu" or dtype not in ELEMENTS:
+        return f"they multiply by float32, float64 and 16-bit types on the CPU, not {dtype}"
+    return None
+
+
+class PackedMatrix:
+    """`x @ weight.T + bias`, or of a pair `activation(x @ gate.T + bias) * (x @ up.T + bias)`.
+
+    No reference to the weights is kept. Not to be used by two threads at once.
+    """
+
+    def __init__(
+        self,
+        weights: tuple[Tensor] | tuple[Tensor, Tensor],
+        biases: tuple[Tensor | None, ...] = (None, None),
+        activation: int = SILU,
+    ) -> None:
+        """Weights are `[outs, ins]`, of one shape and type; biases `[outs]` or None. Raises
+        KernelRefused for others, and where the library cannot be used."""
+        first, dtype = weights[0], weights[0].dtype
+        why = reason_against_matrices(dtype, first.device)
+        library = cpu_library()
+        if why is not None or not isinstance(library, CpuLibrary):
+            raise KernelRefused(f"kernels of the CPU cannot run: {why}; use the plain ones")
+        if first.dim() != 2 or any((w.shape, w.dtype) != (first.shape, dtype) for w in weights):
+            shapes = [tuple(weight.shape) for weight in weights]
+            raise KernelRefused(f"expected matrices of one shape and type, got {shapes}")
+        self._library = library
+        self.dtype, (self.outs, self.ins) = dtype, first.shape
+        element = ELEMENTS[dtype]
+        panel = library.panel(element)
+        padded = -(-self.outs // panel) * panel
+        self._packed = torch.empty(padded * self.ins * len(weights), dtype=dtype)
+        ask_for_huge_pages(self._packed)
+        self._bias = _padded(weights, biases, padded, panel)
+        self.matrix = Matrix(
+            self._packed.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            self.ins,
+            self.outs,
+            len(weights) - 1,
+        )
+        address = ctypes.addressof(self.matrix)
+        for number, weight in enumerate(weights):
+            weight = weight if weight.stride(1) == 1 else weight.contiguous()
+            library.pack(weight.data_ptr(), weight.stride(0), address, number, element)
+        self._product = Product(activation=activation, element=element, matrix=self.matrix)
+        self._address = ctypes.addressof(self._product)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[rows, outs]` of `[rows, ins]`."""
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        if x.dim() != 2 or x.shape[1] != self.ins or x.dtype != self.dtype:
+            raise ValueError(f"expected {self.dtype} [rows, {self.ins}], got {x.dtype} {x.shape}")
+        out = torch.empty((len(x), self.outs), dtype=self.dtype)
+        product, threads = self._product, torch.get_num_threads()
+        product.x, product.out = x.data_ptr(), out.data_ptr()
+        product.rows, product.x_row, product.out_row = len(x), x.stride(0), self.outs
+        memory = _workspace().at_least(self._library.product_workspace(self._address, threads))
+        product.workspace, product.workspace_bytes = memory.data_ptr(), memory.numel()
+        if self._library.multiply(self._address, threads):
+            raise RuntimeError("the workspace of a product was measured too small")
+        return out
+
+
+def _workspace() -> Workspace:
+    """That of all products of this thread."""
+    found: Workspace | None = getattr(_OF_THREAD, "workspace", None)
+    if found is None:
+        found = _OF_THREAD.workspace = Workspace()
+    return found
+
+
+_OF_THREAD = threading.local()
+
+
+def _padded(
+    weights: tuple[Any, ...], biases: tuple[Tensor | None, ...], padded: int, panel: int
+) -> Tensor | None:
+    """Biases in the order of the panels, in the type that is added up in."""
+    given = biases[: len(weights)]
+    if all(bias is None for bias in given):
+        return None
+    outs, dtype = len(weights[0]), weights[0].dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    made = torch.zeros(len(weights), padded, dtype=wide)
+    for row, bias in zip(made, given, strict=True):
+        if bias is not None:
+            row[:outs] = bias
+    return made.view(len(weights), -1, panel).transpose(0, 1).contiguous().view(-1)

@@ -1,0 +1,459 @@
+// SPDX-License-Identifier: Apache-2.0
+// All layers of a decoder in one call: norms, products, rotation, writing, attention.
+//
+//     phase        tasks                     what
+//     norm         rows                      hidden states, normed
+//     qkv          rows and outputs          queries, keys, values
+//     turn         rows                      head norms, rotation; keys and values go to the pool
+//     attend       parts of contexts, rows   as in attention.h
+//     widen        rows                      its results; in the last layer, of the wanted rows
+//     out          rows and outputs          added to the hidden states, or for a norm behind
+//     norm         rows
+//     gate, up     rows and outputs          with the activation
+//     down         rows and outputs          added as above
+//
+// Between phases everything is in the type that is added up in.
+#pragma once
+
+#include "attention.h"
+#include "crew.h"
+#include "matrix.h"
+
+namespace {
+
+constexpr int64_t PHASES_OF_A_LAYER = 9;
+// What a thread must save for it to be woken: products that one thread does in about 0.3 ms, or as
+// long as it takes to read as many weights.
+constexpr int64_t WORTH_A_CREW = int64_t(3) << 20;
+constexpr int64_t NUMBERS_OF_A_TASK = 1 << 13;  // of work by rows
+
+constexpr int64_t MOST_VIEWS = 8;
+
+// Where everything lies in the workspace.
+template <class A> struct Buffers {
+    A *x, *normed, *qkv, *middle, *behind, *scratch;
+    void *q, *attended;  // elements
+    Counter *counters;
+    char *plans[MOST_VIEWS];
+    int64_t scratch_numbers, threads, bytes;
+};
+
+inline int64_t phases_of(const Pass &pass) { return pass.num_layers * PHASES_OF_A_LAYER + 2; }
+inline int64_t q_size(const Pass &pass) { return pass.heads * pass.head_dim; }
+inline int64_t qkv_size(const Pass &pass) {
+    return (pass.heads + 2 * pass.kv_heads) * pass.head_dim;
+}
+
+inline int64_t crew_of(const Pass &pass, int64_t threads) {
+    const int64_t weights = pass.hidden * (qkv_size(pass) + q_size(pass) + 3 * pass.intermediate);
+    int64_t seen = 0;
+    const Step &step = *pass.steps;
+    for (int64_t i = 0; i < step.num_requests; i++) {
+        const Request request = request_of(step, i);
+        seen += 2 * at_least(request.rows, 0) * at_least(request.length, 0);
+    }
+    // One row is multiplied about as fast as four.
+    const int64_t rows = at_least(pass.num_tokens, 4) / 4;
+    const int64_t products = pass.num_layers * (rows * weights + seen / 4 * q_size(pass));
+    return at_least(1, at_most(threads, products / WORTH_A_CREW));
+}
+
+template <class E, class A> Buffers<A> place(const Pass &pass, int64_t threads, char *base) {
+    Buffers<A> made;
+    made.threads = crew_of(pass, threads);
+    // The same row may be wanted several times.
+    const int64_t tokens = at_least(pass.num_tokens, pass.num_wanted);
+    const int64_t widest = at_least(pass.hidden, q_size(pass));
+    char *at = base;
+    const auto take = [&at](int64_t bytes) {
+        char *here = at;
+        at += round_up(bytes, 64);
+        return here;
+    };
+    const int64_t size = sizeof(A);
+    made.counters = (Counter *)take(phases_of(pass) * int64_t(sizeof(Counter)));
+    made.x = (A *)take(tokens * pass.hidden * size);
+    made.normed = (A *)take(tokens * widest * size);
+    made.qkv = (A *)take(tokens * qkv_size(pass) * size);
+    made.middle = (A *)take(tokens * pass.intermediate * size);
+    made.behind = (A *)take(tokens * pass.hidden * size);
+    made.q = take(tokens * q_size(pass) * int64_t(sizeof(E)));
+    made.attended = take(tokens * q_size(pass) * int64_t(sizeof(E)));
+    made.scratch_numbers =
+        round_up(2 * at_least(widest, pass.intermediate) * PANEL<A> + PANEL<A>, 16);
+    made.scratch = (A *)take(made.threads * made.scratch_numbers * size);
+    for (int64_t view = 0; view < pass.num_views; view++)
+        made.plans[view] =
+            take(lay_out<A>(pass.steps[view], made.threads, nullptr, true).bytes + 64);
+    made.bytes = at - base + 64;
+    return made;
+}
+
+// `out` = x of root mean square 1, times `weight`.
+template <class A>
+inline void normalise(const A *x, const A *weight, int64_t count, A eps, A *out) {
+    V<A> sums[4] = {V<A>{}, V<A>{}, V<A>{}, V<A>{}};
+    int64_t d = 0;
+    for (; d + 4 * LANES<A> <= count; d += 4 * LANES<A>)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            const V<A> here = load(x + d + i * LANES<A>);
+            sums[i] += here * here;
+        }
+    A total = sum<A>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (; d < count; d++) total += x[d] * x[d];
+    const A mean = total / A(count) + eps;
+    const A share = A(1) / (sizeof(A) == 4 ? A(__builtin_sqrtf(float(mean)))
+                                           : A(__builtin_sqrt(double(mean))));
+    for (d = 0; d + LANES<A> <= count; d += LANES<A>)
+        store(out + d, load(x + d) * share * load(weight + d));
+    for (; d < count; d++) out[d] = x[d] * share * weight[d];
+}
+
+template <class A> inline void add(const A *more, int64_t count, A *to) {
+    int64_t d = 0;
+    for (; d + LANES<A> <= count; d += LANES<A>) store(to + d, load(to + d) + load(more + d));
+    for (; d < count; d++) to[d] += more[d];
+}
+template <class E, class A> inline void widen(const E *from, int64_t count, A *to) {
+    int64_t d = 0;
+    for (; d + LANES<A> <= count; d += LANES<A>) store(to + d, load(from + d));
+    for (; d < count; d++) to[d] = widened(from[d]);
+}
+template <class E, class A> inline void narrow_all(const A *from, int64_t count, E *to) {
+    int64_t d = 0;
+    for (; d + LANES<A> <= count; d += LANES<A>) narrow_vector(load(from + d), to + d);
+    for (; d < count; d++) narrow(from[d], to + d);
+}
+
+// Element i of the first half of a head turns with element i of the second.
+template <class E, class A>
+inline void turn(A *head, const E *cos, const E *sin, int64_t half) {
+    int64_t d = 0;
+    for (; d + LANES<A> <= half; d += LANES<A>) {
+        const V<A> c = load(cos + d), s = load(sin + d);
+        const V<A> left = load(head + d), right = load(head + half + d);
+        store(head + d, left * c - right * s);
+        store(head + half + d, right * c + left * s);
+    }
+    for (; d < half; d++) {
+        const A c = widened(cos[d]), s = widened(sin[d]), left = head[d], right = head[half + d];
+        head[d] = left * c - right * s;
+        head[half + d] = right * c + left * s;
+    }
+}
+
+// One thread's way through a pass. What it is told is not changed while the pass runs.
+template <class E> struct Walk {
+    typedef typename Wide<E>::A A;
+    const Pass &pass;
+    const Buffers<A> &at;
+    const Layout *layouts;
+    Crew crew;
+    A *scratch;
+    int64_t seat;
+    int64_t phase;
+    int64_t rows;  // of the hidden states: the wanted ones at the end
+    A *x, *behind;
+
+    template <class Task> void by_rows(int64_t count, int64_t size, Task task) {
+        const int64_t each = at_least(1, NUMBERS_OF_A_TASK / size);
+        go_through(crew, phase++, quotient_up(count, each), [&](int64_t i) {
+            const int64_t end = at_most(count, (i + 1) * each);
+            for (int64_t row = i * each; row < end; row++) task(row);
+        });
+    }
+
+    template <class PutFor>
+    void multiply(const A *a, int64_t a_row, const Matrix &matrix, PutFor put_for) {
+        const Cut made = cut<A>(matrix, rows, crew.threads);
+        go_through(crew, phase++, made.row_blocks * made.panel_blocks, [&](int64_t i) {
+            multiply_task<E>(made, i, a, a_row, rows, matrix, scratch, put_for);
+        });
+    }
+
+    // The product is added to the hidden states, or kept for the norm behind it.
+    void add_product(const A *a, int64_t a_row, const Matrix &matrix, bool is_normed) {
+        if (is_normed)
+            multiply(a, a_row, matrix, [&](int64_t row) {
+                return Stored<A, A>{matrix, behind + row * pass.hidden, pass.hidden};
+            });
+        else
+            multiply(a, a_row, matrix, [&](int64_t row) {
+                return Added<A>{matrix, x + row * pass.hidden, pass.hidden};
+            });
+    }
+
+    // What is left of the part before, whose norm is `left`, then the norm of the next one.
+    void norm(const void *left, const void *weight, int64_t layer = -1) {
+        void *kept = pass.states && layer >= 0 ? pass.states[layer] : nullptr;
+        by_rows(rows, pass.hidden, [&](int64_t row) {
+            A *states = x + row * pass.hidden, *to = at.normed + row * pass.hidden;
+            if (left) {
+                A *more = behind + row * pass.hidden;
+                normalise(more, (const A *)left, pass.hidden, A(pass.eps), more);
+                add(more, pass.hidden, states);
+            }
+            if (kept) narrow_all(states, pass.hidden, (E *)kept + row * pass.hidden);
+            normalise(states, (const A *)weight, pass.hidden, A(pass.eps), to);
+            if (weight == pass.last_norm)
+                narrow_all(to, pass.hidden, (E *)pass.result + row * pass.hidden);
+        });
+    }
+
+    void turn_and_write(const LayerWeights &layer) {
+        const Step &step = pass.steps[layer.view];
+        const int64_t dim = pass.head_dim, turning = pass.heads + pass.kv_heads;
+        by_rows(rows, qkv_size(pass), [&](int64_t row) {
+            A *heads = at.qkv + row * qkv_size(pass);
+            const int64_t position = pass.positions[row];
+            const E *cos = (const E *)layer.cos + position * (dim / 2);
+            const E *sin = (const E *)layer.sin + position * (dim / 2);
+            for (int64_t h = 0; h < turning; h++) {
+                A *head = heads + h * dim;
+                if (layer.head_norms)
+                    normalise(head, (const A *)layer.head_norms + h * dim, dim, A(pass.eps), head);
+                turn(head, cos, sin, dim / 2);
+            }
+            narrow_all(heads, q_size(pass), (E *)at.q + row * q_size(pass));
+            const int64_t slot = step.slots[row];
+            if (slot < 0) return;
+            const int64_t to = slot / step.block_size * step.block_stride +
+                               slot % step.block_size * step.token_stride;
+            for (int64_t h = 0; h < pass.kv_heads; h++) {
+                narrow_all(heads + (pass.heads + h) * dim, dim,
+                           (E *)layer.keys + to + h * step.head_stride);
+                narrow_all(heads + (turning + h) * dim, dim,
+                           (E *)layer.values + to + h * step.head_stride);
+            }
+        });
+    }
+
+    void attend(const LayerWeights &layer) {
+        Step step = pass.steps[layer.view];
+        step.q = at.q;
+        step.out = at.attended;
+        step.q_row = step.out_row = q_size(pass);
+        step.q_head = step.out_head = pass.head_dim;
+        step.keys = layer.keys;
+        step.values = layer.values;
+        const Layout &layout = layouts[layer.view];
+        char *own = layout.scratch + seat * layout.scratch_bytes;
+        const int64_t tasks = layout.first_task[step.num_requests];
+        // From the last on: those of a prompt's last rows are the longest.
+        go_through(crew, phase++, tasks,
+                   [&](int64_t i) { do_task<E>(step, layout, tasks - 1 - i, own); });
+    }
+
+    // Attention's results, and in the last layer only those of the wanted rows and their states.
+    const A *widen_attended(bool is_last) {
+        const bool picks = is_last && pass.wanted;
+        if (!picks && sizeof(E) == sizeof(A)) {
+            phase++;
+            return (const A *)at.attended;
+        }
+        const int64_t size = q_size(pass);
+        const int64_t count = picks ? pass.num_wanted : rows;
+        by_rows(count, size, [&](int64_t row) {
+            const int64_t from = picks ? pass.wanted[row] : row;
+            widen((const E *)at.attended + from * size, size, at.normed + row * size);
+            if (picks)
+                __builtin_memcpy(behind + row * pass.hidden, x + from * pass.hidden,
+                                 size_t(pass.hidden) * sizeof(A));
+        });
+        return at.normed;
+    }
+
+    void use_wanted() {
+        A *all = x;
+        x = behind;
+        behind = all;
+        rows = pass.num_wanted;
+    }
+
+    void run() {
+        by_rows(rows, pass.hidden, [&](int64_t row) {
+            widen((const E *)pass.x + row * pass.hidden, pass.hidden, x + row * pass.hidden);
+        });
+        const void *left = nullptr;
+        for (int64_t i = 0; i < pass.num_layers; i++) {
+            const LayerWeights &layer = pass.layers[i];
+            norm(left, layer.attention_norm, i);
+            multiply(at.normed, pass.hidden, layer.qkv, [&](int64_t row) {
+                return Stored<A, A>{layer.qkv, at.qkv + row * qkv_size(pass), qkv_size(pass)};
+            });
+            turn_and_write(layer);
+            attend(layer);
+            const A *mixed = widen_attended(i + 1 == pass.num_layers);
+            if (i + 1 == pass.num_layers && pass.wanted) use_wanted();
+            add_product(mixed, q_size(pass), layer.out, layer.after_attention_norm != nullptr);
+            norm(layer.after_attention_norm, layer.mlp_norm);
+            multiply(at.normed, pass.hidden, layer.gate_up, [&](int64_t row) {
+                return Gated<A, A>{layer.gate_up, at.middle + row * pass.intermediate,
+                                   pass.intermediate, pass.activation == 1};
+            });
+            add_product(at.middle, pass.intermediate, layer.down,
+                        layer.after_mlp_norm != nullptr);
+            left = layer.after_mlp_norm;
+        }
+        norm(left, pass.last_norm, pass.num_layers);
+    }
+};
+
+template <class E> struct Passage {
+    typedef typename Wide<E>::A A;
+    const Pass *pass;
+    Buffers<A> at;
+    Layout layouts[MOST_VIEWS];
+    int64_t seats;  // threads that have come
+};
+
+template <class E> void walk(void *data) {
+    typedef typename Wide<E>::A A;
+    Passage<E> &passage = *(Passage<E> *)data;
+    const Buffers<A> &at = passage.at;
+    const int64_t seat = __atomic_fetch_add(&passage.seats, 1, __ATOMIC_RELAXED);
+    Walk<E> own = {*passage.pass,     at,  passage.layouts, {at.counters, at.threads},
+                   at.scratch + seat * at.scratch_numbers,
+                   seat, 0, passage.pass->num_tokens, at.x, at.behind};
+    own.run();
+}
+
+template <class E> int64_t pass_bytes_as(const Pass &pass, int64_t threads) {
+    return place<E, typename Wide<E>::A>(pass, threads, nullptr).bytes + 64;
+}
+
+template <class E> void pass_as(const Pass &pass, Parallel parallel, int64_t threads) {
+    typedef typename Wide<E>::A A;
+    Passage<E> passage;
+    passage.pass = &pass;
+    passage.at = place<E, A>(pass, parallel ? threads : 1, aligned(pass.workspace));
+    passage.seats = 0;
+    for (int64_t view = 0; view < pass.num_views; view++)
+        passage.layouts[view] =
+            lay_out<A>(pass.steps[view], passage.at.threads, aligned(passage.at.plans[view]), true);
+    if (passage.at.threads > 1) {
+        __builtin_memset(passage.at.counters, 0, size_t(phases_of(pass)) * sizeof(Counter));
+        parallel(walk<E>, &passage, unsigned(passage.at.threads), 0);
+    } else {
+        walk<E>(&passage);
+    }
+}
+
+// A product by itself. Inputs and results are elements; in between, as above.
+template <class E> struct ProductWork {
+    typedef typename Wide<E>::A A;
+    const Product *product;
+    const A *x;
+    int64_t x_row;
+    A *widened;  // of each thread
+    int64_t widened_numbers, threads;
+    Cut made;
+    Counter counters[1];
+    int64_t seats;
+};
+
+template <class E> inline int64_t product_threads(const Product &product, int64_t threads) {
+    const Matrix &matrix = product.matrix;
+    const int64_t products = at_least(product.rows, 4) / 4 * matrix.ins * matrix.outs;
+    return at_least(1, at_most(threads, products / (WORTH_A_CREW / 4)));
+}
+
+template <class E> void work_on(void *data) {
+    typedef typename Wide<E>::A A;
+    ProductWork<E> &work = *(ProductWork<E> *)data;
+    const Product &product = *work.product;
+    const Matrix &matrix = product.matrix;
+    const int64_t seat = __atomic_fetch_add(&work.seats, 1, __ATOMIC_RELAXED);
+    A *widened = work.widened + seat * work.widened_numbers;
+    Crew crew = {work.counters, work.threads};
+    go_through(crew, 0, work.made.row_blocks * work.made.panel_blocks, [&](int64_t i) {
+        if (matrix.is_pair)
+            multiply_task<E>(work.made, i, work.x, work.x_row, product.rows, matrix, widened,
+                             [&](int64_t row) {
+                                 return Gated<E, A>{matrix,
+                                                    (E *)product.out + row * product.out_row,
+                                                    product.out_row, product.activation == 1};
+                             });
+        else
+            multiply_task<E>(work.made, i, work.x, work.x_row, product.rows, matrix, widened,
+                             [&](int64_t row) {
+                                 return Stored<E, A>{matrix,
+                                                     (E *)product.out + row * product.out_row,
+                                                     product.out_row};
+                             });
+    });
+}
+
+template <class E> int64_t product_bytes_as(const Product &product, int64_t threads) {
+    typedef typename Wide<E>::A A;
+    const int64_t ins = round_up(product.matrix.ins, 16);
+    const int64_t wide = sizeof(E) == sizeof(A) ? 0 : product.rows * ins;
+    return (wide + threads * (2 * ins * PANEL<A> + 16)) * int64_t(sizeof(A)) + 64;
+}
+
+template <class E> void multiply_as(const Product &product, Parallel parallel, int64_t threads) {
+    typedef typename Wide<E>::A A;
+    const Matrix &matrix = product.matrix;
+    const int64_t ins = round_up(matrix.ins, 16);
+    ProductWork<E> work;
+    work.product = &product;
+    A *at = (A *)aligned(product.workspace);
+    if (sizeof(E) == sizeof(A)) {
+        work.x = (const A *)product.x;
+        work.x_row = product.x_row;
+    } else {
+        for (int64_t row = 0; row < product.rows; row++)
+            widen((const E *)product.x + row * product.x_row, matrix.ins, at + row * ins);
+        work.x = at;
+        work.x_row = ins;
+        at += product.rows * ins;
+    }
+    work.widened = at;
+    work.widened_numbers = 2 * ins * PANEL<A> + 16;
+    work.threads = parallel ? product_threads<E>(product, threads) : 1;
+    work.made = cut<A>(matrix, product.rows, work.threads);
+    work.counters[0] = Counter{};
+    work.seats = 0;
+    if (work.threads > 1)
+        parallel(work_on<E>, &work, unsigned(work.threads), 0);
+    else
+        work_on<E>(&work);
+}
+
+int64_t panel(int64_t element) { return element == FLOAT64 ? PANEL<double> : PANEL<float>; }
+void pack(const void *weight, int64_t row, const Matrix *matrix, int64_t offset, int64_t element) {
+    void *to = (void *)matrix->packed;
+    if (element == FLOAT32)
+        pack_into<float, float>((const float *)weight, row, *matrix, offset, (float *)to);
+    else if (element == FLOAT64)
+        pack_into<double, double>((const double *)weight, row, *matrix, offset, (double *)to);
+    else  // 16 bits of either kind
+        pack_into<BFloat16, float>((const BFloat16 *)weight, row, *matrix, offset,
+                                   (BFloat16 *)to);
+}
+
+#define RETURN_BYTES(E) return product_bytes_as<E>(*product, threads)
+int64_t product_bytes(const Product *product, int64_t threads) {
+    BY_ELEMENT_OF(product, RETURN_BYTES)
+    return 0;
+}
+#undef RETURN_BYTES
+void multiply(const Product *product, Parallel parallel, int64_t threads) {
+#define MULTIPLY(E) multiply_as<E>(*product, parallel, threads)
+    BY_ELEMENT_OF(product, MULTIPLY)
+#undef MULTIPLY
+}
+int64_t pass_bytes(const Pass *pass, int64_t threads) {
+#define RETURN_BYTES(E) return pass_bytes_as<E>(*pass, threads)
+    BY_ELEMENT_OF(pass, RETURN_BYTES)
+#undef RETURN_BYTES
+    return 0;
+}
+void pass(const Pass *given, Parallel parallel, int64_t threads) {
+#define PASS(E) pass_as<E>(*given, parallel, threads)
+    BY_ELEMENT_OF(given, PASS)
+#undef PASS
+}
+
+}  // namespace

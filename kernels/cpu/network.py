@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All layers of a decoder in one call of the compiled library, for steps of any size.
+
+Between a step's embeddings and its hidden states there is no Python and no operator of torch:
+norms, products, rotation, writing to the pool, attention and activation are phases of one piece of
+work, which one thread does alone where a second would save less than waking it costs. Everything
+between two products is in float32 for weights of 16 bits; K, V and queries are rounded to those.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..choice import KernelRefused
+from .library import ELEMENTS, CpuLibrary, Layer, Pass, Step, cpu_library
+from .matrix import SILU, PackedMatrix
+from .paged_attention import CpuAttentionStep, reason_against
+from .workspace import Workspace
+
+MAX_VIEWS = 8  # MOST_VIEWS of network.h
+_WRONG = {
+    1: "a workspace of the size that was measured",
+    2: "positions that the tables have",
+    3: "wanted rows among the tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkLayer:
+    """One layer. Norms are `[hidden]`, those of heads `[heads + kv heads, head_dim]`; one that is
+    None is not computed."""
+
+    qkv: PackedMatrix  # queries, keys, values
+    out: PackedMatrix
+    gate_up: PackedMatrix  # a pair
+    down: PackedMatrix
+    attention_norm: Tensor
+    head_norms: Tensor | None
+    after_attention_norm: Tensor | None
+    mlp_norm: Tensor
+    after_mlp_norm: Tensor | None
+    cos: Tensor  # [positions, head_dim // 2], of the weights' type
+    sin: Tensor
+    keys_and_values: Tensor  # the pool's of this layer: [blocks, 2, block_size, kv heads, head_dim]
+    view: int = 0  # which of a step's plans it attends by
+
+
+class CpuNetwork:
+    """A decoder over one pool. Not to be used by two threads at once."""
+
+    def __init__(
+        self,
+        layers: Sequence[NetworkLayer],
+        last_norm: Tensor,
+        *,
+        num_heads: int,
+        eps: float,
+        activation: int = SILU,
+    ) -> None:
+        """Raises KernelRefused where the library cannot compute this network."""
+        library, first = cpu_library(), layers[0]
+        pool = first.keys_and_values
+        kv_heads, head_dim = pool.shape[3:]
+        self._dtype = dtype = first.qkv.dtype
+        why = reason_against(dtype, head_dim, pool_dtype=pool.dtype)
+        num_views = 1 + max(layer.view for layer in layers)
+        if num_views > MAX_VIEWS:
+            why = f"their layers attend in at most {MAX_VIEWS} ways, not {num_views}"
+        if why is not None or not isinstance(library, CpuLibrary):
+            raise KernelRefused(f"kernels of the CPU cannot run: {why}; use the plain ones")
+        self._library = library
+        self._hidden, self._num_views = first.qkv.ins, num_views
+        qkv_size = (num_heads + 2 * kv_heads) * head_dim
+        intermediate = first.down.ins
+        shapes = (
+            (qkv_size, self._hidden),
+            (self._hidden, num_heads * head_dim),
+            (intermediate, self._hidden),
+            (self._hidden, intermediate),
+        )
+        self._kept: list[object] = [*layers]
+        laid_down = (Layer * len(layers))()
+        for to, layer in zip(laid_down, layers, strict=True):
+            matrices = (layer.qkv, layer.out, layer.gate_up, layer.down)
+            if any((m.outs, m.ins) != shape for m, shape in zip(matrices, shapes, strict=True)):
+                found = [(matrix.outs, matrix.ins) for matrix in matrices]
+                raise KernelRefused(f"expected matrices {list(shapes)}, got {found}")
+            self._lay_down(to, layer)
+        self._layers = laid_down
+        self._positions = min(len(layer.cos) for layer in layers)
+        self._last_norm = self._wide(last_norm)
+        self._workspace = Workspace()
+        self._pass = Pass(
+            layers=ctypes.addressof(laid_down),
+            last_norm=self._last_norm.data_ptr(),
+            num_layers=len(layers),
+            num_views=num_views,
+            num_positions=self._positions,
+            hidden=self._hidden,
+            intermediate=intermediate,
+            heads=num_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            activation=activation,
+            element=ELEMENTS[dtype],
+            eps=eps,
+        )
+        self._address = ctypes.addressof(self._pass)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def run(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        steps: Sequence[CpuAttentionStep],
+        wanted: Tensor | None,
+        states: Iterable[int] = (),
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Write K and V of all tokens and return the hidden states `[len(wanted), hidden]` of the
+        rows `wanted`, all of them where it is None, normed. `x` is `[tokens, hidden]`, `positions`
+        and `wanted` are int64; of `steps` there is one for each view, with slots, and they were
+        laid down over this pool. Beside it come the hidden states that go into the layers
+        `states`, of all tokens, and of the wanted rows for the number of layers, which stands for
+        the last norm. Raises ValueError for what is out of bounds."""
+        num_tokens = len(x)
+        if (x.dtype, x.shape[1:]) != (self._dtype, (self._hidden,)) or len(
+            steps
+        ) != self._num_views:
+            raise ValueError(
+                f"expected {self._dtype} [tokens, {self._hidden}] and {self._num_views} steps, got "
+                f"{x.dtype} {list(x.shape)} and {len(steps)}"
+            )
+        x, positions = x.contiguous(), positions.contiguous()
+        num_wanted = num_tokens if wanted is None else len(wanted)
+        result = torch.empty((num_wanted, self._hidden), dtype=self._dtype)
+        num_layers = self.num_layers
+        found = {
+            layer: torch.empty((num_wanted if layer == num_layers else num_tokens, self._hidden),
+                               dtype=self._dtype)
+            for layer in states
+        }  # fmt: skip
+        if num_tokens == 0:
+            return result, found
+        kept = (ctypes.c_void_p * (num_layers + 1))()
+        for layer, tensor in found.items():
+            kept[layer] = tensor.data_ptr()
+        wanted = None if wanted is None else wanted.contiguous()
+        laid_down = (Step * len(steps))(*[step.laid_down for step in steps])
+        given, threads = self._pass, torch.get_num_threads()
+        given.steps = ctypes.addressof(laid_down)
+        given.x, given.result = x.data_ptr(), result.data_ptr()
+        given.positions = positions.data_ptr()
+        # Of no rows data_ptr is null, which would mean all of them.
+        given.wanted = None if wanted is None else wanted.data_ptr() or positions.data_ptr()
+        given.states = ctypes.addressof(kept) if found else None
+        given.num_tokens, given.num_wanted = num_tokens, num_wanted
+        memory = self._workspace.at_least(self._library.pass_workspace(self._address, threads))
+        given.workspace, given.workspace_bytes = memory.data_ptr(), memory.numel()
+        wrong = self._library.run_pass(self._address, threads)
+        if wrong:
+            raise ValueError(f"expected {_WRONG[wrong]}, got others")
+        return result, found
+
+    def _lay_down(self, to: Layer, layer: NetworkLayer) -> None:
+        to.qkv, to.out = layer.qkv.matrix, layer.out.matrix
+        to.gate_up, to.down = layer.gate_up.matrix, layer.down.matrix
+        for name in (
+            "attention_norm", "head_norms", "after_attention_norm", "mlp_norm", "after_mlp_norm"
+        ):  # fmt: skip
+            weight = getattr(layer, name)
+            if weight is not None:
+                wide = self._wide(weight)
+                setattr(to, name, wide.data_ptr())
+        for name in ("cos", "sin"):
+            table = getattr(layer, name).contiguous()
+            self._kept.append(table)
+            setattr(to, name, table.data_ptr())
+        pool = layer.keys_and_values
+        to.keys = pool.data_ptr()
+        to.values = to.keys + pool.stride(1) * pool.element_size()
+        to.view = layer.view
+
+    def _wide(self, weight: Tensor) -> Tensor:
+        """In the type that is added up in; kept."""
+        dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
+        wide = weight.to(dtype).contiguous()
+        self._kept.append(wide)
+        return wide

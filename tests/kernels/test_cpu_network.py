@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products and whole networks of the compiled library against loops of torch in float64, in every
+variant that runs here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stratakv.kernels.choice import KernelRefused
+from stratakv.kernels.cpu import library, matrix, network, paged_attention
+from stratakv.kernels.cpu.library import VARIANTS, Missing, open_library
+from stratakv.kernels.cpu.matrix import GELU_TANH, SILU, PackedMatrix
+from stratakv.kernels.cpu.network import CpuNetwork, NetworkLayer
+from stratakv.kernels.cpu.paged_attention import CpuAttentionStep
+
+PATH = Path(library.__file__).with_name(library.FILE_NAME)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# Of results that are a few units large; those of 16 bits are compared with what these make of them.
+NEAR = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}
+
+
+@pytest.fixture(params=VARIANTS, autouse=True)
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One variant of the library, as the variable would choose it."""
+    found = open_library(PATH, request.param)
+    if isinstance(found, Missing):
+        pytest.skip(found.reason)
+    for module in (matrix, network, paged_attention):
+        monkeypatch.setattr(module, "cpu_library", lambda: found)
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def draw(*shape: int, dtype: torch.dtype, seed: int = 0, spread: float = 1.0) -> Tensor:
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (made * spread).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outs", "ins"), [(1, 1), (40, 7), (97, 130)])
+def test_products_are_right_for_any_number_of_rows(dtype: torch.dtype, outs: int, ins: int) -> None:
+    weight, bias = (draw(*shape, dtype=dtype, spread=0.2) for shape in ((outs, ins), (outs,)))
+    product = PackedMatrix((weight,), (bias,))
+    for rows in (0, 1, 2, 3, 4, 5, 6, 7, 13, 20, 61, 110):
+        x = draw(rows, ins + 3, dtype=dtype, seed=rows)[:, 1 : ins + 1]
+        expected = F.linear(x.double(), weight.double(), bias.double())
+        found = product(x)
+        assert found.dtype == dtype and found.shape == (rows, outs)
+        torch.testing.assert_close(
+            found.double(), expected, rtol=NEAR[dtype] / 4, atol=NEAR[dtype] / 4
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_pair_is_one_product_with_an_activation(
+    dtype: torch.dtype, activation: int, has_bias: bool
+) -> None:
+    gate, up = (draw(70, 24, dtype=dtype, seed=seed, spread=0.5) for seed in (1, 2))
+    bias = draw(70, dtype=dtype, seed=3) if has_bias else None
+    pair = PackedMatrix((gate, up), (bias, None), activation)
+    wide = None if bias is None else bias.double()
+    for rows in (1, 2, 4, 9):
+        x = draw(rows, 24, dtype=dtype, seed=rows) * 8  # far into both tails
+        gated = F.linear(x.double(), gate.double(), wide)
+        act = F.silu(gated) if activation == SILU else F.gelu(gated, approximate="tanh")
+        expected = act * F.linear(x.double(), up.double())
+        torch.testing.assert_close(pair(x).double(), expected, rtol=NEAR[dtype], atol=NEAR[dtype])
+
+
+def test_a_rows_bits_depend_neither_on_threads_nor_on_other_rows() -> None:
+    weight, x = draw(700, 300, dtype=torch.float32), draw(120, 300, dtype=torch.float32)
+    product, before = PackedMatrix((weight,)), torch.get_num_threads()
+    alone = torch.cat([product(row[None]) for row in x])
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(product(x), alone)
+            assert torch.equal(product(x[:17]), alone[:17])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_matrices_that_cannot_be_multiplied_are_refused() -> None:
+    with pytest.raises(KernelRefused, match="of one shape and type"):
+        PackedMatrix((torch.zeros(4, 3), torch.zeros(4, 2)))
+    with pytest.raises(KernelRefused, match=r"16-bit types on the CPU, not torch.int8"):
+        PackedMatrix((torch.zeros(4, 3, dtype=torch.int8),))
+    with pytest.raises(ValueError, match=r"expected torch.float32 \[rows, 3\]"):
+        PackedMatrix((torch.zeros(4, 3),))(torch.zeros(2, 4))
+
+
+LAYERS, HEADS, KV_HEADS, DIM, BLOCK, POSITIONS = 3, 4, 2, 16, 4, 200
+TURNING, QUERIES = HEADS + KV_HEADS, HEADS * DIM
+
+
+@dataclass
+class Model:
+    """A network with every part, as the library has it and by definition; of two views the second
+    sees 5 tokens."""
+
+    dtype: torch.dtype
+    activation: int
+    has_all: bool  # biases, norms of heads and norms behind
+    hidden: int = 40
+    inner: int = 72
+    layers: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        hidden, inner, dtype = self.hidden, self.inner, self.dtype
+        shapes = {
+            "qkv": ((TURNING + KV_HEADS) * DIM, hidden), "out": (hidden, QUERIES),
+            "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner),
+        }  # fmt: skip
+        for number in range(LAYERS):
+            made = {
+                name: draw(*shape, dtype=dtype, seed=9 * number + place, spread=shape[1] ** -0.5)
+                for place, (name, shape) in enumerate(shapes.items())
+            }
+            made |= {f"{name}_bias": draw(shape[0], dtype=dtype) for name, shape in shapes.items()}
+            for name in ("attention_norm", "after_attention_norm", "mlp_norm", "after_mlp_norm"):
+                made[name] = 1 + draw(hidden, dtype=dtype, seed=number, spread=0.1)
+            made["head_norms"] = 1 + draw(TURNING, DIM, dtype=dtype, seed=number, spread=0.1)
+            self.layers.append(made)
+        self.last_norm = 1 + draw(hidden, dtype=dtype, spread=0.1)
+        angles = torch.arange(POSITIONS)[:, None] * torch.rand(DIM // 2, dtype=torch.float64)
+        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        self.pool = torch.full((60, LAYERS, 2, BLOCK, KV_HEADS, DIM), torch.nan).to(dtype)
+
+    def part(self, layer: int, name: str) -> Tensor | None:
+        is_optional = name.endswith("bias") or name.startswith(("after", "head"))
+        return self.layers[layer][name] if self.has_all or not is_optional else None
+
+    def in_library(self) -> CpuNetwork:
+        made = []
+        for number, weights in enumerate(self.layers):
+
+            def packed(*names: str, number: int = number) -> PackedMatrix:
+                biases = tuple(self.part(number, f"{name}_bias") for name in names)
+                matrices = tuple(self.layers[number][name] for name in names)
+                return PackedMatrix(matrices, biases, self.activation)  # type: ignore[arg-type]
+
+            made.append(
+                NetworkLayer(
+                    packed("qkv"), packed("out"), packed("gate", "up"), packed("down"),
+                    weights["attention_norm"], self.part(number, "head_norms"),
+                    self.part(number, "after_attention_norm"), weights["mlp_norm"],
+                    self.part(number, "after_mlp_norm"), self.cos, self.sin, self.pool[:, number],
+                    view=number % 2,
+                )
+            )  # fmt: skip
+        return CpuNetwork(
+            made, self.last_norm, num_heads=HEADS, eps=1e-5, activation=self.activation
+        )
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight.double()
+
+    def by_definition(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """One request from its first token on: its hidden states, and those before each layer."""
+        x, states, count = x.double(), [], len(x)
+        cos, sin = self.cos[:count, None].double(), self.sin[:count, None].double()
+        places = torch.arange(count)
+        for number, weights in enumerate(self.layers):
+            states.append(x)
+
+            def linear(x: Tensor, name: str, number: int = number) -> Tensor:
+                bias = self.part(number, f"{name}_bias")
+                return F.linear(
+                    x, self.layers[number][name].double(), None if bias is None else bias.double()
+                )
+
+            heads = linear(self.norm(x, weights["attention_norm"]), "qkv").view(count, -1, DIM)
+            turned = heads[:, :TURNING]
+            if (norms := self.part(number, "head_norms")) is not None:
+                turned = self.norm(turned, norms)
+            left, right = turned.chunk(2, -1)
+            turned = torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+            q, k = turned[:, :HEADS], turned[:, HEADS:].repeat_interleave(HEADS // KV_HEADS, 1)
+            v = heads[:, TURNING:].repeat_interleave(HEADS // KV_HEADS, 1)
+            scores = torch.einsum("qhd,khd->hqk", q, k) * 0.25
+            hides = places[None] > places[:, None]
+            if number % 2:
+                hides = hides | (places[None] <= places[:, None] - 5)
+            weighed = scores.masked_fill(hides, -torch.inf).softmax(-1)
+            added = linear(torch.einsum("hqk,khd->qhd", weighed, v).reshape(count, -1), "out")
+            if (after := self.part(number, "after_attention_norm")) is not None:
+                added = self.norm(added, after)
+            x = x + added
+            normed = self.norm(x, weights["mlp_norm"])
+            gate = linear(normed, "gate")
+            act = F.silu(gate) if self.activation == SILU else F.gelu(gate, approximate="tanh")
+            added = linear(act * linear(normed, "up"), "down")
+            if (after := self.part(number, "after_mlp_norm")) is not None:
+                added = self.norm(added, after)
+            x = x + added
+        return self.norm(x, self.last_norm), [*states, x]
+
+    def steps(self, before: list[int], counts: list[int]) -> list[CpuAttentionStep]:
+        """Requests with so many tokens there and to compute; each has 15 blocks."""
+        tables = torch.arange(15 * len(counts)).flip(0).view(len(counts), 15).int()
+        slots = [
+            int(tables[row, place // BLOCK]) * BLOCK + place % BLOCK
+            for row, (begin, count) in enumerate(zip(before, counts, strict=True))
+            for place in range(begin, begin + count)
+        ]
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        lengths = (torch.tensor(before) + torch.tensor(counts)).int()
+        return [
+            CpuAttentionStep(
+                self.pool[:, 0], tables, lengths, starts, num_tokens=len(slots), num_heads=HEADS,
+                scale=0.25, workspace=None, window=window, slots=torch.tensor(slots),
+            )
+            for window in (None, 5)
+        ]  # fmt: skip
+
+    def positions(self, before: list[int], counts: list[int]) -> Tensor:
+        pairs = zip(before, counts, strict=True)
+        return torch.cat([torch.arange(begin, begin + count) for begin, count in pairs])
+
+
+LENGTHS = [50, 21, 2]
+OPTIONS = [(SILU, True), (GELU_TANH, False)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("activation", "has_all"), OPTIONS)
+def test_a_network_is_right_in_chunks_and_token_by_token(
+    threads: None, dtype: torch.dtype, activation: int, has_all: bool
+) -> None:
+    """All but the last token of three requests in one step, then the last ones, wanted among
+    others, none of them, and several times; states between layers come from the same work."""
+    model = Model(dtype, activation, has_all)
+    run = model.in_library().run
+    inputs = [draw(count, model.hidden, dtype=dtype, seed=count) for count in LENGTHS]
+    expected = [model.by_definition(x) for x in inputs]
+    near = {"rtol": NEAR[dtype], "atol": NEAR[dtype]}
+    before, counts = [0, 0, 0], [count - 1 for count in LENGTHS]
+    x = torch.cat([each[:-1] for each in inputs])
+    nothing = torch.empty(0, dtype=torch.int64)
+    given = (x, model.positions(before, counts), model.steps(before, counts))
+    hidden, _ = run(*given, nothing)
+    assert hidden.shape == (0, model.hidden)
+    hidden, _ = run(*given, None)
+    torch.testing.assert_close(hidden.double(), torch.cat([e[0][:-1] for e in expected]), **near)
+    before, counts = counts, [1, 1, 1]
+    x = torch.stack([each[-1] for each in inputs])
+    wanted = torch.tensor([2, 0, 0, 1, 2, 2])
+    given = (x, model.positions(before, counts), model.steps(before, counts))
+    hidden, found = run(*given, wanted, (0, 2, LAYERS))
+    last = torch.stack([states[-1] for states, _ in expected])
+    torch.testing.assert_close(hidden.double(), last[wanted], **near)
+    for layer in (0, 2):
+        between = torch.stack([states[layer][-1] for _, states in expected])
+        torch.testing.assert_close(found[layer].double(), between, **near)
+    normed = model.norm(found[LAYERS].double(), model.last_norm)
+    torch.testing.assert_close(hidden.double(), normed, **near)
+
+
+def test_several_threads_compute_the_bits_of_one() -> None:
+    """Enough work that more than one thread is used where there are more."""
+    model, before = Model(torch.float32, SILU, True, hidden=200, inner=600), torch.get_num_threads()
+    run = model.in_library().run
+    x, counts = draw(174, 200, dtype=torch.float32), [58, 58, 58]
+    given = (x, model.positions([0, 0, 0], counts), model.steps([0, 0, 0], counts))
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found += [run(*given, None)[0], run(*given, torch.tensor([57, 57, 3]))[0]]
+            assert len(run(*given, torch.empty(0, dtype=torch.int64))[0]) == 0
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0][[57, 57, 3]], found[1])
+    assert all(torch.equal(found[place % 2], other) for place, other in enumerate(found))
+
+
+def test_what_is_out_of_bounds_is_refused() -> None:
+    model = Model(torch.float32, SILU, False)
+    run, steps = model.in_library().run, model.steps([0], [2])
+    x, places = torch.zeros(2, model.hidden), torch.tensor([0, 1])
+    for positions in (torch.tensor([0, POSITIONS]), torch.tensor([-1, 0])):
+        with pytest.raises(ValueError, match="positions that the tables have"):
+            run(x, positions, steps, None)
+    for wanted in (torch.tensor([2]), torch.tensor([-1])):
+        with pytest.raises(ValueError, match="wanted rows among the tokens"):
+            run(x, places, steps, wanted)
+    with pytest.raises(ValueError, match=r"\[tokens, 40\] and 2 steps"):
+        run(x, places, steps[:1], None)
+
+
+def test_matrices_of_another_model_are_refused() -> None:
+    model = Model(torch.float32, SILU, False)
+    model.layers[1]["down"] = torch.zeros(model.hidden, 8)
+    with pytest.raises(KernelRefused, match="expected matrices"):
+        model.in_library()
