@@ -235,6 +235,11 @@ def _server_settings(options: Mapping[str, Any], own_token: str | None = None) -
     ssd_path: Path | None = options["ssd_path"]
     if (ssd_path is None) != (options["ssd_bytes"] is None):
         raise ConfigError("--ssd-path and --ssd-bytes go together; give both or neither")
+    if ssd_path is not None and "," in str(ssd_path):
+        raise ConfigError(
+            f"--ssd-path takes one directory, without a comma, not {ssd_path}; several disks are "
+            "for stratakv serve"
+        )
     secret_file = options["secret_file"]
     if secret_file is None and ssd_path is not None:
         secret_file = ssd_path / DEFAULT_SECRET_NAME

@@ -173,10 +173,9 @@ def set_ratios(results: Results, block_bytes: int) -> None:
         results.set_ratio("submit_64_blocks_microseconds", max(submissions))
         if best["both"]:
             one_way = max(best[direction] for direction in ONE_WAY)
-            results.set_ratio("both_ways_over_one_way", best["both"] / one_way)  # the host's doing
-            share = results.ratio_to_ceiling(best["both"], "pinned_both_gb_per_second")
-            if share is not None:
-                results.set_ratio("blocks_both_over_pinned", share)
+            results.set_ratio("both_ways_over_one_way", best["both"] / one_way)
+            if ceiling := results.ceilings.get("pinned_both_gb_per_second"):
+                results.set_ratio("blocks_both_over_pinned", best["both"] / ceiling)
 
 
 SECTION = Section(NAME, "Blocks between the pool and the CPU", run, draw_copies, TARGETS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from stratakv.tiers.settings.values import ConfigError
 
 def arguments(tmp_path: Path, **given: object) -> argparse.Namespace:
     settings = {"quick": True, "out": tmp_path, "sections": None, "peers": None, "rehearse": True}
-    return argparse.Namespace(**{**settings, "time_limit": float("inf"), **given})
+    return argparse.Namespace(**{**settings, "time_limit": None, **given})
 
 
 @pytest.mark.slow
@@ -107,7 +108,7 @@ def test_a_section_has_a_deadline(tmp_path: Path) -> None:
 
 def test_the_time_of_the_run_bounds_each_section(tmp_path: Path) -> None:
     place = command.choose_place(arguments(tmp_path))
-    place.limit_run(1e-9)
+    place.run_ends = time.monotonic()
     place.start_section()
     with pytest.raises(SectionOver):
         place.check_time()
