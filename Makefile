@@ -24,6 +24,10 @@ export PIP_NO_INPUT := 1
 # that the tests start compiles torch anew, which takes it five seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
+# NVIDIA's library and headers, 2.4 MB: tests read them, and skip where they are not to be had. Torch
+# brings its own where it is built for CUDA.
+CUDA_RUNTIME := nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
+
 PACKAGES := benchmarks connector engine kernels proto tiers
 
 .PHONY: help env demo test test-vllm check lint format names proto bench clean
@@ -84,5 +88,8 @@ $(STAMP):
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) setuptools
 	$(PIP_INSTALL) --no-build-isolation -e '.[test]'
+	@$(BIN)/pip show --quiet nvidia-cuda-runtime 2>/dev/null \
+	  || $(PIP_INSTALL) --quiet --retries 0 --timeout 20 --no-deps $(CUDA_RUNTIME) \
+	  || echo "without NVIDIA's runtime: tests/connector/device/test_cudart.py will skip" >&2
 	@rm -f $(VENV)/.installed-*
 	@touch $@

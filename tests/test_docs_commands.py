@@ -153,7 +153,10 @@ def test_flags_of_doctor() -> None:
     doctor.add_vllm_arguments(parser)
     config.add_vllm_arguments(shared)
     own = _flags(parser).keys() - _flags(shared).keys()
-    assert _tables()["stratakv doctor"].keys() == own
+    assert _tables()["stratakv doctor vllm"].keys() == own
+    host = Parser(prog="probe")
+    doctor.add_host_arguments(host)
+    assert _tables()["stratakv doctor"].keys() == _flags(host).keys()
 
 
 def test_spellings_of_vllm() -> None:

@@ -8,6 +8,7 @@ Everything here raises TierConfigError for sizes, paths and names that cannot wo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from .mac_key import MacKey, read_mac_key
 from .peers.serving import SlabServing
 from .policies.choice import policy_factory
 from .registry import TierRequest, open_tier
+from .ssd.several_disks import Disk, SeveralDisks
 from .ssd.store import SsdStore
 from .standby import open_or_wait
 from .tier_settings import CpuSettings, SsdSettings, TierSettings
@@ -71,11 +73,39 @@ def open_ssd(
     namespace: bytes,
     mac_key: MacKey | None = None,
     codecs: Mapping[str, CodecFactory] | None = None,
-) -> SsdStore:
-    """The store on the disk. `codecs` are those beside the ones in `codecs/`. Raises TierDown where
-    the disk may come back."""
-    if ssd.path is None:
+    require: bool = False,
+) -> StoreTier:
+    """The store on the disk, or on all disks. `codecs` are those beside the ones in `codecs/`.
+    Raises TierDown where the disk may come back; of several only where they are required, and the
+    tier goes on without those that are down until they come back."""
+    open_one = partial(_open_disk, layout, namespace=namespace, mac_key=mac_key, codecs=codecs)
+    if not ssd.paths:
         raise TierConfigError("the ssd tier needs a directory")
+    if len(ssd.paths) == 1:
+        return open_one(ssd)
+    share = ssd.capacity_bytes // len(ssd.paths)
+    disks: list[Disk] = []
+    try:
+        for path in ssd.paths:
+            opener = partial(open_one, replace(ssd, path=path, capacity_bytes=share))
+            name = f"ssd in {path}"
+            store = opener() if require else open_or_wait(name, layout, opener)
+            disks.append(Disk(str(path.resolve()), store))
+    except BaseException:
+        close_stores([disk.store for disk in disks])
+        raise
+    return SeveralDisks(disks, layout)
+
+
+def _open_disk(
+    layout: BlockLayout,
+    ssd: SsdSettings,
+    *,
+    namespace: bytes,
+    mac_key: MacKey | None,
+    codecs: Mapping[str, CodecFactory] | None,
+) -> SsdStore:
+    assert ssd.path is not None
     return SsdStore(
         ssd.path,
         layout,
@@ -103,13 +133,18 @@ def open_stores(
     openers: list[tuple[str, Callable[[], StoreTier]]] = []
     if settings.ssd is not None:
         file = settings.ssd.mac_key_file
-        key = (
-            None
-            if file is None
-            else read_mac_key(file, "--kv-offload-ssd-mac-key-file", settings.ssd.path)
-        )
+        key = None
+        if file is not None:
+            for path in settings.ssd.paths:
+                key = read_mac_key(file, "--kv-offload-ssd-mac-key-file", path)
         ssd = partial(
-            open_ssd, layout, settings.ssd, namespace=namespace, mac_key=key, codecs=codecs
+            open_ssd,
+            layout,
+            settings.ssd,
+            namespace=namespace,
+            mac_key=key,
+            codecs=codecs,
+            require=settings.require,
         )
         openers.append(("ssd", ssd))
     for name in settings.others:

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar
@@ -19,9 +19,10 @@ from .remote.address import ServerAddress
 from .remote.credentials import Credentials
 from .settings import readers
 from .settings.option import setting
-from .settings.values import GIB, MAX_THREADS, MIB, within
+from .settings.values import GIB, MAX_THREADS, MIB, ConfigError, within
 
 DURABILITIES = ("sync", "async")
+MAX_DISKS = 16
 
 _policy = readers.one_of_these_or(POLICIES, known_policies)
 
@@ -43,12 +44,14 @@ class CpuSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SsdSettings:
-    """The SSD tier. `daily_bytes` bounds what is written to it, shutdown apart; the key in
-    `mac_key_file` seals it against whoever else can write there."""
+    """The SSD tier. `path` may name several directories by commas, on a disk each, which then share
+    `capacity_bytes` evenly: see `paths`. `daily_bytes` bounds what is written to it, shutdown
+    apart; the key in `mac_key_file` seals it against whoever else can write there."""
 
     path: Path | None = setting(
-        None, readers.path, "directory of the ssd tier", "DIR", "~/.cache/stratakv/ssd"
-    )
+        None, readers.path, "directory of the ssd tier, or of several disks by commas", "DIR",
+        "~/.cache/stratakv/ssd",
+    )  # fmt: skip
     capacity_bytes: int = setting(
         20 * GIB, readers.size, "size of the ssd tier", "SIZE", name="bytes", least_bytes=16 * MIB
     )
@@ -85,6 +88,36 @@ class SsdSettings:
 
     def __post_init__(self) -> None:
         within("the number of I/O threads", self.io_threads, 1, MAX_THREADS)
+        _check_apart(self.paths)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The directory, or those of several disks."""
+        if self.path is None:
+            return ()
+        return tuple(Path(part.strip()).expanduser() for part in str(self.path).split(","))
+
+
+def _check_apart(paths: Sequence[Path]) -> None:
+    """Raises ConfigError for a directory that stands twice, lies in another, or has no name."""
+    if any(path == Path() for path in paths):
+        raise ConfigError(
+            "an ssd path between two commas is empty; name a directory or drop a comma"
+        )
+    if len(paths) > MAX_DISKS:
+        raise ConfigError(f"the ssd tier takes up to {MAX_DISKS} disks, not {len(paths)}")
+    real = [path.resolve() for path in paths]
+    for number, path in enumerate(real):
+        for other in real[number + 1 :]:
+            if path == other:
+                raise ConfigError(
+                    f"the ssd tier is given {paths[number]} twice; name each disk once"
+                )
+            if path.is_relative_to(other) or other.is_relative_to(path):
+                raise ConfigError(
+                    f"of the ssd tier's directories one lies in the other: {path} and {other}; "
+                    "give each a place of its own"
+                )
 
 
 # Of a cache server, which writes whatever its slab loses, unless told otherwise.

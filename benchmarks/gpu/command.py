@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -60,12 +61,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rehearse", action="store_true",
         help="run on the CPU at tiny sizes: tests this benchmark, measures no GPU",
     )  # fmt: skip
+    parser.add_argument(
+        "--time-limit", metavar="SECONDS", type=float,
+        help="start no case after so long; what is measured until then is written",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the sections; 0, or 1 where one failed. Raises ConfigError."""
     sections = choose_sections(arguments.sections)
+    limit = float("inf") if arguments.time_limit is None else arguments.time_limit
+    if not limit > 0:
+        raise ConfigError(f"--time-limit takes seconds above 0, not {limit:g}")
     place = choose_place(arguments)
+    place.run_ends = time.monotonic() + limit
     results = Results(_new_report(place, arguments), arguments.out)
     errors = 0
     for section in sections:

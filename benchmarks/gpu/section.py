@@ -39,13 +39,14 @@ class SectionOver(Exception):
 
 @dataclass(slots=True)
 class Place:
-    """The device, the sizes, and one section's deadline, which `start_section` sets anew."""
+    """The device, the sizes, and deadlines: of the run, and what `start_section` sets anew."""
 
     device: torch.device
     is_quick: bool
     is_rehearsal: bool
     peers: Path | None = None
     _deadline: float = field(default=float("inf"))
+    run_ends: float = float("inf")
 
     def choose(self, full: Choice, quick: Choice, rehearsal: Choice) -> Choice:
         """The size, or the list of cases, for this run."""
@@ -55,7 +56,7 @@ class Place:
 
     def start_section(self, seconds: float = SECTION_SECONDS) -> None:
         """Called before every section."""
-        self._deadline = time.monotonic() + seconds
+        self._deadline = min(time.monotonic() + seconds, self.run_ends)
 
     def check_time(self) -> None:
         """Called by sections before every case. Raises SectionOver."""

@@ -3,8 +3,9 @@
 
 Flags come before the environment (STRATAKV_CACHE_SERVER_PORT=9400 is --port 9400), that before the
 file that --config names. Without credentials of any other kind it lets in clients of its own user,
-by a token that it leaves for them. A signal ends it in an orderly way: it says
-NOT_SERVING, running calls may finish, blocks are written down; a second signal ends it at once.
+by a token that it leaves for them. SIGHUP has it read tenants, tokens and certificates anew; blocks
+stay. SIGTERM or SIGINT ends it in an orderly way: it says NOT_SERVING, running calls may
+finish, blocks are written down; a second one ends it at once.
 Runs with the base installation and imports neither torch nor the engine's parts.
 """
 
@@ -19,7 +20,7 @@ import resource
 import signal
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from ...tiers.codecs.choice import CODECS, NONE
 from ...tiers.errors import TierConfigError
 from ...tiers.settings import readers
 from ...tiers.settings.file import called, read_file
+from ...tiers.settings.format import one_line
 from ...tiers.settings.option import Option, flag_of, options_of
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError, show_size
@@ -176,7 +178,11 @@ def run(args: argparse.Namespace) -> int:
         settings = _server_settings(options)
         logs.set_up(options["log_level"], json=options["log_json"])
         _prepare_process()
-        return asyncio.run(_serve(settings))
+
+        def read_again() -> ServerSettings:
+            return _server_settings(_read_options(args, os.environ), settings.own_token)
+
+        return asyncio.run(_serve(settings, read_again))
     except TierConfigError as error:
         raise ConfigError(str(error)) from error
 
@@ -220,18 +226,24 @@ def _variables(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _server_settings(options: Mapping[str, Any]) -> ServerSettings:
-    """Raises ConfigError or TierConfigError."""
+def _server_settings(options: Mapping[str, Any], own_token: str | None = None) -> ServerSettings:
+    """`own_token` is the one that this process has left for clients already. Raises ConfigError or
+    TierConfigError."""
     from ...tiers.cache_server.key_salt import read_secret
     from ...tiers.cache_server.server import ServerSettings
 
     ssd_path: Path | None = options["ssd_path"]
     if (ssd_path is None) != (options["ssd_bytes"] is None):
         raise ConfigError("--ssd-path and --ssd-bytes go together; give both or neither")
+    if ssd_path is not None and "," in str(ssd_path):
+        raise ConfigError(
+            f"--ssd-path takes one directory, without a comma, not {ssd_path}; several disks are "
+            "for stratakv serve"
+        )
     secret_file = options["secret_file"]
     if secret_file is None and ssd_path is not None:
         secret_file = ssd_path / DEFAULT_SECRET_NAME
-    tenants, own_token = _tenants(options)
+    tenants, own_token = _tenants(options, own_token)
     shares_memory = options["shared_memory"]
     return ServerSettings(
         tenants=tenants,
@@ -309,8 +321,9 @@ def _tls(options: Mapping[str, Any]) -> Any:
     return None if cert is None else TlsFiles(cert, key, client_ca)
 
 
-def _tenants(options: Mapping[str, Any]) -> tuple[Tenants, str | None]:
-    """All tenants, and the token to be left for clients of this user, if there is to be one."""
+def _tenants(options: Mapping[str, Any], left_token: str | None) -> tuple[Tenants, str | None]:
+    """All tenants, and the token to be left for clients of this user, if there is to be one:
+    `left_token`, if one was already."""
     from ...tiers.cache_server.access.tenants import (
         check_totals,
         new_token,
@@ -325,7 +338,9 @@ def _tenants(options: Mapping[str, Any]) -> tuple[Tenants, str | None]:
         token = None if token_file is None else _token_of(token_file)
         has_client_ca = options["tls_client_ca"] is not None
         is_open = token is None and not has_client_ca and not options["insecure"]
-        own_token = new_token() if is_open and is_loopback(options["host"]) else None
+        own_token = None
+        if is_open and is_loopback(options["host"]):
+            own_token = left_token or new_token()
         tenant = only_tenant(cpu_bytes, ssd_bytes, token or own_token, has_client_ca=has_client_ca)
         return tenant, own_token
     if token_file is not None:
@@ -400,21 +415,45 @@ def _keep_freed_memory() -> None:
             mallopt(parameter, value)
 
 
-async def _serve(settings: ServerSettings) -> int:
+async def _serve(settings: ServerSettings, read_again: Callable[[], ServerSettings]) -> int:
     from ...tiers.cache_server.server import CacheServer
 
-    told = asyncio.Event()
+    told, hung_up = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, told.set)
+    loop.add_signal_handler(signal.SIGHUP, hung_up.set)
     server = CacheServer(settings)
     await server.start()
     logs.announce(_announcement(server))
+    reloading = asyncio.create_task(_reload(server, hung_up, read_again))
     await told.wait()
+    reloading.cancel()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.remove_signal_handler(number)
     logger.info("ending within about %g s", settings.drain_seconds)
     return 0 if await server.drain() else _EXIT_NOT_WRITTEN
+
+
+async def _reload(
+    server: CacheServer, hung_up: asyncio.Event, read_again: Callable[[], ServerSettings]
+) -> None:
+    """Once for each SIGHUP, or for several that came meanwhile."""
+    while True:
+        await hung_up.wait()
+        hung_up.clear()
+        try:
+            left = await server.reload(read_again)
+        except (ConfigError, TierConfigError) as error:
+            logger.error("SIGHUP: %s; everything stays as it was", one_line(str(error)))
+            continue
+        except Exception:  # without this task the next signal would do nothing
+            logger.exception("SIGHUP: tenants and certificates could not be read anew")
+            continue
+        names = ", ".join(tenant.name for tenant in server.settings.tenants)
+        logger.info("SIGHUP: tenants and certificates were read anew; tenants %s", names)
+        for sentence in left:
+            logger.warning("SIGHUP: %s", sentence)
 
 
 def _announcement(server: CacheServer) -> str:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv check PATH`: reads a whole SSD tier, says what is wrong, and mends it when asked to.
 
+`stratakv check PATH --tenants FILE` looks at the folder of a cache server instead, and names what
+tenants have left there who are not in the file any more.
+
 Exit codes: 0 nothing is wrong, 1 something was, also where it is mended now.
 """
 
@@ -10,12 +13,15 @@ import argparse
 import json
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from ...tiers.cache_server.tenant_stores import remove_left, stores_left
 from ...tiers.check import check_store
 from ...tiers.errors import TierConfigError
 from ...tiers.mac_key import MacKey, read_mac_key
 from ...tiers.settings import readers
+from ...tiers.settings.format import one_line
 from ...tiers.settings.sizes import rough_size
 from ...tiers.settings.values import ConfigError
 from ...tiers.ssd.folder.reconcile import CheckResult
@@ -25,6 +31,7 @@ DESCRIPTION = "Check an SSD tier that no engine uses: its index against its reco
 EXIT_PROBLEMS = 1
 _MOST_SHOWN = 20
 _KEY_FLAG = "--mac-key-file"
+_TENANTS_FLAG = "--tenants"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,12 +45,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _KEY_FLAG, metavar="FILE",
         help="file with the key of a tier whose blocks are sealed, to verify them",
     )  # fmt: skip
+    parser.add_argument(
+        _TENANTS_FLAG, metavar="FILE",
+        help="a cache server's tenants file, PATH being its --ssd-path: name the stores of tenants "
+        "who are not in it; --fix removes them",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Check, show, and say by the exit code whether anything was wrong."""
     path = readers.path("PATH", args.path)
+    if args.tenants is not None:
+        if args.mac_key_file is not None:
+            raise ConfigError(
+                f"{_KEY_FLAG} is for checking blocks; leave it or {_TENANTS_FLAG} out"
+            )
+        return _check_tenants(path, readers.path(_TENANTS_FLAG, args.tenants), args)
     began = time.monotonic()
     try:
         key = _read_key(args.mac_key_file)
@@ -55,6 +73,43 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(result, time.monotonic() - began)
     return 0 if result.is_clean else EXIT_PROBLEMS
+
+
+def _check_tenants(path: Path, file: Path, args: argparse.Namespace) -> int:
+    """Show what is left of tenants who are gone, and remove it when asked to."""
+    from ...tiers.cache_server.access.tenants import read_tenants
+
+    try:
+        text = file.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{_TENANTS_FLAG} names {file}, which cannot be read as text ({error})"
+        ) from error
+    try:
+        tenants = read_tenants(text, f"the tenants file {file}", readers.size)
+        left = stores_left(path, tenants.quotas)
+        if args.fix:
+            for entry in left:
+                remove_left(entry.path)
+    except TierConfigError as error:
+        raise ConfigError(str(error)) from error
+    word = "removed" if args.fix else "left of a tenant who is not in the file"
+    if args.json:
+        rows = [
+            {
+                "path": str(e.path),
+                "allocated_bytes": e.allocated_bytes,
+                "in_use": e.owner is not None,
+            }
+            for e in left
+        ]
+        print(json.dumps({"path": str(path), "left": rows, "removed": bool(args.fix)}, indent=2))
+        return EXIT_PROBLEMS if left else 0
+    for entry in left:
+        use = "" if entry.owner is None or args.fix else f", in use by process {entry.owner}"
+        print(f"{one_line(str(entry.path))}: {word}, {rough_size(entry.allocated_bytes)}{use}")
+    print(f"{len(left)} stores of tenants who are gone" if left else "clean")
+    return EXIT_PROBLEMS if left else 0
 
 
 def _read_key(name: str | None) -> MacKey | None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv doctor vllm`: what will not work with our tiers below another engine, before it is
-started.
+"""`stratakv doctor`: what will not work on this machine, before anything is started on it.
+`stratakv doctor vllm`: what will not work with our tiers below another engine.
 
 One line for each thing that was looked at. Starts no engine and changes nothing. Exit codes: 0 no
 problem, 1 at least one, 2 wrong usage.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,14 +22,21 @@ from . import config
 from .args import Parser
 from .checks.base import Finding, Level, run_checks
 
-DESCRIPTION = "Say what will not work with our tiers below another engine, before it is started."
+DESCRIPTION = "Say what will not work on this machine, or below another engine, before the start."
 
 EXIT_PROBLEMS = 1
+# Of this machine, as words before the name of another engine.
+_HOST_FLAGS = (
+    "--cpu-bytes", "--ssd-path", "--ssd-bytes", "--address", "--tls-cert", "--tls-key",
+    "--tls-client-ca", "--device", "--port", "--cpu-huge-pages", "--json",
+)  # fmt: skip
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The engine; the rest belongs to it."""
-    parser.add_argument("host", metavar="|".join(_HOSTS), nargs="?", help="which engine")
+    """Another engine, and the rest belongs to it; or what is to run on this machine."""
+    add_host_arguments(parser)
+    parser.add_argument("host", metavar="|".join(_HOSTS), nargs="?", help="another engine")
     parser.add_argument(
         "rest", metavar="...", nargs=argparse.REMAINDER, help="see stratakv doctor vllm --help"
     )
@@ -36,11 +44,86 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Look, show, and say by the exit code whether anything will not work."""
+    if args.host is None:
+        return _host(args)
     if args.host not in _HOSTS:
         near = did_you_mean(args.host or "", _HOSTS)
-        given = "" if args.host is None else f", not {args.host!r}{near}"
-        raise ConfigError(f"stratakv doctor takes {', '.join(_HOSTS)}{given}")
+        raise ConfigError(
+            f"stratakv doctor takes {', '.join(_HOSTS)} or flags alone, not {args.host!r}{near}"
+        )
+    given = [flag for flag in _HOST_FLAGS if getattr(args, flag[2:].replace("-", "_"))]
+    if given:
+        raise ConfigError(
+            f"{given[0]} before {args.host} is about this machine; write it after {args.host}, or "
+            f"leave {args.host} out"
+        )
     return _HOSTS[args.host](args.rest)
+
+
+def add_host_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is to run on this machine."""
+    for flag, metavar, text in (
+        ("--cpu-bytes", "SIZE", "of the cpu tier (default: 4GiB)"),
+        ("--ssd-path", "PATH", "of the SSD tier"),
+        ("--ssd-bytes", "SIZE", "of the SSD tier; with --ssd-path"),
+        ("--host", "ADDRESS", "to listen on (default: 127.0.0.1)"),
+        ("--tls-cert", "FILE", "PEM file of the certificate"),
+        ("--tls-key", "FILE", "PEM file of its key"),
+        ("--tls-client-ca", "FILE", "PEM file of the CA of clients"),
+        ("--device", "DEVICE", "cpu, cuda or cuda:N (default: a GPU if there is one)"),
+    ):
+        dest = "address" if flag == "--host" else flag[2:].replace("-", "_")
+        parser.add_argument(flag, dest=dest, metavar=metavar, help=text)
+    parser.add_argument("--port", metavar="N", action="append", help="to listen on; repeatable")
+    parser.add_argument(
+        "--cpu-huge-pages", action="store_true", help="the cpu tier is to lie on huge pages"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def _host(args: argparse.Namespace) -> int:
+    from ...tiers.cache_server.access.tls import TlsFiles
+    from ...tiers.tier_settings import CpuSettings, SsdSettings
+    from .checks import host
+
+    def size(flag: str, text: str | None, default: int) -> int:
+        return default if text is None else int(readers.size(flag, text))
+
+    if (args.tls_cert is None) != (args.tls_key is None) or (
+        args.tls_client_ca and not args.tls_cert
+    ):
+        raise ConfigError("--tls-cert and --tls-key go together, --tls-client-ca with both")
+    if args.ssd_bytes is not None and args.ssd_path is None:
+        raise ConfigError("--ssd-bytes is the size of an SSD tier; give --ssd-path too")
+    ssd = tls = None
+    if args.ssd_path is not None:
+        path = readers.path("--ssd-path", args.ssd_path)
+        ssd_bytes = size("--ssd-bytes", args.ssd_bytes, SsdSettings().capacity_bytes)
+        ssd = SsdSettings(path=path, capacity_bytes=ssd_bytes)
+    if args.tls_cert is not None:
+        files = [
+            None if name is None else readers.path(flag, name)
+            for flag, name in (
+                ("--tls-cert", args.tls_cert),
+                ("--tls-key", args.tls_key),
+                ("--tls-client-ca", args.tls_client_ca),
+            )
+        ]
+        assert files[0] is not None and files[1] is not None
+        tls = TlsFiles(files[0], files[1], files[2])
+    device = args.device or ""
+    if device and not _DEVICE.fullmatch(device):
+        raise ConfigError(f"--device takes cpu, cuda or one GPU as cuda:1, not {device!r}")
+    case = host.HostCase(
+        cpu_bytes=size("--cpu-bytes", args.cpu_bytes, CpuSettings().capacity_bytes),
+        huge_pages=args.cpu_huge_pages,
+        ssd=ssd,
+        host=args.address or "127.0.0.1",
+        ports=tuple(readers.integer_within(1, 65535)("--port", each) for each in args.port or ()),
+        tls=tls,
+        device=device,
+    )
+    return _tell("this machine", run_checks(host.CHECKS, case), as_json=args.json)
 
 
 def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:

@@ -28,6 +28,7 @@ from ..wire.listen import explain_bind
 from ..wire.rpc import METHODS
 from .access.call_connections import REASONS
 from .served_store import ServedStore
+from .transports.session_server import REFUSALS
 
 # GET /metrics over HTTP, and nothing else: a handful of connections, a small request, one answer.
 
@@ -148,6 +149,22 @@ class ServerMetrics:
         )  # fmt: skip
         for reason in REASONS:  # counters that are there before anything has happened
             self._turned_away.labels(reason)
+        self._refused = Counter(
+            PREFIX + "data_connections_refused",
+            "Data connections that were refused or ended: without a good ticket, with one of a "
+            "tenant who had no place, silent where others waited, or of credentials that are gone.",
+            ("reason",), registry=self.registry,
+        )  # fmt: skip
+        for reason in REFUSALS:
+            self._refused.labels(reason)
+        self._reloads = Counter(
+            PREFIX + "reloads",
+            "Times that tenants and certificates were to be read anew: applied, or refused and "
+            "left as they were.",
+            ("result",), registry=self.registry,
+        )  # fmt: skip
+        for result in ("applied", "refused"):
+            self._reloads.labels(result)
         self._names = {method.path: method.name for method in METHODS}
         self._calls = Counter(
             PREFIX + "calls", "Calls that ended.", ("method", "code"), registry=self.registry
@@ -176,6 +193,14 @@ class ServerMetrics:
     def turned_away(self, reason: str) -> None:
         """A connection was ended, for this reason."""
         self._turned_away.labels(reason).inc()
+
+    def data_refused(self, reason: str) -> None:
+        """A data connection was refused or ended, for this reason."""
+        self._refused.labels(reason).inc()
+
+    def reloaded(self, result: str) -> None:
+        """Tenants and certificates were read anew: `applied` or `refused`."""
+        self._reloads.labels(result).inc()
 
     def received(self, tenant: str, num_bytes: int) -> None:
         """Bytes of blocks came by a stream."""
@@ -221,6 +246,13 @@ def _of_tenant_stores(
     corrupt = CounterMetricFamily(
         PREFIX + "corrupt_blocks", "Blocks refused for their bytes were wrong.", labels=("room",)
     )
+    expired = CounterMetricFamily(
+        PREFIX + "expired_leases", "Leases that ended by their time.", labels=("room",)
+    )
+    late = CounterMetricFamily(
+        PREFIX + "late_writers",
+        "Writers of shared memory who were late: nothing of theirs was kept.", labels=("room",),
+    )  # fmt: skip
     families = [
         (CounterMetricFamily if is_counter else GaugeMetricFamily)(
             PREFIX + name, text, labels=("room", "tier")
@@ -234,7 +266,9 @@ def _of_tenant_stores(
             continue
         leases.add_metric((name,), tenant_store.num_leases)
         corrupt.add_metric((name,), tenant_store.corrupt_blocks)
+        expired.add_metric((name,), tenant_store.expired_leases)
+        late.add_metric((name,), tenant_store.late_writers)
         for tier, stats in tiers.items():
             for family, (*_, field) in zip(families, _TIERS, strict=True):
                 family.add_metric((name, tier), getattr(stats, field))
-    return [leases, corrupt, *families]
+    return [leases, corrupt, expired, late, *families]

@@ -20,6 +20,7 @@ from ..base import TierStats
 from ..block import BlockLayout
 from ..tag import NO_TAG, Proof, Proofs
 from ..wire.frames import State
+from .access.tenants import Quota
 from .leases import Lease, ReadLease, WriteLease
 
 
@@ -43,6 +44,9 @@ class ServedStore(ABC):
     layout: BlockLayout
     num_slots: int
     is_read_only = False  # whether no block is stored or deleted by clients
+    # Since the start: leases that ended by their time, and writers of shared memory who were late.
+    expired_leases = 0
+    late_writers = 0
 
     @property
     def page_bytes(self) -> int:
@@ -138,6 +142,9 @@ class ServedStore(ABC):
     def unpin(self, number: int, owner: str = "") -> bool:
         """End a lease early; False if the owner has none of that number."""
 
+    def count_expired_lease(self) -> None:  # noqa: B027 - who counts none has none
+        """One that a transport holds, and not this store, has ended by its time."""
+
     @property
     @abstractmethod
     def num_leases(self) -> int:
@@ -197,6 +204,11 @@ class ServedStores(ABC):
     @abstractmethod
     def open_tenant_stores(self) -> Mapping[str, ServedStore]:
         """The stores that are ready, by name."""
+
+    def set_quotas(self, quotas: Mapping[str, Quota]) -> list[str]:
+        """Have these stores from now on: others are closed, new ones made when they are asked for.
+        Names of those that keep the size they have until they are made anew."""
+        raise NotImplementedError(f"{type(self).__name__} has the same stores for ever")
 
     @abstractmethod
     def close(self, timeout_seconds: float) -> bool:

@@ -3,6 +3,7 @@
 process.
 
     start   tenant stores known from the disk are being made; data plane; gRPC; SERVING
+    reload  tenants, tokens and certificates are others; memory, ports and connections stay
     drain   NOT_SERVING, new calls refused; running ones may finish; tenant stores are written down
 
 Everything it listens on is refused before anything is started, if it would let anybody in or is in
@@ -15,8 +16,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +33,25 @@ from .access.call_connections import CallConnections
 from .access.call_guard import CallGuard
 from .access.tenants import Tenants
 from .access.tickets import Tickets
-from .access.tls import TlsFiles
+from .access.tls import LiveTls, TlsFiles
 from .health import MAX_CHECKS, MAX_WATCHERS, Health
 from .metrics import MetricsEndpoint, ServerMetrics
-from .served_store import ServedStore, ServedStores
+from .served_store import ServedStores
 from .service import CacheService, DataPlane
 from .tenant_stores import StoreSettings, TenantStores
 from .transports.data_server import DataServer
 from .transports.memory_server import MemoryServer
-from .transports.session_server import SessionSettings
+from .transports.session_server import Opened, SessionSettings
 
 log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 9400
 _LAST_SECONDS = 0.2  # for the last words of calls that were cut off
+_LOOK_AT_CERTIFICATES_SECONDS = 6 * 3600.0
+# What `reload` takes over. The own token and the secret stay as they are: settings that are read
+# anew have others.
+_RELOADED = frozenset({"tenants", "tls"})
+_LEFT_ALONE = frozenset({"own_token", "secret", "mac_key"})
 _REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
 
 
@@ -89,10 +95,14 @@ class CacheServer:
         num_tenants = len(settings.tenants)
         self._connections = CallConnections(limits, num_tenants, self._metrics.turned_away)
         self._guard = CallGuard(settings.tenants, limits, self._connections, self._metrics)
-        self._sessions = SessionSettings(self.boot_id, self._resolve, limits, num_tenants)
+        self._sessions = SessionSettings(
+            self.boot_id, self._resolve, limits, num_tenants, self._metrics.data_refused
+        )
         self._endpoint = MetricsEndpoint(self._metrics.exposition)
         self._data: DataServer | None = None
         self._memory: MemoryServer | None = None
+        self._tls: LiveTls | None = None
+        self._looking: asyncio.Task[None] | None = None  # at certificates
         self._grpc: Any = None
         self._service: CacheService | None = None
         self._health: Health | None = None
@@ -118,6 +128,8 @@ class CacheServer:
         if seconds is None:
             seconds = self.settings.drain_seconds
         end = time.monotonic() + seconds
+        if self._looking is not None:
+            self._looking.cancel()
         self._guard.drain()
         if self._health is not None:
             self._health.drain()
@@ -142,15 +154,56 @@ class CacheServer:
         await self._endpoint.close()
         return closed
 
+    async def reload(self, read: Callable[[], ServerSettings]) -> list[str]:
+        """Have the tenants with their credentials, and the certificates, of what `read` returns (on
+        a thread). A token that is gone opens nothing any more: calls, tickets and connections that
+        it opened are refused at their next request. Returns sentences: what is left until the next
+        start. Raises TierConfigError, or what `read` raises; everything is as it was then."""
+        old = self.settings
+        try:
+            settings = await asyncio.to_thread(read)
+            _check_exposure(settings)
+            if (settings.tls is None) != (old.tls is None):
+                raise TierConfigError(
+                    "TLS cannot be begun or given up while the server runs; restart it"
+                )
+            fresh = None
+            if settings.tls is not None and self._tls is not None:
+                fresh = await asyncio.to_thread(self._tls.prepared, settings.tls)
+        except BaseException:
+            self._metrics.reloaded("refused")
+            raise
+        # Nothing fails from here on.
+        if fresh is not None and self._tls is not None:
+            self._tls.take_over(fresh)
+            if self._data is not None:
+                self._data.set_tls(self._tls.context)
+        tenants = settings.tenants
+        ended = old.tenants.with_fewer_credentials(tenants)
+        self.settings = replace(old, tenants=tenants, tls=settings.tls)
+        self._guard.set_tenants(tenants)
+        self._connections.set_tenants(len(tenants))
+        for server in (self._data, self._memory):
+            if server is not None:
+                server.set_tenants(len(tenants))
+        if self._service is not None:
+            self._service.set_tenants(len(tenants), ended)
+        kept = await asyncio.to_thread(self.tenant_stores.set_quotas, tenants.quotas)
+        self._metrics.reloaded("applied")
+        left = [f"{name} has another size from the next start on" for name in kept]
+        changed = [
+            each.name
+            for each in fields(settings)
+            if each.name not in _RELOADED | _LEFT_ALONE
+            and getattr(settings, each.name) != getattr(old, each.name)
+        ]
+        if changed:
+            left.append(f"{', '.join(changed)} changed, which the next start takes up")
+        return left
+
     def _check(self) -> None:
         settings = self.settings
-        has_credentials = not any(tenant.takes_anyone for tenant in settings.tenants)
-        check_exposure(
-            settings.host,
-            has_tls=settings.tls is not None,
-            has_credentials=has_credentials,
-            insecure=settings.insecure,
-        )
+        _check_exposure(settings)
         if settings.metrics_port is not None:
             check_metrics_exposure(settings.metrics_host, exposed=settings.metrics_exposed)
         check_free(settings.host, settings.port, "--port")
@@ -161,7 +214,8 @@ class CacheServer:
 
     async def _start(self) -> None:
         settings = self.settings
-        credentials = None if settings.tls is None else settings.tls.server_credentials()
+        self._tls = None if settings.tls is None else LiveTls(settings.tls)
+        credentials = None if self._tls is None else self._tls.credentials()
         self.data_plane = DataPlane(self._start_data(), self._start_memory())
         if settings.metrics_port is not None:
             self.metrics_port = await self._endpoint.start(
@@ -194,12 +248,19 @@ class CacheServer:
         self._grpc = server
         await server.start()
         self._connections.start(self.port)
+        if self._tls is not None:
+            self._looking = asyncio.create_task(self._look_at_certificates(self._tls))
+
+    async def _look_at_certificates(self, tls: LiveTls) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_AT_CERTIFICATES_SECONDS)
+            tls.look_at_ends()
 
     def _start_data(self) -> int:
         settings = self.settings
         if settings.data_port is None:
             return 0
-        tls = None if settings.tls is None else settings.tls.context()
+        tls = None if self._tls is None else self._tls.context
         self._data = DataServer(self._sessions, settings.host, settings.data_port, tls)
         return self._data.start()
 
@@ -209,14 +270,16 @@ class CacheServer:
         self._memory = MemoryServer(self._sessions)
         return self._memory.start()
 
-    def _resolve(self, ticket: bytes) -> tuple[ServedStore, str] | None:
-        """Use a ticket up: the tenant store it opens, and the tenant's name."""
-        name = self._tickets.use_ticket(ticket)
-        tenant = None if name is None else self.settings.tenants.by_name(name)
-        if tenant is None:
+    def _resolve(self, ticket: bytes) -> Opened | None:
+        """Use a ticket up: what it opens."""
+        caller = self._tickets.use_ticket(ticket)
+        if caller is None or not caller.is_known_to(self.settings.tenants):
             return None
+        tenant = caller.tenant
         tenant_store = self.tenant_stores.open_tenant_stores().get(tenant.tenant_store)
-        return None if tenant_store is None else (tenant_store, tenant.name)
+        if tenant_store is None:
+            return None
+        return Opened(tenant_store, tenant.name, lambda: caller.is_known_to(self.settings.tenants))
 
     def _close_data(self, seconds: float) -> None:
         """Close the data plane. Blocks, so it runs on a thread."""
@@ -233,6 +296,10 @@ class CacheServer:
             "rooms_ready": ("Rooms whose memory is there.", len(tenant_stores)),
             "tickets": ("Tickets for data connections, not used yet.", len(self._tickets)),
         }
+        result["certificate_end_time_seconds"] = (
+            "When the first of the server's certificates, its clients' CA among them, ends.",
+            0.0 if self._tls is None else self._tls.first_end,
+        )
         if service is not None:
             result["watchers"] = ("Streams of Watch.", len(service.watches))
             result["stream_bytes_in_flight"] = (
@@ -246,6 +313,17 @@ class CacheServer:
                 "Connections that share memory.", memory.num_connections,
             )  # fmt: skip
         return result
+
+
+def _check_exposure(settings: ServerSettings) -> None:
+    """Raises TierConfigError where anybody could come in whom nobody meant to."""
+    has_credentials = not any(tenant.takes_anyone for tenant in settings.tenants)
+    check_exposure(
+        settings.host,
+        has_tls=settings.tls is not None,
+        has_credentials=has_credentials,
+        insecure=settings.insecure,
+    )
 
 
 def _options(limits: Limits) -> list[tuple[str, int]]:

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeVar
 
 from ... import __version__
@@ -20,7 +20,7 @@ from ...proto.v1 import cache_service_pb2 as messages
 from ..wire.frames import MAX_BLOCKS, MAX_KEYS, MAX_LEASE_SECONDS, State, WireError, unpack_keys
 from ..wire.limits import PIECE_BYTES, Limits
 from ..wire.messages import layout_message, read_layout
-from .access.auth import current_tenant
+from .access.auth import current_caller, current_tenant
 from .access.tickets import Tickets
 from .metrics import ServerMetrics
 from .served_store import ServedStore, ServedStores
@@ -63,6 +63,13 @@ class CacheService:
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.streams = Streams(limits, self._calls, num_tenants)
         self.watches = Watches(limits, num_tenants)
+
+    def set_tenants(self, num_tenants: int, ended: Collection[str]) -> None:
+        """There are so many tenants from now on; those whose credentials were taken away begin
+        their watches anew."""
+        self.streams.set_tenants(num_tenants)
+        self.watches.set_tenants(num_tenants)
+        self.watches.end_of(ended)
 
     def close(self) -> None:
         """Begin no call of a tenant store any more; what runs is not waited for. Idempotent."""
@@ -214,7 +221,7 @@ class CacheService:
         """Hand out a ticket for the data connection."""
         self._tenant_store()
         return messages.OpenDataResponse(
-            ticket=self._tickets.issue_ticket(current_tenant().name),
+            ticket=self._tickets.issue_ticket(current_caller()),
             ticket_ms=int(self._limits.ticket_seconds * 1000),
             port=self._data_plane.port,
             unix_path=self._data_plane.unix_path,

@@ -69,7 +69,7 @@ class TenantStore(ServedStore):
         # A server is told of no prompts. To filters that learn from them, look-ups stand for them.
         self._observes = admission is not None and admission.learns
         self._pins = PinnedBlocks(slab)
-        self._leases = Leases[list[bytes]](lambda lease: self._pins.unpin(lease.held), max_leases)
+        self._leases = Leases[list[bytes]](self._lease_expired, max_leases)
         self._listening = threading.Lock()  # for changes of the list, which is a new one each time
         self._listeners: list[Listener] = []
         self._corrupt_blocks = 0
@@ -204,10 +204,19 @@ class TenantStore(ServedStore):
             self._changed.notify_all()
         return states
 
+    def count_expired_lease(self) -> None:
+        with self._changed:
+            self.expired_leases += 1
+
+    def _lease_expired(self, lease: Lease[list[bytes]]) -> None:
+        self.expired_leases += 1
+        self._pins.unpin(lease.held)
+
     def abandon_store(self, write_lease: WriteLease) -> list[int]:
         with self._changed:
             if self._closed:
                 return []
+            self.late_writers += 1
             slots = self._hierarchy.withhold(write_lease.ticket)
             self._changed.notify_all()
             return slots

@@ -17,9 +17,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,10 +33,18 @@ from ..block import LAYOUT_VERSION, BlockLayout
 from ..errors import InvalidBlock, TierClosed, TierConfigError, TierDown
 from ..mac_key import MacKey
 from ..settings.sizes import show_size
+from ..ssd.folder.inventory import StoreEntry, find_stores, remove
 from ..standby import open_or_wait
 from ..tier_settings import SERVER_SSD, CpuSettings, SsdSettings
 from ..wire.limits import Limits
-from ..wire.status import NoDisk, NoMemory, NotAttached, NotReady, WrongLayout
+from ..wire.status import (
+    NoDisk,
+    NoMemory,
+    NotAttached,
+    NotReady,
+    Unauthenticated,
+    WrongLayout,
+)
 from .access.tenants import Quota
 from .key_salt import KeySalt
 from .served_store import ServedStores
@@ -110,11 +119,33 @@ def write_layout_note(path: Path, tenant_store: str, layout: BlockLayout) -> Non
     fresh.rename(place)
 
 
+def stores_left(path: Path, names: Iterable[str]) -> list[StoreEntry]:
+    """Stores below `path` that belong to none of these tenant stores: what those have left who were
+    removed. Raises TierConfigError where `path` is no folder."""
+    if not path.is_dir():
+        raise TierConfigError(f"{path} is no folder; give the --ssd-path of a cache server")
+    known = {store_folder(path, name).name for name in names}
+    ours = re.compile(f"[0-9a-f]{{{_NAME_DIGITS}}}")
+    entries = [entry for entry in find_stores(path) if entry.path.parent == path]
+    return [
+        each for each in entries if ours.fullmatch(each.path.name) and each.path.name not in known
+    ]
+
+
+def remove_left(folder: Path) -> int:
+    """Remove a tenant store's folder and the note beside it; the bytes that it took. Raises
+    TierConfigError where somebody uses it."""
+    freed = remove(folder)
+    folder.with_suffix(".layout").unlink(missing_ok=True)
+    return freed
+
+
 def _place(path: Path, tenant_store: str) -> Path:
     return store_folder(path, tenant_store).with_suffix(".layout")
 
 
 RETRY_SECONDS = 5.0  # until making a tenant store is tried again that could not be made
+LEAVE_SECONDS = 30.0  # to write down what a tenant who left had
 SSD = "ssd"  # the name of the tier on the disk
 
 
@@ -128,6 +159,7 @@ class _Place:
     maker: threading.Thread | None = None
     failure: Exception | None = None
     failed_at: float = 0.0
+    is_gone: bool = False  # since a reload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,17 +189,45 @@ class TenantStores(ServedStores):
         self._clock = clock
         self._lock = threading.Lock()
         self._closed = False
+        self._leaving: list[threading.Thread] = []  # that close the stores of tenants who left
 
     def start(self) -> None:
         """Begin to make the tenant stores whose layout is known from the disk."""
-        if self._ssd_path is None:
-            return
-        for name, place in self._places.items():
-            if place.quota.ssd_bytes:
+        self._make_known(list(self._places))
+
+    def _make_known(self, names: Iterable[str]) -> None:
+        for name in names:
+            place = self._places[name]
+            if self._ssd_path is not None and place.quota.ssd_bytes:
                 layout = read_layout_note(self._ssd_path, name)
-                if layout is not None:
-                    with self._lock:
+                with self._lock:
+                    if layout is not None and place.layout is None and not place.is_gone:
                         self._make(name, place, layout)
+
+    def set_quotas(self, quotas: Mapping[str, Quota]) -> list[str]:
+        """Blocks of stores that are closed stay on the disk."""
+        with self._lock:
+            if self._closed:
+                return []
+            kept = [
+                name
+                for name, place in self._places.items()
+                if name in quotas and quotas[name] != place.quota
+            ]
+            gone = {name: self._places[name] for name in self._places if name not in quotas}
+            new = [name for name in quotas if name not in self._places]
+            for place in gone.values():
+                place.is_gone = True
+            self._places = {
+                name: self._places.get(name) or _Place(quota) for name, quota in quotas.items()
+            }
+            self._leaving = [thread for thread in self._leaving if thread.is_alive()]
+            for name, place in gone.items():
+                if place.tenant_store is not None:
+                    self._leaving.append(_closing(place.tenant_store, LEAVE_SECONDS))
+                log.info("%s is closed; what it has on the disk stays there", name)
+        self._make_known(new)
+        return kept
 
     def attach(self, name: str, layout: BlockLayout) -> TenantStore:
         with self._lock:
@@ -221,14 +281,17 @@ class TenantStores(ServedStores):
         ]
         for thread in threads:
             thread.start()
-        for thread in threads:
+        for thread in (*threads, *self._leaving):
             thread.join(max(0.0, deadline - time.monotonic()) + 1.0)
         return len(closed) == len(threads) and all(closed)
 
     def _place(self, name: str) -> _Place:
         if self._closed:
             raise TierClosed("the server is going down")
-        return self._places[name]
+        place = self._places.get(name)
+        if place is None:
+            raise Unauthenticated("the tenant is not one of this server's any more")
+        return place
 
     def _may_try(self, place: _Place) -> bool:
         return place.failure is None or self._clock() - place.failed_at >= RETRY_SECONDS
@@ -262,7 +325,7 @@ class TenantStores(ServedStores):
             )
             if tenant_store is None and not self._is_on_disk(name):
                 place.layout = None
-            closed = self._closed
+            closed = self._closed or place.is_gone
         if tenant_store is None:
             return
         if closed:
@@ -327,6 +390,15 @@ class TenantStores(ServedStores):
 
     def _is_on_disk(self, name: str) -> bool:
         return self._ssd_path is not None and read_layout_note(self._ssd_path, name) is not None
+
+
+def _closing(tenant_store: TenantStore, seconds: float) -> threading.Thread:
+    """A thread that closes it."""
+    thread = threading.Thread(
+        target=tenant_store.close, args=(seconds,), name="stratakv-close-store", daemon=True
+    )
+    thread.start()
+    return thread
 
 
 def _ready(place: _Place) -> TenantStore:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import TierClosed
@@ -45,7 +45,8 @@ class Happening:
 class Watcher:
     """The queue of one watcher. Told from any thread, read on one event loop."""
 
-    def __init__(self, max_keys: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, max_keys: int, loop: asyncio.AbstractEventLoop, tenant: str = "") -> None:
+        self.tenant = tenant
         self._max_keys = max_keys
         self._loop = loop
         self._lock = threading.Lock()
@@ -179,7 +180,7 @@ class Watches:
             most = self._shares.places_of(tenant)
             raise TooMuch(f"{most} watchers are here already, and {tenant} may have no more")
         watch = self._tenant_stores.get(id(tenant_store))
-        watcher = Watcher(self._limits.max_queued_keys, asyncio.get_running_loop())
+        watcher = Watcher(self._limits.max_queued_keys, asyncio.get_running_loop(), tenant)
         if watch is None:
             watch = self._tenant_stores[id(tenant_store)] = TenantStoreWatch(
                 tenant_store, self._limits.max_watched_keys
@@ -203,6 +204,17 @@ class Watches:
         if not self._tenant_stores and self._looking is not None:
             self._looking.cancel()
             self._looking = None
+
+    def set_tenants(self, num_tenants: int) -> None:
+        """There are so many from now on."""
+        self._shares.set_tenants(num_tenants)
+
+    def end_of(self, tenants: Collection[str]) -> None:
+        """Let the streams of these tenants come to their end; they may begin new ones."""
+        for watch in self._tenant_stores.values():
+            for watcher in watch.watchers:
+                if watcher.tenant in tenants:
+                    watcher.end_events()
 
     def end_all(self) -> None:
         """Let every stream come to its end."""

@@ -11,7 +11,7 @@ import errno
 import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,23 +55,46 @@ def mount_of(path: Path, mounts: Path = MOUNTS) -> Mount | None:
 
 def check_ssd(ssd: SsdSettings, namespace: bytes, host: str) -> Iterator[Finding]:
     """Whether the tier can lie at its path. `namespace`: how those of chunks of `host` begin."""
+    there = yield from _check_path(ssd)
+    if there is None or ssd.path is None:
+        return
+    path = ssd.path.absolute()
+    yield from _check_store(path, ssd, namespace, host)
+    yield from _check_room(path, there, ssd.capacity_bytes)
+
+
+def check_folder(ssd: SsdSettings) -> Iterator[Finding]:
+    """Whether a tier of ours can lie at its path, whatever is in it."""
+    there = yield from _check_path(ssd)
+    if there is None or ssd.path is None:
+        return
+    path = ssd.path.absolute()
+    if is_store(path) and (owner := look_at(path).owner) is not None:
+        yield problem(
+            "ssd tier", f"{path} is in use by process {owner}",
+            "give each engine a directory of its own, or stop that one",
+        )  # fmt: skip
+    yield from _check_room(path, there, ssd.capacity_bytes)
+
+
+def _check_path(ssd: SsdSettings) -> Generator[Finding, None, Path | None]:
+    """The folder that is there already; None where nothing can be made in it."""
     assert ssd.path is not None
     path = ssd.path.absolute()
     there = next(each for each in (path, *path.parents) if os.path.lexists(each))
     if not there.is_dir():
         yield problem("ssd path", f"{there} is no directory", "give the path of one, or a new one")
-        return
+        return None
     if not os.access(there, os.W_OK | os.X_OK):
         yield problem(
             "ssd path", f"{there} cannot be written to by user {os.getuid()}",
             "change its permissions, or give another --ssd-path",
         )  # fmt: skip
-        return
+        return None
     yield ok("ssd path", f"{path} can be written" if there == path else f"{path} can be made")
     yield from _check_mount(there)
     yield from _check_direct(there)
-    yield from _check_store(path, ssd, namespace, host)
-    yield from _check_room(path, there, ssd.capacity_bytes)
+    return there
 
 
 def _check_mount(folder: Path) -> Iterator[Finding]:

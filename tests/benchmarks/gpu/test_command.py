@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from stratakv.tiers.settings.values import ConfigError
 
 def arguments(tmp_path: Path, **given: object) -> argparse.Namespace:
     settings = {"quick": True, "out": tmp_path, "sections": None, "peers": None, "rehearse": True}
-    return argparse.Namespace(**{**settings, **given})
+    return argparse.Namespace(**{**settings, "time_limit": None, **given})
 
 
 @pytest.mark.slow
@@ -55,6 +56,7 @@ def test_without_a_gpu_it_says_what_it_needs(tmp_path: Path) -> None:
             "--sections takes names by commas, not 'prefil'; did you mean prefill",
         ),
         ({"peers": "/nowhere/at/all"}, "--peers takes a folder"),
+        ({"time_limit": 0.0}, "--time-limit takes seconds above 0, not 0"),
     ],
 )
 def test_refusals(tmp_path: Path, given: dict[str, object], message: str) -> None:
@@ -100,6 +102,14 @@ def test_a_section_has_a_deadline(tmp_path: Path) -> None:
     place = command.choose_place(arguments(tmp_path))
     place.check_time()
     place.start_section(seconds=-1.0)
+    with pytest.raises(SectionOver):
+        place.check_time()
+
+
+def test_the_time_of_the_run_bounds_each_section(tmp_path: Path) -> None:
+    place = command.choose_place(arguments(tmp_path))
+    place.run_ends = time.monotonic()
+    place.start_section()
     with pytest.raises(SectionOver):
         place.check_time()
 

@@ -90,6 +90,18 @@ def test_a_phase_from_elsewhere_or_an_unlikely_token_stops_the_section(
         rehearse(engine_phases.SECTION, tmp_path)
 
 
+def test_a_load_is_held_against_the_link_it_comes_over() -> None:
+    results = no_results()
+    case = engine_phases.Case(engine_phases.TARGET_TOKENS)
+    seconds = {"cold": [0.25], "pool": [0.01], "cpu": [0.04], "ssd": [0.4]}
+    engine_phases.add_rows(results, case, seconds, 10**9)
+    assert "ttft_cpu_load_over_transfer" not in results.report.ratios, "no ceiling was measured"
+    results.set_ceiling("pinned_to_device_gb_per_second", 50.0)
+    engine_phases.add_rows(results, case, seconds, 10**9)
+    assert results.report.ratios["ttft_cpu_load_over_transfer"] == pytest.approx(1.5)
+    assert results.report.ratios["ttft_cold_over_cpu"] == 6.25
+
+
 def test_the_model_is_llama_3_1_8b_in_shape(tmp_path: Path) -> None:
     place = rehearsal()
     place.is_rehearsal = False

@@ -3,7 +3,7 @@
 
 A mistake in a signature crashes, or worse does not, only where there is a device; so ctypes is
 compared with this table, and this table with the headers by `source_of_check`, where a
-compiler and the headers are at hand (STRATAKV_CUDA_INCLUDE names their folder).
+compiler and the headers are at hand (cuda_package.py finds them).
 """
 
 from __future__ import annotations

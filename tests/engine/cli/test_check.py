@@ -12,6 +12,7 @@ import pytest
 from stratakv.engine.cli import check
 from stratakv.engine.cli.args import Parser
 from stratakv.engine.cli.main import main
+from stratakv.tiers.cache_server.tenant_stores import store_folder, write_layout_note
 from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.ssd import SsdStore
 
@@ -124,3 +125,61 @@ def test_the_documentation_lists_its_flags() -> None:
     section = DOCS.read_text().split("## stratakv check\n")[1].split("\n## ")[0]
     rows = {line.split("`")[1] for line in section.splitlines() if line.startswith("| `--")}
     assert rows == flags - {"-h"}
+
+
+# What tenants of a cache server leave
+
+
+TENANT = '[[tenant]]\nname = "{}"\ncpu_bytes = "1MiB"\ntoken_sha256 = "{}"\n'
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Path:
+    """The folder of a server, with stores of ann and bob."""
+    for name in ("ann", "bob"):
+        folder = store_folder(tmp_path / "ssd", f"tenant:{name}")
+        store = SsdStore(folder, SMALL, CAPACITY)
+        assert all(put(store, make_keys(3)))
+        store.close(SECONDS)
+        write_layout_note(tmp_path / "ssd", f"tenant:{name}", SMALL)
+    (tmp_path / "ssd" / "server.secret").write_text("kept")
+    (tmp_path / "tenants.toml").write_text(TENANT.format("ann", "0" * 64))
+    return tmp_path / "ssd"
+
+
+def test_stores_of_tenants_who_are_gone(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["check", str(served), "--tenants", str(served.parent / "tenants.toml")]
+    folders = {name: store_folder(served, f"tenant:{name}") for name in ("ann", "bob")}
+    assert main(flags) == check.EXIT_PROBLEMS
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{folders['bob']}: left of a tenant who is not in the file, ")
+    assert lines[1:] == ["1 stores of tenants who are gone"]
+    in_use = SsdStore(folders["bob"], SMALL, CAPACITY)
+    assert main([*flags, "--fix"]) == 2
+    assert "is in use by process" in capsys.readouterr().err
+    in_use.close(SECONDS)
+    assert main([*flags, "--fix"]) == check.EXIT_PROBLEMS
+    assert "removed, " in capsys.readouterr().out
+    assert not folders["bob"].exists() and not folders["bob"].with_suffix(".layout").exists()
+    assert folders["ann"].with_suffix(".layout").exists() and (served / "server.secret").exists()
+    assert main(flags) == 0
+    assert main(["check", str(folders["ann"])]) == 0, "the others' blocks are as they were"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--tenants", "/no/such"], "--tenants names /no/such, which cannot be read"),
+        (["--tenants", "FILE", "--mac-key-file", "x"], "--mac-key-file is for checking blocks"),
+        (["--tenants", "BROKEN"], "is no TOML"),
+    ],
+)
+def test_tenants_that_cannot_be_read(
+    served: Path, given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = served.parent / "broken.toml"
+    broken.write_text("[[tenant]\n")
+    places = {"FILE": str(served.parent / "tenants.toml"), "BROKEN": str(broken)}
+    assert main(["check", str(served), *(places.get(word, word) for word in given)]) == 2
+    assert message in capsys.readouterr().err
+    assert len(list(served.iterdir())) == 5, "nothing was removed"

@@ -438,7 +438,7 @@ def test_a_python_that_answers_nothing(case: vllm.VllmCase) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "doctor takes vllm"),
+        (["--json", "vllm"], "write it after vllm"),
         (["vlm"], "did you mean vllm"),
         (["vllm", "--config", "{}", "--cpu-bytes", "1GiB"], "--cpu-bytes and --config"),
         (["vllm", "--config", "{"], "is no JSON"),

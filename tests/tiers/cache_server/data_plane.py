@@ -17,7 +17,7 @@ from stratakv.tiers.cache_server.key_salt import KeySalt
 from stratakv.tiers.cache_server.tenant_store import TenantStore
 from stratakv.tiers.cache_server.transports.data_server import DataServer
 from stratakv.tiers.cache_server.transports.memory_server import MemoryServer
-from stratakv.tiers.cache_server.transports.session_server import SessionSettings
+from stratakv.tiers.cache_server.transports.session_server import Opened, SessionSettings
 from stratakv.tiers.contract import make_buffers, payload_of
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.remote.block_connection import BlockConnection
@@ -54,8 +54,8 @@ class Plane:
         self.port = self.data.start()
         self.path = self.memory.start()
 
-    def resolve(self, ticket: bytes) -> tuple[TenantStore, str] | None:
-        return (self.tenant_store, "tenant") if ticket == TICKET else None
+    def resolve(self, ticket: bytes) -> Opened | None:
+        return Opened(self.tenant_store, "tenant") if ticket == TICKET else None
 
     def connect(
         self,

@@ -81,6 +81,23 @@ def test_metrics(tmp_path: Path) -> None:
         assert _get(f"{base}/")[0] == 404
 
 
+def test_leases_that_ran_out_are_counted() -> None:
+    with running_server() as server:
+        stub = server.stub()
+        server.attach(stub)
+        [key, other] = make_keys(2)
+        store_blocks(stub, [key])
+        assert stub.pin(messages.PinRequest(keys=key, lease_ms=1), timeout=WAIT_SECONDS).lease
+        store = server.tenant_store()
+        store.restore_slots(store.abandon_store(store.begin_store([other])))
+        deadline = time.monotonic() + WAIT_SECONDS
+        while store.num_leases and time.monotonic() < deadline:
+            time.sleep(0.01)
+        lines = server.server._metrics.exposition().decode().splitlines()
+        for name in ("expired_leases", "late_writers"):
+            assert f'stratakv_cache:{name}_total{{room="tenant:default"}} 1.0' in lines
+
+
 def test_the_table_of_metrics_is_true(tmp_path: Path) -> None:
     """Names, types and labels of docs/commands.md are those of a scrape."""
     rows = re.findall(

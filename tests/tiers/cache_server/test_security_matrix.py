@@ -137,7 +137,7 @@ def test_with_the_token_of_another_tenant(server: RunningServer, ann: Stub, meth
             case "Stats":
                 assert not answer.leases
             case "OpenData":
-                tenant_store, name = server.server._resolve(answer.ticket) or (None, "")
+                tenant_store, name, _ = server.server._resolve(answer.ticket) or (None, "", None)
                 assert name == "bob" and tenant_store is server.tenant_store("tenant:bob")
             case "Attach" | "Touch":
                 pass  # what they did to ann's blocks is looked at below and in the fixture

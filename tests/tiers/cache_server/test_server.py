@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 
 from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.cache_server.access.call_guard import _end_call
-from stratakv.tiers.cache_server.access.tls import TlsFiles
+from stratakv.tiers.cache_server.access.tls import LiveTls, TlsFiles
 from stratakv.tiers.cache_server.transports.streams import ByteBudget
 from stratakv.tiers.contract import make_keys
 from stratakv.tiers.errors import TierConfigError
@@ -112,7 +112,7 @@ def test_tls_files_that_are_none(tmp_path: Path) -> None:
     issued.cert_chain_pems[0].write_to_path(cert)
     issued.private_key_pem.write_to_path(key)
     junk.write_text("junk")
-    TlsFiles(cert, key).server_credentials()
+    LiveTls(TlsFiles(cert, key)).credentials()
     for files, message in (
         (TlsFiles(tmp_path / "none", key), "--tls-cert names .*none, which cannot be read"),
         (TlsFiles(cert, junk), "no certificate and its key"),
@@ -120,7 +120,7 @@ def test_tls_files_that_are_none(tmp_path: Path) -> None:
         (TlsFiles(cert, key, tmp_path), "--tls-client-ca names"),
     ):
         with pytest.raises(TierConfigError, match=message):
-            files.server_credentials()
+            files.configuration()
 
 
 def test_health_while_serving_and_draining() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.tiers.cache_server.access.auth import Authenticator
+from stratakv.tiers.cache_server.access.auth import Authenticator, Caller
 from stratakv.tiers.cache_server.access.tenants import (
     Quota,
     Tenant,
@@ -151,7 +151,7 @@ def _peer(*names: str) -> dict[str, list[bytes]]:
 
 
 def _who(tenants: Tenants, metadata: list[tuple[str, str]], peer: Any = None) -> str:
-    return Authenticator(tenants).tenant_of(metadata, peer or {}).name
+    return Authenticator(tenants).caller_of(metadata, peer or {}).tenant.name
 
 
 def test_who_calls() -> None:
@@ -200,13 +200,17 @@ def test_a_server_without_a_file_of_tenants() -> None:
         _who(with_ca, [])
 
 
+def caller(name: str) -> Caller:
+    return Caller(Tenant(name, 1))
+
+
 def test_a_ticket_opens_one_connection() -> None:
     tickets = Tickets(10, 5.0)
-    first, second = tickets.issue_ticket("ann"), tickets.issue_ticket("bob")
+    first, second = tickets.issue_ticket(caller("ann")), tickets.issue_ticket(caller("bob"))
     assert len(first) == 32 and first != second
-    assert (tickets.use_ticket(second), tickets.use_ticket(second)) == ("bob", None)
+    assert (tickets.use_ticket(second), tickets.use_ticket(second)) == (caller("bob"), None)
     assert (tickets.use_ticket(first), tickets.use_ticket(b"x" * 32), len(tickets)) == (
-        "ann",
+        caller("ann"),
         None,
         0,
     )
@@ -215,10 +219,10 @@ def test_a_ticket_opens_one_connection() -> None:
 def test_a_ticket_does_not_last() -> None:
     now = [100.0]
     tickets = Tickets(10, 5.0, lambda: now[0])
-    early = tickets.issue_ticket("ann")
+    early = tickets.issue_ticket(caller("ann"))
     now[0] += 4.9
-    late = tickets.issue_ticket("ann")
-    assert tickets.use_ticket(early) == "ann"
+    late = tickets.issue_ticket(caller("ann"))
+    assert tickets.use_ticket(early) == caller("ann")
     now[0] += 5.0
     assert (tickets.use_ticket(late), len(tickets)) == (None, 0)
 
@@ -227,19 +231,19 @@ def test_tickets_are_bounded_for_each_tenant() -> None:
     now = [0.0]
     tickets = Tickets(2, 5.0, lambda: now[0])
     for _ in range(2):
-        tickets.issue_ticket("ann")
+        tickets.issue_ticket(caller("ann"))
     with pytest.raises(TooMuch, match="2 tickets of ann"):
-        tickets.issue_ticket("ann")
-    tickets.issue_ticket("bob")
+        tickets.issue_ticket(caller("ann"))
+    tickets.issue_ticket(caller("bob"))
     now[0] = 5.0
-    tickets.issue_ticket("ann")
+    tickets.issue_ticket(caller("ann"))
     assert len(tickets) == 1
 
 
 def test_of_many_threads_one_uses_a_ticket() -> None:
     tickets = Tickets(10, 5.0)
-    ticket = tickets.issue_ticket("ann")
-    found: list[str | None] = []
+    ticket = tickets.issue_ticket(caller("ann"))
+    found: list[Caller | None] = []
     threads = [
         threading.Thread(target=lambda: found.append(tickets.use_ticket(ticket))) for _ in range(8)
     ]
@@ -247,7 +251,7 @@ def test_of_many_threads_one_uses_a_ticket() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(found, key=str) == [None] * 7 + ["ann"]
+    assert sorted(found, key=bool) == [None] * 7 + [caller("ann")]
 
 
 def test_a_secret_is_made_once(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ do not get that far). Where a call brings both they must name the same tenant.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
+from typing import NamedTuple
 
 from ...wire.status import Unauthenticated
 from .tenants import Tenant, Tenants
@@ -17,17 +19,41 @@ _HEADER = "authorization"
 _SCHEME = "bearer"
 _CERTIFICATE_NAMES = ("x509_common_name", "x509_subject_alternative_name")
 
-_TENANT: ContextVar[Tenant] = ContextVar("tenant")
+
+class Caller(NamedTuple):
+    """Who calls, and by what it was recognised: nothing that could be used again."""
+
+    tenant: Tenant
+    token_digest: bytes = b""
+    certificate_names: tuple[str, ...] = ()
+
+    def is_known_to(self, tenants: Tenants) -> bool:
+        """Whether these credentials still are the tenant's, after a reload."""
+        if self.token_digest:
+            found = tenants.by_digest(self.token_digest)
+        elif self.certificate_names:
+            found = tenants.by_certificate(self.certificate_names)
+        else:
+            found = tenants.anyone
+        return found is not None and found.name == self.tenant.name
 
 
-def set_tenant(tenant: Tenant) -> None:
-    """Note the tenant of the call that runs in this task."""
-    _TENANT.set(tenant)
+_CALLER: ContextVar[Caller] = ContextVar("caller")
+
+
+def set_caller(caller: Caller) -> None:
+    """Note who makes the call that runs in this task."""
+    _CALLER.set(caller)
+
+
+def current_caller() -> Caller:
+    """Who makes the call that runs in this task."""
+    return _CALLER.get()
 
 
 def current_tenant() -> Tenant:
     """The tenant of the call that runs in this task."""
-    return _TENANT.get()
+    return _CALLER.get().tenant
 
 
 class Authenticator:
@@ -36,18 +62,23 @@ class Authenticator:
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
 
-    def tenant_of(
+    def set_tenants(self, tenants: Tenants) -> None:
+        """Calls that come from now on are those of these tenants."""
+        self._tenants = tenants
+
+    def caller_of(
         self,
         metadata: Iterable[tuple[str, str | bytes]],
         peer: Mapping[str, Sequence[bytes]],
-    ) -> Tenant:
+    ) -> Caller:
         """`metadata` is the call's, `peer` what grpc says of the connection. Raises
         Unauthenticated, which does not say what was wrong with the credentials."""
         tenants = self._tenants
         if tenants.anyone is not None:
-            return tenants.anyone
+            return Caller(tenants.anyone)
         headers = [value for key, value in metadata if key.lower() == _HEADER]
-        by_token = tenants.by_token(_token(headers)) if headers else None
+        token = _token(headers) if headers else b""
+        by_token = tenants.by_token(token) if headers else None
         names = _names(peer)
         by_certificate = tenants.by_certificate(names) if names else None
         tenant = by_token or by_certificate
@@ -55,7 +86,9 @@ class Authenticator:
             raise Unauthenticated("the call has no credentials that this server knows")
         if by_certificate is not None and by_certificate is not tenant:
             raise Unauthenticated("the call's token and its certificate are those of two tenants")
-        return tenant
+        if by_token is not None:
+            return Caller(tenant, token_digest=hashlib.sha256(token).digest())
+        return Caller(tenant, certificate_names=tuple(names))
 
 
 def _token(headers: Sequence[str | bytes]) -> bytes:

@@ -69,6 +69,10 @@ class CallConnections:
         self._thread: threading.Thread | None = None
         self.turned_away: collections.Counter[str] = collections.Counter()
 
+    def set_tenants(self, num_tenants: int) -> None:
+        """There are so many from now on."""
+        self._num_tenants = num_tenants
+
     @property
     def most_known(self) -> int:
         """Connections that tenants may have, all together: strangers find a place beside them."""

@@ -20,7 +20,7 @@ from ...wire.limits import Limits
 from ...wire.rpc import METHODS, wrapped
 from ...wire.status import REASON_KEY, Draining, Ending, TooMuch, ending_of
 from ..metrics import ServerMetrics
-from .auth import Authenticator, set_tenant
+from .auth import Authenticator, set_caller
 from .call_connections import CallConnections
 from .shares import Shares
 from .tenants import Tenants
@@ -58,6 +58,11 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
         """Calls that run now."""
         return self._running
 
+    def set_tenants(self, tenants: Tenants) -> None:
+        """Let in these tenants from now on; calls that run go on."""
+        self._shares.set_tenants(len(tenants))
+        self._authenticator.set_tenants(tenants)
+
     def drain(self) -> None:
         """Refuse calls that come from now on."""
         self._draining = True
@@ -85,10 +90,11 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
         code = grpc.StatusCode.OK
         self._running += 1
         try:
-            tenant = self._authenticator.tenant_of(
+            caller = self._authenticator.caller_of(
                 context.invocation_metadata() or (), context.auth_context() or {}
             )
-            set_tenant(tenant)
+            set_caller(caller)
+            tenant = caller.tenant
             self._connections.note_tenant(context.peer(), tenant.name)
             if self._draining:
                 raise Draining("the server is going down")

@@ -21,13 +21,20 @@ class Shares:
     """`most` places for `num_tenants`."""
 
     def __init__(self, most: int, num_tenants: int) -> None:
-        self.most = max(most, num_tenants)
-        self.kept = max(1, self.most // (2 * num_tenants))
-        self.cap = max(self.kept, self.most // min(num_tenants, _MOST_SHARES))
-        self._for_all = self.most - self.kept * num_tenants  # whoever comes first
+        self._wanted = most
         self._lock = threading.Lock()
         self._taken: collections.Counter[str] = collections.Counter()
         self._beyond = 0  # places that tenants have beyond what is kept for them
+        self.set_tenants(num_tenants)
+
+    def set_tenants(self, num_tenants: int) -> None:
+        """There are so many from now on. Whoever has more than is theirs now keeps it."""
+        with self._lock:
+            self.most = max(self._wanted, num_tenants)
+            self.kept = max(1, self.most // (2 * num_tenants))
+            self.cap = max(self.kept, self.most // min(num_tenants, _MOST_SHARES))
+            self._for_all = self.most - self.kept * num_tenants  # whoever comes first
+            self._beyond = sum(max(0, has - self.kept) for has in self._taken.values())
 
     def take_place(self, tenant: str) -> bool:
         """Take a place, if there is one for this tenant."""

@@ -104,6 +104,22 @@ class Tenants:
             )
         return result
 
+    def with_fewer_credentials(self, after: Tenants) -> set[str]:
+        """Names of those who had a token or a certificate name that they have not in `after`, or
+        are not there."""
+        found = set()
+        for tenant in self._all:
+            later = after.by_name(tenant.name)
+            if (
+                later is None
+                or set(tenant.token_digests) - set(later.token_digests)
+                or set(tenant.certificate_names) - set(later.certificate_names)
+                or tenant.takes_anyone > later.takes_anyone
+                or tenant.takes_any_certificate > later.takes_any_certificate
+            ):
+                found.add(tenant.name)
+        return found
+
     @property
     def has_tokens(self) -> bool:
         """Whether a token opens anything."""
@@ -116,9 +132,10 @@ class Tenants:
     def by_token(self, token: bytes) -> Tenant | None:
         """The tenant of a token. How long it takes says nothing of tokens that nobody has sent:
         only hashes are compared, and those as a whole."""
-        if not token:
-            return None
-        digest = hashlib.sha256(token).digest()
+        return self.by_digest(hashlib.sha256(token).digest()) if token else None
+
+    def by_digest(self, digest: bytes) -> Tenant | None:
+        """The tenant of the token with this SHA-256."""
         tenant = self._by_token.get(digest)
         known = digest if tenant is not None else bytes(len(digest))
         return tenant if hmac.compare_digest(known, digest) else None

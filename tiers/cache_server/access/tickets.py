@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from ...wire.frames import TICKET_BYTES
 from ...wire.status import TooMuch
+from .auth import Caller
 
 
 class Tickets:
@@ -27,15 +28,16 @@ class Tickets:
         self._clock = clock
         self._lock = threading.Lock()
         # In the order of their ends, since all run equally long.
-        self._open: dict[bytes, tuple[str, float]] = {}
+        self._open: dict[bytes, tuple[Caller, float]] = {}
         self._count: dict[str, int] = {}
 
     def __len__(self) -> int:
         with self._lock:
             return len(self._open)
 
-    def issue_ticket(self, tenant: str) -> bytes:
-        """A new ticket. Raises TooMuch where too many wait to be used."""
+    def issue_ticket(self, caller: Caller) -> bytes:
+        """A new ticket. Raises TooMuch where too many of the tenant wait to be used."""
+        tenant = caller.tenant.name
         with self._lock:
             now = self._clock()
             self._expire(now)
@@ -45,12 +47,12 @@ class Tickets:
                     f"{self._seconds:g} s"
                 )
             ticket = secrets.token_bytes(TICKET_BYTES)
-            self._open[ticket] = tenant, now + self._seconds
+            self._open[ticket] = caller, now + self._seconds
             self._count[tenant] = self._count.get(tenant, 0) + 1
             return ticket
 
-    def use_ticket(self, ticket: bytes) -> str | None:
-        """The tenant of a ticket, which is void from now on; None if it already was."""
+    def use_ticket(self, ticket: bytes) -> Caller | None:
+        """Who was given a ticket, which is void from now on; None if it already was."""
         with self._lock:
             self._expire(self._clock())
             return self._remove(ticket)
@@ -62,10 +64,11 @@ class Tickets:
                 return
             self._remove(ticket)
 
-    def _remove(self, ticket: bytes) -> str | None:
-        tenant, _ = self._open.pop(ticket, (None, 0.0))
-        if tenant is not None:
+    def _remove(self, ticket: bytes) -> Caller | None:
+        caller, _ = self._open.pop(ticket, (None, 0.0))
+        if caller is not None:
+            tenant = caller.tenant.name
             self._count[tenant] -= 1
             if not self._count[tenant]:
                 del self._count[tenant]
-        return tenant
+        return caller

@@ -2,13 +2,18 @@
 """The server's TLS: one pair of files, for gRPC and for the data connection.
 
 With a client CA every client must show a certificate of that CA; one that has expired ends the
-handshake.
+handshake. `LiveTls` takes other files while the server runs: handshakes that come afterwards are
+made with them, and connections that are open stay.
 """
 
 from __future__ import annotations
 
+import base64
+import logging
+import re
 import ssl
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +21,13 @@ import grpc
 
 from ...errors import TierConfigError
 
+log = logging.getLogger(__name__)
+
+WARN_DAYS = 14  # before the end of a certificate
 _MAX_FILE_BYTES = 1024**2
+_PEM = re.compile(rb"-----BEGIN CERTIFICATE-----(.+?)-----END CERTIFICATE-----", re.DOTALL)
+# Tags of DER that a certificate has around its times.
+_SEQUENCE, _VERSION, _UTC_TIME, _LONG_TIME = 0x30, 0xA0, 0x17, 0x18
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +38,22 @@ class TlsFiles:
     key: Path
     client_ca: Path | None = None
 
-    def server_credentials(self) -> Any:
+    def ends_at(self) -> dict[Path, datetime]:
+        """When the first certificate of each file ends; files that hold none are left out. Raises
+        TierConfigError."""
+        files = {self.cert: "--tls-cert"}
+        if self.client_ca is not None:
+            files[self.client_ca] = "--tls-client-ca"
+        ends = {path: end_of(_read(path, flag)) for path, flag in files.items()}
+        return {path: end for path, end in ends.items() if end is not None}
+
+    def configuration(self) -> Any:
         """For gRPC. Raises TierConfigError."""
         self.context()  # which says what is wrong with the files; grpc does not
         client_ca = None if self.client_ca is None else _read(self.client_ca, "--tls-client-ca")
-        return grpc.ssl_server_credentials(
+        return grpc.ssl_server_certificate_configuration(
             [(_read(self.key, "--tls-key"), _read(self.cert, "--tls-cert"))],
             root_certificates=client_ca,
-            require_client_auth=client_ca is not None,
         )
 
     def context(self) -> ssl.SSLContext:
@@ -61,6 +80,120 @@ class TlsFiles:
                 ) from error
             context.verify_mode = ssl.CERT_REQUIRED
         return context
+
+
+class LiveTls:
+    """The TLS of a server that runs. Thread-safe. Raises TierConfigError, as `TlsFiles` does."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        self.files = files
+        self.context = files.context()
+        self.ends = files.ends_at()
+        self._first = files.configuration()
+        self._fresh: Any = None
+        self.look_at_ends()
+
+    def credentials(self) -> Any:
+        """For gRPC, which asks at each handshake whether there are others."""
+        return grpc.dynamic_ssl_server_credentials(
+            self._first,
+            self._take_fresh,
+            require_client_authentication=self.files.client_ca is not None,
+        )
+
+    def prepared(self, files: TlsFiles) -> LiveTls:
+        """These files, read and looked at; `take_over` cannot fail then. Raises TierConfigError,
+        also for a certificate that has ended."""
+        if (files.client_ca is None) != (self.files.client_ca is None):
+            raise TierConfigError(
+                "whether clients need certificates (--tls-client-ca) cannot be changed while the "
+                "server runs; restart it"
+            )
+        now = datetime.now(UTC)
+        for path, end in files.ends_at().items():
+            if end <= now:
+                raise TierConfigError(
+                    f"{path} holds a certificate that ended on {_day(end)}; put another one there"
+                )
+        return LiveTls(files)
+
+    def take_over(self, other: LiveTls) -> None:
+        """Have what `prepared` returned."""
+        self.files, self.context, self.ends = other.files, other.context, other.ends
+        self._fresh = other._first
+
+    def look_at_ends(self) -> None:
+        """Warn of certificates that end soon or have ended."""
+        now = datetime.now(UTC)
+        for path, end in self.ends.items():
+            if end <= now:
+                log.error(
+                    "the certificate in %s ended on %s: clients refuse it; put another one there "
+                    "and send SIGHUP", path, _day(end),
+                )  # fmt: skip
+            elif end - now < timedelta(days=WARN_DAYS):
+                log.warning(
+                    "the certificate in %s ends on %s, in %d days; put another one there and send "
+                    "SIGHUP", path, _day(end), (end - now).days,
+                )  # fmt: skip
+
+    @property
+    def first_end(self) -> float:
+        """When the first of all certificates ends, in seconds since 1970; 0 where none says."""
+        return min((end.timestamp() for end in self.ends.values()), default=0.0)
+
+    def _take_fresh(self) -> Any:
+        """None: as before. Called by gRPC's threads."""
+        fresh, self._fresh = self._fresh, None
+        return fresh
+
+
+def end_of(pem: bytes) -> datetime | None:
+    """When the first of a PEM file's certificates ends; None where there is none that can be
+    read, which is for others to refuse."""
+    ends = []
+    for match in _PEM.finditer(pem):
+        try:
+            ends.append(_not_after(base64.b64decode(match[1])))
+        except (ValueError, IndexError):
+            continue
+    return min(ends, default=None)
+
+
+def _not_after(der: bytes) -> datetime:
+    """X.509: a sequence of a sequence of version, serial number, algorithm, issuer and validity,
+    which is two times. Raises ValueError or IndexError for anything else."""
+    _, certificate, _ = _element(der, _SEQUENCE)
+    _, rest, _ = _element(certificate, _SEQUENCE)
+    if rest[0] == _VERSION:
+        rest = _element(rest)[2]
+    for _ in ("serial number", "algorithm", "issuer"):
+        rest = _element(rest)[2]
+    _, validity, _ = _element(rest, _SEQUENCE)
+    tag, text, _ = _element(_element(validity)[2])
+    if tag == _UTC_TIME:
+        # Two digits of a year, of which 50 and more are of the last century.
+        century = b"19" if text[:2] >= b"50" else b"20"
+        text = century + text
+    elif tag != _LONG_TIME:
+        raise ValueError("a certificate without an end")
+    return datetime.strptime(text.decode("ascii"), "%Y%m%d%H%M%SZ").replace(tzinfo=UTC)
+
+
+def _element(data: bytes, wanted: int | None = None) -> tuple[int, bytes, bytes]:
+    """Tag and content of the first element, and what follows it."""
+    tag, length, start = data[0], data[1], 2
+    if length & 0x80:
+        start += length & 0x7F
+        length = int.from_bytes(data[2:start])
+    end = start + length
+    if (wanted is not None and tag != wanted) or end > len(data):
+        raise ValueError("no such element")
+    return tag, data[start:end], data[end:]
+
+
+def _day(moment: datetime) -> str:
+    return f"{moment:%Y-%m-%d}"
 
 
 def _read(path: Path, flag: str) -> bytes:

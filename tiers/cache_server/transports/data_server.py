@@ -101,6 +101,10 @@ class DataServer(SessionServer):
         self._port = port
         self._tls = tls
 
+    def set_tls(self, tls: ssl.SSLContext | None) -> None:
+        """Certificates for connections that come from now on."""
+        self._tls = tls
+
     def start(self) -> int:
         """Listen; the port. Raises TierConfigError where that cannot be."""
         try:

@@ -162,6 +162,7 @@ class MemorySession(Session):
 
     def _expired(self, lease: Lease[ReadLease | WriteLease]) -> None:
         if isinstance(lease.held, ReadLease):
+            self._tenant_store.count_expired_lease()
             self._give_back(lease.held)
         elif slots := self._tenant_store.abandon_store(lease.held):
             self._withheld[lease.number] = slots

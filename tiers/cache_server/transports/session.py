@@ -45,6 +45,10 @@ class Draining:
         os.close(self.fd)
 
 
+class NotKnown(Exception):
+    """The credentials that opened a connection are not the tenant's any more."""
+
+
 class Session(ABC):
     """The session of one client with one tenant store."""
 
@@ -60,6 +64,7 @@ class Session(ABC):
         self._limits = limits
         self._draining = draining
         self._verbs = self._answers()
+        self.is_known: Callable[[], bool] = lambda: True  # whether the client may still ask
 
     @abstractmethod
     def _answers(self) -> Mapping[Verb, Callable[[Request, float], None]]:
@@ -67,8 +72,10 @@ class Session(ABC):
 
     def run(self) -> None:
         """Answer requests until the connection ends or is silent for too long. Raises
-        ConnectionLost, or WireError for words that are none."""
+        ConnectionLost, NotKnown, or WireError for words that are none."""
         while self._wait():
+            if not self.is_known():
+                raise NotKnown("the client's credentials are not known any more")
             deadline = time.monotonic() + self._limits.request_seconds
             request = decode_request(self._connection.receive(REQUEST.size, deadline))
             answer = self._verbs.get(request.verb)

@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...errors import TierClosed
 from ...wire.frames import (
@@ -31,13 +32,26 @@ from ...wire.limits import Limits
 from ...wire.sockets import Connection, ConnectionLost
 from ..access.shares import Shares
 from ..served_store import ServedStore
-from .session import Draining, Session
+from .session import Draining, NotKnown, Session
 
 log = logging.getLogger(__name__)
 
-# What a ticket opens: a tenant store, and the name of the tenant; None for a ticket that opens
-# nothing.
-Resolve = Callable[[bytes], tuple[ServedStore, str] | None]
+
+class Opened(NamedTuple):
+    """What a ticket opens."""
+
+    tenant_store: ServedStore
+    tenant: str
+    # Whether its credentials are still good: asked before every request.
+    is_known: Callable[[], bool] = lambda: True
+
+
+# Why a connection is refused or ended: no good ticket; no place for its tenant; silent while all
+# places are taken; its credentials are the tenant's no more.
+TICKET, BUSY, SILENT, CREDENTIALS = REFUSALS = ("ticket", "busy", "silent", "credentials")
+
+# None for a ticket that opens nothing.
+Resolve = Callable[[bytes], Opened | None]
 
 _BACKLOG = 128
 _TELL_SECONDS = 1.0  # between two lines about what clients did
@@ -52,6 +66,7 @@ class SessionSettings:
     resolve: Resolve
     limits: Limits
     num_tenants: int = 1
+    refused: Callable[[str], None] = lambda _reason: None
 
 
 class SessionServer(ABC):
@@ -59,6 +74,7 @@ class SessionServer(ABC):
 
     def __init__(self, settings: SessionSettings) -> None:
         self._resolve = settings.resolve
+        self._refused = settings.refused
         self._boot_id = settings.boot_id
         self._limits = settings.limits
         self._shares = Shares(self._limits.max_data_connections, settings.num_tenants)
@@ -72,6 +88,10 @@ class SessionServer(ABC):
         self._draining = Draining()
         self._closed = False
         self._told_at = float("-inf")
+
+    def set_tenants(self, num_tenants: int) -> None:
+        """There are so many from now on."""
+        self._shares.set_tenants(num_tenants)
 
     @property
     def num_connections(self) -> int:
@@ -171,6 +191,7 @@ class SessionServer(ABC):
         handle = self._strangers.pop(next(iter(self._strangers)))
         with handle, contextlib.suppress(OSError):
             handle.shutdown(socket.SHUT_RDWR)
+        self._refused(SILENT)
         return True
 
     def _mark_known(self, thread: threading.Thread) -> None:
@@ -200,6 +221,9 @@ class SessionServer(ABC):
             finally:
                 session.close()
                 self._shares.give_back_place(tenant)
+        except NotKnown as error:
+            self._refused(CREDENTIALS)
+            log.debug("a data connection was ended: %s", error)
         except (ConnectionLost, OSError, TierClosed) as error:
             log.debug("a data connection ended: %s", error)
         except WireError as error:
@@ -229,16 +253,19 @@ class SessionServer(ABC):
         opened = self._resolve(ticket) if version == VERSION else None
         status = Status.BAD_VERSION if version != VERSION else Status.BAD_TICKET
         if opened is not None:
-            tenant_store, tenant = opened
+            tenant_store, tenant, is_known = opened
             if self._shares.take_place(tenant):
                 self._mark_known(threading.current_thread())
                 try:
                     self._greet(connection, tenant_store, deadline)
-                    return self._session(connection, tenant_store), tenant
+                    session = self._session(connection, tenant_store)
+                    session.is_known = is_known
+                    return session, tenant
                 except BaseException:
                     self._shares.give_back_place(tenant)
                     raise
             status = Status.BUSY
+        self._refused(BUSY if status is Status.BUSY else TICKET)
         refusal = Welcome(status, self._boot_id, 0, 0, 0)
         connection.send([encode_welcome(refusal)], deadline)
         return None

@@ -41,7 +41,7 @@ class ByteBudget:
     def __init__(self, total: int) -> None:
         self._total = total
         self._free = total
-        self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._line: deque[tuple[int, asyncio.Future[int]]] = deque()
 
     @property
     def in_use(self) -> int:
@@ -55,17 +55,22 @@ class ByteBudget:
         if not self._line and wish <= self._free:
             self._free -= wish
             return wish
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._line.append((wish, turn))
         try:
-            await turn
+            return await turn
         except asyncio.CancelledError:
             if turn.cancelled():
                 self._serve()  # those behind us may have waited for us alone
             else:  # our turn came in the same moment
-                self.give_back_bytes(wish)
+                self.give_back_bytes(turn.result())
             raise
-        return wish
+
+    def resize(self, total: int) -> None:
+        """`total` from now on; what is in use beyond it is given back by and by."""
+        self._free += total - self._total
+        self._total = total
+        self._serve()
 
     def give_back_bytes(self, taken: int) -> None:
         """Return the bytes that `take_bytes` gave."""
@@ -76,10 +81,11 @@ class ByteBudget:
         while self._line:
             wish, turn = self._line[0]
             if not turn.cancelled():
+                wish = min(wish, self._total)  # which may have become less
                 if wish > self._free:
                     return
                 self._free -= wish
-                turn.set_result(None)
+                turn.set_result(wish)
             self._line.popleft()
 
 
@@ -99,13 +105,20 @@ class Streams:
     def __init__(self, limits: Limits, calls: TenantStoreCalls, num_tenants: int) -> None:
         self._calls = calls
         self._stall_seconds = limits.stall_seconds
-        most = limits.max_bytes_in_flight
-        # Kept for each tenant, for one call at a time; the rest is for whoever comes first.
-        self._kept = most // (2 * num_tenants) if num_tenants > 1 else 0
-        self._for_all = ByteBudget(most - self._kept * num_tenants)
-        self._share = most // min(num_tenants, _MOST_SHARES)
+        self._most = limits.max_bytes_in_flight
+        self._for_all = ByteBudget(0)
         self._shares: dict[str, ByteBudget] = {}
         self._has_kept: dict[str, int] = {}
+        self.set_tenants(num_tenants)
+
+    def set_tenants(self, num_tenants: int) -> None:
+        """There are so many from now on."""
+        # Kept for each tenant, for one call at a time; the rest is for whoever comes first.
+        self._kept = self._most // (2 * num_tenants) if num_tenants > 1 else 0
+        self._share = self._most // min(num_tenants, _MOST_SHARES)
+        self._for_all.resize(self._most - self._kept * num_tenants)
+        for share in self._shares.values():
+            share.resize(self._share)
 
     @property
     def bytes_in_flight(self) -> int:

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first thing on a machine with a GPU: what is there, and whether its simplest calls work.
+
+    python tools/gpu_probe.py --json FILE [--rehearse]
+
+Each check stands for itself: one that fails leaves its error in the JSON and the others run.
+`tools/on_gpu.py probe` starts it; StrataKV has to be on the path. A rehearsal has no GPU and leaves
+out what needs one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import mmap
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+GIB = 1 << 30
+LOCKED_BYTES, TINY_BYTES = 4 * GIB, 8 << 20
+PIECES = (256 << 20, 64 << 20)  # the slab's own, and the next thing to try where it fails
+BLOCK_BYTES, NUM_BLOCKS = 2 << 20, 64
+PACKAGES = (
+    "torch", "triton", "numpy", "cupy-cuda13x", "pytest", "pytest-xdist", "pytest-timeout",
+    "hypothesis", "matplotlib", "lmdb", "msgspec", "cbor2", "pyzmq", "transformers",
+)  # fmt: skip
+MODULES = (
+    "stratakv.kernels.copy.copy_engine",
+    "stratakv.kernels.attention.paged_decode",
+    "stratakv.connector.device.cuda",
+    "stratakv.engine.core.engine_core",
+    "stratakv.benchmarks.gpu.command",
+)
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that matter here and are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def imports() -> dict[str, str]:
+    """Every module that the steps need, `ok` or why not."""
+    found = {}
+    for name in MODULES:
+        try:
+            import_module(name)
+            found[name] = "ok"
+        except Exception as error:  # noqa: BLE001 - whatever an import may raise
+            found[name] = f"{type(error).__name__}: {error}"
+    failed = [name for name, said in found.items() if said != "ok"]
+    if failed:
+        raise RuntimeError(f"cannot be imported: {', '.join(failed)}; {found[failed[0]]}")
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """What decides about page-locking beside the driver."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1),
+        "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
+        "locked_memory_limit": [soft, hard],
+        "huge_pages": text_of("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "huge_pages_of_shared_memory": text_of("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+    }
+
+
+def text_of(path: str) -> str:
+    """What a file of the kernel says."""
+    try:
+        return Path(path).read_text().strip()
+    except OSError as error:
+        return f"not there ({error.strerror})"
+
+
+def device() -> dict[str, Any]:
+    """The GPU and its driver, as torch and the CUDA runtime have them."""
+    import torch
+
+    from stratakv.kernels.copy.copy_engine import cuda_runtime
+
+    properties = torch.cuda.get_device_properties(0)
+    runtime = cuda_runtime()
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / GIB, 1),
+        "cuda_of_torch": torch.version.cuda,
+        "runtime_version": runtime.version,
+        "why_no_batched_copies": runtime.refusal,
+    }
+
+
+def both_names() -> dict[str, str]:
+    """What takes a device, with `cuda` and with `cuda:0`."""
+    import torch
+
+    from stratakv.connector.device.cuda_runtime import TorchRuntime
+    from stratakv.engine.worker.runtime.cuda_runtime import CudaMeter, CudaRuntime
+
+    found = {}
+    for name in ("cuda", "cuda:0"):
+        given = torch.device(name)
+        TorchRuntime(given).enter_thread(is_own=False)
+        CudaRuntime(given)
+        meter = CudaMeter(given)
+        found[name] = f"ok, {meter.total_bytes() / GIB:.1f} GiB"
+    return found
+
+
+def batched_copies() -> dict[str, Any]:
+    """64 blocks out and back in one call each; every byte compared."""
+    import torch
+
+    from stratakv.connector.device.cuda_runtime import TorchRuntime
+    from stratakv.kernels.copy.copy_engine import Batch
+
+    runtime = TorchRuntime(torch.device("cuda"))
+    num_bytes = BLOCK_BYTES * NUM_BLOCKS
+    there = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=runtime.device)
+    back = torch.zeros_like(there)
+    torch.cuda.synchronize()
+    stream, event = runtime.create_stream(), runtime.create_event()
+    locked = runtime.page_locked(num_bytes)
+    places = [number * BLOCK_BYTES for number in range(NUM_BLOCKS)]
+    sizes = [BLOCK_BYTES] * NUM_BLOCKS
+    # Out in one order and back in another, so that an address that is off shows.
+    host = [locked.address + place for place in places]
+    out = Batch([there.data_ptr() + place for place in places], host[::-1], sizes)
+    home = Batch(host[::-1], [back.data_ptr() + place for place in places], sizes)
+    seconds = {}
+    for what, batch in (("out", out), ("back", home)):
+        began = time.perf_counter()
+        runtime.copy_batch(batch, stream)
+        submitted = time.perf_counter() - began
+        runtime.record_event(event, stream)
+        runtime.synchronise_event(event)
+        seconds[what] = {
+            "submit_us": round(submitted * 1e6, 1),
+            "gb_per_second": round(num_bytes / (time.perf_counter() - began) / 1e9, 2),
+        }
+    if not torch.equal(there, back):
+        raise RuntimeError("a block came back with other bytes than it went out with")
+    locked.close()
+    runtime.destroy_event(event)
+    runtime.destroy_stream(stream)
+    return seconds
+
+
+def page_locking(num_bytes: int, register: Callable[[int, int], None] | None) -> dict[str, Any]:
+    """GB/s of locking memory of the process and of a memory file, as the slab has it, in pieces.
+    `register` None only touches the pages, as a rehearsal does."""
+    found: dict[str, Any] = {}
+    for piece in PIECES:
+        for what in ("anonymous", "memory file"):
+            memory, file = map_memory(what, num_bytes)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+            slowest, began = 0.0, time.perf_counter()
+            for first in range(0, num_bytes, piece):
+                start, size = time.perf_counter(), min(piece, num_bytes - first)
+                if register is None:
+                    ctypes.memset(address + first, 1, size)
+                else:
+                    register(address + first, size)
+                slowest = max(slowest, time.perf_counter() - start)
+            seconds = time.perf_counter() - began
+            found[f"{what}, pieces of {piece >> 20} MB"] = {
+                "gb_per_second": round(num_bytes / seconds / 1e9, 2),
+                "slowest_piece_ms": round(slowest * 1e3, 1),
+            }
+            if register is not None:
+                unlock(address, num_bytes, piece)
+            del address
+            if file is not None:
+                os.close(file)
+    return found
+
+
+def map_memory(what: str, num_bytes: int) -> tuple[mmap.mmap, int | None]:
+    """New memory, and the file that it is of."""
+    if what == "anonymous":
+        return mmap.mmap(-1, num_bytes), None
+    file = os.memfd_create("stratakv-probe")
+    os.truncate(file, num_bytes)
+    return mmap.mmap(file, num_bytes), file
+
+
+def unlock(address: int, num_bytes: int, piece: int) -> None:
+    """Undo what `page_locking` registered."""
+    from stratakv.kernels.copy.copy_engine import cuda_runtime
+
+    for first in range(0, num_bytes, piece):
+        cuda_runtime().unregister_host(address + first)
+
+
+def checks(*, is_rehearsal: bool) -> dict[str, Callable[[], Any]]:
+    """By name, in the order in which they run."""
+    found: dict[str, Callable[[], Any]] = {
+        "versions": versions,
+        "machine": machine,
+        "imports": imports,
+    }
+    if is_rehearsal:
+        return found | {"page_locking": lambda: page_locking(TINY_BYTES, None)}
+
+    def lock(address: int, size: int) -> None:
+        from stratakv.kernels.copy.copy_engine import cuda_runtime
+
+        cuda_runtime().register_host(address, size)
+
+    return found | {
+        "device": device,
+        "both_names": both_names,
+        "batched_copies": batched_copies,
+        "page_locking": lambda: page_locking(LOCKED_BYTES, lock),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run every check; 1 where one failed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--rehearse", action="store_true", help="leave out what needs a GPU")
+    args = parser.parse_args(arguments)
+    found: dict[str, Any] = {"is_rehearsal": args.rehearse}
+    failed = []
+    for name, check in checks(is_rehearsal=args.rehearse).items():
+        try:
+            found[name] = check()
+        except Exception as error:  # noqa: BLE001 - a check that fails says why, and the next runs
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+            failed.append(name)
+        print(f"{name}: {json.dumps(found[name])}", flush=True)
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    print(f"failed: {', '.join(failed)}" if failed else "every check of the probe went well")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
