@@ -119,6 +119,9 @@ class StandbyStore(StoreTier):
         store = self._store
         return None if store is None else prefetch_lookup_for(store, keys, context)
 
+    def lease(self, keys: Sequence[bytes], seconds: float) -> Future[list[bool]] | None:
+        return None if self._store is None else self._store.lease(keys, seconds)
+
     def trial_read(self, seconds: float) -> ReadSample | None:
         return None if self._store is None else self._store.trial_read(seconds)
 

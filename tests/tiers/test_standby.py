@@ -87,6 +87,7 @@ def test_while_it_is_down_it_is_empty_and_takes_nothing(
     assert not store.learns
     assert store.drop(keys(1)) == 0
     assert store.prefetch_lookup(keys(1)) is None and store.trial_read(0.0) is None
+    assert store.lease(keys(1), 60.0) is None
     assert store.stats().errors == {"down": 1}
     store.close(1.0)
 
@@ -108,7 +109,7 @@ def test_once_it_is_up_it_is_what_was_opened(place: Place) -> None:
     assert place.times == times
 
 
-def test_a_store_that_learns_is_told_of_prompts_once_it_is_up(tmp_path: Path) -> None:
+def test_a_store_is_told_of_prompts_and_of_leases_once_it_is_up(tmp_path: Path) -> None:
     path, layout = tmp_path / "ssd", LAYOUT
     place = Place(SsdStore(path, layout, 16 * MIB, policy="adaptive"))
     store = standby(place)
@@ -118,6 +119,8 @@ def test_a_store_that_learns_is_told_of_prompts_once_it_is_up(tmp_path: Path) ->
     chain = keys(1, 2)
     store.observe(chain, 1.0)
     put_in(store, 1, 2)
+    lease = store.lease(keys(1, 3), 60.0)
+    assert lease is not None and lease.result(5) == [True, False]
     policy = place.store._state.index._policy  # type: ignore[attr-defined]
     assert set(policy._history.blocks) == set(chain)
     store.close(5.0)

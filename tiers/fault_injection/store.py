@@ -140,6 +140,9 @@ class FaultyStore(StoreTier):
     ) -> Future[None] | None:
         return prefetch_lookup_for(self._inner, keys, context)
 
+    def lease(self, keys: Sequence[bytes], seconds: float) -> Future[list[bool]] | None:
+        return self._inner.lease(keys, seconds)
+
     def trial_read(self, seconds: float) -> ReadSample | None:
         return self._inner.trial_read(seconds)
 

@@ -151,6 +151,16 @@ class SeveralDisks(StoreTier):
         for number, places in self._split(keys).items():
             self._stores[number].touch([keys[place] for place in places])
 
+    def lease(self, keys: Sequence[bytes], seconds: float) -> Future[list[bool]] | None:
+        def ask(store: StoreTier, places: list[int]) -> Future[list[bool]]:
+            found = store.lease([keys[each] for each in places], seconds)
+            if found is None:
+                found = Future()
+                found.set_result([False] * len(places))
+            return found
+
+        return self._ask_each(keys, [False] * len(keys), ask)
+
     def trial_read(self, seconds: float) -> ReadSample | None:
         """All of them at the same time, as loads are."""
         samples: list[ReadSample] = []

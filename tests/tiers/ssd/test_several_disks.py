@@ -105,6 +105,8 @@ def test_blocks_are_spread_and_found_again(tmp_path: Path) -> None:
         assert all(put(tier, KEYS))
         counts = [disk.stats().blocks for disk in tier._stores]
         assert sum(counts) == 60 and min(counts) >= 15
+        lease = tier.lease([*KEYS, *make_keys(2, "nobody's")], 60.0)
+        assert lease is not None and lease.result(SECONDS) == [True] * 60 + [False] * 2
         stats = tier.stats()
         assert (stats.blocks, stats.stored_blocks) == (60, 60)
         assert stats.capacity_bytes == sum(disk.stats().capacity_bytes for disk in tier._stores)
