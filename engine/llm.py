@@ -191,7 +191,7 @@ class LLM:
         self._check_open()
         _check_switch("use_tqdm", use_tqdm)
         from .api.openai.conversation import ChatOptions, ConversationRenderer
-        from .api.openai.tools import template_tools_of
+        from .api.openai.outputs.tools import template_tools_of
 
         conversations = _conversations_of(messages)
         params = _params_for(len(conversations), sampling_params, "conversations")

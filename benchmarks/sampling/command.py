@@ -245,7 +245,8 @@ def print_sampling(report: Report) -> None:
     columns = ["requests", "a step without, ms", "ratio", "by the clock"]
     print_table("Steps of decodes with a JSON schema over those without", columns, steps)
     ends = [[name, one] for name, one in report.figures["hostile_ends"].items()]
-    print_table("How hostile grammars ended", ["grammar", "its request"], ends)
+    floor = f"beside plain arithmetic {HOSTILE} is {report.figures['hostile_floor']:.2f}"
+    print_table(f"How hostile grammars ended; {floor}", ["grammar", "its request"], ends)
 
 
 def plot_sampling(report: Report, path: Path) -> Path:

@@ -5,14 +5,19 @@ Some requests decode in one core. Meanwhile others come one after the other, eac
 that was made to explode, to recurse or to be huge; in the round beside it the same requests come
 without their grammars. The figure is the 99th percentile of the time between tokens, by the clock,
 with them over without them. Every hostile request has to end: by itself, at its last token, or
-with an error.
+with an error. A third round has no grammars, and beside it a process that computes and does
+nothing else, at the priority of grammars' trials: what the machine costs by itself.
 """
 
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -22,7 +27,7 @@ from ...engine.sampling_params import SamplingParams
 from ...engine.structured_params import StructuredOutputsParams
 from ...engine.wire import AddRequest, TokenOutput
 from ..harness.comparison import Comparison, WrongWork, take_rounds
-from ..harness.report import Report, percentile
+from ..harness.report import Report, median, percentile, ratios
 from .grammar_step import open_core
 
 ROUNDS = 3
@@ -55,13 +60,10 @@ def hostile_grammars(number: int) -> dict[str, dict[str, Any]]:
             }
         },
         "5,000 properties": {
-            "json": {
-                "type": "object",
-                "properties": {f"p{number}-{one}": {} for one in range(5000)},
-            }
+            "json": {"type": "object", "properties": {f"p{number}-{i}": {} for i in range(5000)}}
         },
         "20,000 alternatives": {
-            "grammar": "root ::= " + " | ".join(f'"{one * (number + 1)}"' for one in range(20_000))
+            "grammar": "root ::= " + " | ".join(f'"{i * (number + 1)}"' for i in range(20_000))
         },
         "4,096 choices": {"choice": [f"{number}-{one}" for one in range(4096)]},
     }
@@ -141,6 +143,15 @@ class Beside:
                 self.ends[kind] = output.error or f"ended: {output.finish_reason}"
 
 
+@contextmanager
+def _computing() -> Iterator[None]:
+    with subprocess.Popen(["nice", sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
 _GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
@@ -148,11 +159,17 @@ def hostile_beside(report: Report, name: str, num_steps: int) -> None:
     """The figure `name`, and how each kind ended. Raises WrongWork."""
     with open_core(VICTIMS + num_steps // EVERY + 1, CONTEXT, "auto") as core:
         beside = Beside(core, num_steps)
+
+        def floor() -> float:
+            with _computing():
+                return beside.round(is_hostile=False)
+
         comparison = Comparison(
             name, "seconds, 99th percentile", "without grammars",
-            lambda: beside.round(is_hostile=True), lambda: beside.round(is_hostile=False),
+            partial(beside.round, is_hostile=True), partial(beside.round, is_hostile=False), floor,
         )  # fmt: skip
         outcome = take_rounds(comparison, ROUNDS)
     outcome.add_to(report)
     report.figures["by_clock"][name] = outcome.ratio
     report.figures["hostile_ends"] = beside.ends
+    report.figures["hostile_floor"] = median(ratios(outcome.besides, outcome.limits))

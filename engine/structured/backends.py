@@ -15,7 +15,7 @@ from typing import TypeVar
 from ..structured_params import GrammarSpec, Kind
 from .base import Backend, Form, Grammar, GrammarError
 from .vocabulary import Vocabulary
-from .xgrammar_scope import why_unsupported, why_untamed
+from .xgrammar_scope import text_of, why_unsupported, why_untamed
 
 Made = TypeVar("Made", Form, Grammar)
 _PACKAGES = {"xgrammar": "xgrammar", "guidance": "llguidance"}
@@ -78,7 +78,7 @@ class _Auto(Backend):
         """What xgrammar is good for needs no trial, so the process need not import it."""
         first = self._first_choice(spec)
         if first == "xgrammar":
-            return Form("xgrammar", is_bounded=True)
+            return Form("xgrammar", text_of(spec), is_bounded=True)
         return self._by_either(spec, first, lambda name: self._backend(name).try_out(spec))
 
     def build(self, spec: GrammarSpec, form: Form) -> Grammar:

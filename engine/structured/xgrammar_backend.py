@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import xgrammar
 
 from ..structured_params import GrammarSpec, Kind
 from .base import Backend, Form, Grammar, GrammarError, Matcher, Words
-from .structural_tags import as_format
 from .vocabulary import Vocabulary
-from .xgrammar_scope import why_unsupported, why_untamed
+from .xgrammar_scope import text_of, why_unsupported, why_untamed
 
 _PLACE = re.compile(r"^\[[^\]]*\] \S+: ")
 
@@ -38,37 +36,30 @@ class XGrammarBackend(Backend):
         if why := why_unsupported(spec):
             raise GrammarError(f"xgrammar does not keep to {why}; --structured-outputs-backend auto"
                                " takes what does")  # fmt: skip
-        return self._made(spec, is_bounded=not why_untamed(spec))
+        return self._made(spec, text_of(spec), is_bounded=not why_untamed(spec))
 
     def try_out(self, spec: GrammarSpec) -> Form:
         grammar = self.compile(spec)
-        return Form("xgrammar", is_bounded=grammar.is_bounded)
+        return Form("xgrammar", text_of(spec), is_bounded=grammar.is_bounded)
 
     def build(self, spec: GrammarSpec, form: Form) -> Grammar:
-        return self._made(spec, is_bounded=form.is_bounded)
+        return self._made(spec, form.text, is_bounded=form.is_bounded)
 
-    def _made(self, spec: GrammarSpec, *, is_bounded: bool) -> Grammar:
+    def _made(self, spec: GrammarSpec, text: str, *, is_bounded: bool) -> Grammar:
         try:
-            return _XGrammar(self._compile(spec), self._end_ids, is_bounded=is_bounded)
+            return _XGrammar(self._compile(spec, text), self._end_ids, is_bounded=is_bounded)
         except RuntimeError as error:
             raise GrammarError(_plain(error)) from None
 
-    def _compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
+    def _compile(self, spec: GrammarSpec, text: str) -> xgrammar.CompiledGrammar:
         compiler = self._compiler
-        if spec.kind is Kind.JSON_OBJECT:
-            return compiler.compile_json_schema(
-                '{"type": "object"}', any_whitespace=spec.any_whitespace
-            )
-        if spec.kind is Kind.JSON:
-            return compiler.compile_json_schema(spec.text, any_whitespace=spec.any_whitespace)
+        if spec.kind in (Kind.JSON, Kind.JSON_OBJECT):
+            return compiler.compile_json_schema(text, any_whitespace=spec.any_whitespace)
         if spec.kind is Kind.REGEX:
-            return compiler.compile_regex(spec.text.removeprefix("^").removesuffix("$"))
-        if spec.kind is Kind.CHOICE:
-            texts = [json.dumps(each, ensure_ascii=False) for each in json.loads(spec.text)]
-            return compiler.compile_grammar("root ::= " + " | ".join(texts))
-        if spec.kind is Kind.GRAMMAR:
-            return compiler.compile_grammar(spec.text)
-        return compiler.compile_structural_tag(as_format(spec.text))
+            return compiler.compile_regex(text)
+        if spec.kind is Kind.STRUCTURAL_TAG:
+            return compiler.compile_structural_tag(text)
+        return compiler.compile_grammar(text)
 
 
 class _XGrammar(Grammar):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..structured_params import GrammarSpec, Kind
-from .structural_tags import schemas_in
+from .structural_tags import as_format, schemas_in
 
 # Compiling takes time with the square of the optional properties, and 0.1 ms for each text of an
 # enumeration.
@@ -38,6 +38,19 @@ _ONES = ("items", "additionalProperties")
 _BOUNDS = ("minItems", "maxItems")
 _QUANTIFIED_GROUP = re.compile(r"\)[*+?{]")
 _COUNTS = re.compile(r"\{(\d*),?(\d*)\}")
+
+
+def text_of(spec: GrammarSpec) -> str:
+    """The grammar as xgrammar takes it: a schema, a regex, rules or a structural tag. Raises
+    GrammarError for a structural tag that is none."""
+    if spec.kind is Kind.JSON_OBJECT:
+        return '{"type": "object"}'
+    if spec.kind is Kind.REGEX:
+        return spec.text.removeprefix("^").removesuffix("$")
+    if spec.kind is Kind.CHOICE:
+        texts = [json.dumps(each, ensure_ascii=False) for each in json.loads(spec.text)]
+        return "root ::= " + " | ".join(texts)
+    return as_format(spec.text) if spec.kind is Kind.STRUCTURAL_TAG else spec.text
 
 
 def why_unsupported(spec: GrammarSpec) -> str:

@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from ...request import BYTES_PER_TOKEN
-from ...text.reasoning import ReasoningMarks, Thoughts
 from ...text.tool_calls.base import CallPiece
 from ..front import Front
 from .answer import Answer, Part, UsageField, kv_params_of
@@ -26,6 +25,8 @@ from .conversation import render
 from .follow import follow
 from .generation import Task, job_of, make_generations, tenant_of
 from .logprobs_form import chat_logprobs, prompt_logprobs
+from .outputs.reasoning import thoughts_of
+from .outputs.tools import ToolUse, tools_of
 from .protocol import ChatRequest
 from .replies import (
     AssistantMessage,
@@ -49,7 +50,6 @@ from .sampling import (
     num_kept_tokens,
     sampling_params,
 )
-from .tools import ToolUse, tools_of
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 
@@ -191,7 +191,7 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
         return await follow(front, generations)
     for generation in generations:
         generation.calls, generation.decoder = tools.reader(), tools.decoder
-        generation.thoughts = _thoughts(tools.marks, request, text)
+        generation.thoughts = thoughts_of(tools.marks, request, text)
     answer_id = f"chatcmpl-{request.request_id or own_id}"
     return await ChatAnswer(front, answer_id, request, generations, tools).respond(http)
 
@@ -206,19 +206,6 @@ def _answered_tool(request: ChatRequest) -> str:
             if call.id == last.tool_call_id:
                 return call.function.name
     return last.name or ""
-
-
-def _thoughts(marks: ReasoningMarks | None, request: ChatRequest, prompt: str) -> Thoughts | None:
-    """What splits the thoughts of one answer to this prompt off; None: they stay in the text."""
-    if marks is None or request.separate_reasoning is False:
-        return None
-    goes_on = bool(request.continue_final_message)
-    return Thoughts(
-        marks,
-        is_inside=marks.is_open(prompt, goes_on=goes_on),
-        included=request.include_reasoning is not False,
-        streamed=request.stream_reasoning is not False,
-    )
 
 
 async def _prompt(front: Front, request: ChatRequest, text: str, max_tokens: int | None) -> bytes:

@@ -34,9 +34,9 @@ from ...wire import (
 from ..errors import ENGINE, ApiError
 from ..front import Front
 from .handover import read_params, without_routers_least
+from .outputs.tools import CallReader
 from .protocol import SamplingFields
 from .replies import CompletionTokensDetails, PromptTokensDetails, Usage
-from .tools import CallReader
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from ...text.reasoning import with_reasoning_marks
 from ...text.tokenizer import with_spelt_bad_words
 from ..errors import ApiError
 from ..front import Front
+from .outputs.structured import structured_outputs_of
 from .protocol import SamplingFields
-from .structured import structured_outputs_of
 
 # Before anything is done with each entry: a body has room for millions.
 _MOST_ENTRIES = {

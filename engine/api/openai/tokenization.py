@@ -15,9 +15,9 @@ from ..errors import ApiError
 from ..front import Front
 from .body import decode_body, read_body
 from .conversation import render
+from .outputs.tools import template_tools
 from .protocol import DetokenizeRequest, TokenizeRequest
 from .replies import DetokenizedPrompt, Tokens
-from .tools import template_tools
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)

@@ -70,9 +70,12 @@ def test_only_what_may_take_long_is_tried_out(trials: Trials) -> None:
     assert not xgrammar.is_needed(object_of(20))
 
 
-def test_a_large_grammar_is_compiled_here_after_its_trial_as_without(trials: Trials) -> None:
+def test_a_large_grammar_is_compiled_here_after_its_trial_as_without(
+    trials: Trials, request: pytest.FixtureRequest
+) -> None:
     backend = open_backend("auto", embedded)
     compiler = GrammarCompiler(lambda: backend, lambda: None, vocab_size=VOCAB, trials=trials)
+    request.addfinalizer(compiler.close)
 
     def compiled(spec: GrammarSpec) -> Compilation:
         compilation = compiler.ask(spec)

@@ -18,8 +18,8 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
-from ...processor_package import MODULE, SOURCE, packages_in
-from .conftest import LiveServer
+from ....processor_package import MODULE, SOURCE, packages_in
+from ..conftest import LiveServer
 
 CHAT = "/v1/chat/completions"
 HELLO: Any = [{"role": "user", "content": "hello world"}]

@@ -19,19 +19,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ....tiers.settings.format import format_value
-from ....tiers.settings.suggestions import did_you_mean
-from ...structured_params import StructuredOutputsParams
-from ...text.detokenizer import Decoder, HidingDecoder
-from ...text.output_processor import TextOutput
-from ...text.reasoning import ReasoningMarks
-from ...text.tool_calls.base import ToolCallParser
-from ...text.tool_calls.choice import FLAG, PARSERS
-from ...text.tool_calls.json_calls import ArgumentsParser, ListParser
-from ..errors import ApiError
-from ..front import Front
-from ..settings import ApiSettings
-from .protocol import ChatRequest, FunctionDefinition, ToolDefinition
+from .....tiers.settings.format import format_value
+from .....tiers.settings.suggestions import did_you_mean
+from ....structured_params import StructuredOutputsParams
+from ....text.detokenizer import Decoder, HidingDecoder
+from ....text.output_processor import TextOutput
+from ....text.reasoning import ReasoningMarks
+from ....text.tool_calls.base import ToolCallParser
+from ....text.tool_calls.choice import FLAG, PARSERS
+from ....text.tool_calls.json_calls import ArgumentsParser, ListParser
+from ...errors import ApiError
+from ...front import Front
+from ...settings import ApiSettings
+from ..protocol import ChatRequest, FunctionDefinition, ToolDefinition
 from .structured import structured_outputs_of
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")

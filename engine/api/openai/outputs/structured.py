@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from ...structured_params import StructuredOutputsParams
-from ..errors import ApiError
-from ..front import Front
-from .protocol import SamplingFields
+from ....structured_params import StructuredOutputsParams
+from ...errors import ApiError
+from ...front import Front
+from ..protocol import SamplingFields
 
 # Older fields, with what they are called today. `guided_json` may also be a JSON text.
 _GUIDED = {

@@ -17,7 +17,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
-from .conftest import LiveServer
+from ..conftest import LiveServer
 
 START, END = "<think>", "</think>"
 START_ID, END_ID = 300, 301
