@@ -112,3 +112,17 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 ARCHITECTURES = tuple(FAMILIES)
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """The part of a model of text and more that is served: config.json has it under `text_config`,
+    and its tensors have a prefix (`checkpoint/weights.py`)."""
+
+    model_type: str  # of the whole
+    architecture: str  # a row of FAMILIES
+
+
+TEXT_PARTS: Mapping[str, TextPart] = {
+    "Gemma3ForConditionalGeneration": TextPart("gemma3", "Gemma3ForCausalLM"),
+}

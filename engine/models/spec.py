@@ -17,7 +17,7 @@ from ...tiers.settings.values import ConfigError
 from .checkpoint.files import check_directory, is_there
 from .checkpoint.generation_config import GENERATION_CONFIG
 from .checkpoint.json_fields import JsonFields, read_json
-from .families import ARCHITECTURES, FAMILIES, Family, Windows
+from .families import ARCHITECTURES, FAMILIES, TEXT_PARTS, Family, Windows
 from .layer_attention import LayerAttention, full, window
 from .rope_spec import (
     FULL,
@@ -181,6 +181,7 @@ class ModelSpec:
     local_rope: RopeSpec | None = None  # of those layers; None: `rope` is that of all
     query_scalar: float | None = None  # what scores are divided by the root of; None: head_dim
     logits_softcap: float | None = None  # logits stay within plus and minus this
+    is_text_part: bool = False  # of a checkpoint that holds more, whose tensors have a prefix
 
     @property
     def family(self) -> Family:
@@ -241,7 +242,8 @@ def load_model_spec(path: Path) -> ModelSpec:
     Raises ConfigError, naming the file and the key, for anything missing or not supported.
     """
     check_directory(path)
-    config = read_json(path / "config.json")
+    whole = read_json(path / "config.json")
+    config = _text_part(whole)
     architecture = _architecture(config)
     family = FAMILIES[architecture]
     refuse_unsupported(config, family)
@@ -286,6 +288,7 @@ def load_model_spec(path: Path) -> ModelSpec:
         logits_softcap=(
             config.optional_number("final_logit_softcapping") if family.softcaps_logits else None
         ),
+        is_text_part=config is not whole,
     )
 
 
@@ -311,10 +314,39 @@ def resolve_max_model_len(spec: ModelSpec, wanted: int | None) -> int:
     )
 
 
+# Of a config.json with a text part: what is said of the whole model, and cannot be ignored.
+_OF_THE_WHOLE = ("quantization_config", "compression_config", "auto_map")
+_IN_BOTH = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype")
+_TIED = "tie_word_embeddings"
+
+
+def _text_part(whole: JsonFields) -> JsonFields:
+    """The fields of the text part where the model has others, else all as they are. Raises
+    ConfigError."""
+    kind, names = whole.values.get("model_type"), whole.values.get("architectures")
+    for name, part in TEXT_PARTS.items():
+        if names == [name] or (not names and kind == part.model_type):
+            break
+    else:
+        return whole
+    if whole.text("model_type", part.model_type) != part.model_type:
+        raise whole.fault("model_type", f"{part.model_type} for this architecture", kind)
+    for field in _OF_THE_WHOLE:
+        if whole.has(field):
+            raise whole.fault(field, "absent (anything else is not supported)", whole.values[field])
+    if not whole.has("text_config"):
+        raise whole.fault("text_config", "an object, as this model has parts beside text", None)
+    inner = whole.inner("text_config")
+    values = {name: value for name, value in inner.values.items() if name != _TIED}
+    # The whole knows better where an answer ends, and decides which matrices are one.
+    values |= {field: whole.values[field] for field in (*_IN_BOTH, _TIED) if whole.has(field)}
+    return JsonFields(values | {"architectures": [part.architecture]}, inner.where)
+
+
 def _architecture(config: JsonFields) -> str:
     """The row of FAMILIES: by name or, where that is not given, by model type."""
     kind = config.values.get("model_type")
-    known = "this version serves " + ", ".join(ARCHITECTURES)
+    known = "this version serves " + ", ".join((*ARCHITECTURES, *TEXT_PARTS))
     names = config.values.get("architectures") or [
         name for name, family in FAMILIES.items() if family.model_type == kind
     ]

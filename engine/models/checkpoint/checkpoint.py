@@ -7,7 +7,7 @@ Knows nothing of models: the caller says which names and shapes it expects.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -31,12 +31,19 @@ class Checkpoint:
     """Open shards. A context manager; tensors stay valid after it ends, for a mapping lives as long
     as the tensors over it."""
 
-    def __init__(self, path: Path, device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        path: Path,
+        device: torch.device = CPU,
+        name_of: Callable[[str], str | None] = lambda stored: stored,
+    ) -> None:
         """Open every shard under `path`, to be read to `device` without a copy in between; raises
         ConfigError naming the file that is missing, damaged, or lacks a tensor that the index says
-        it holds."""
+        it holds. `name_of`: what a stored tensor is called here; None for one to be left alone."""
         self.path, self.device = path, device
-        self._where: dict[str, Any] = {}
+        self._where: dict[str, Any] = {}  # by name here: its file
+        self._stored: dict[str, str] = {}  # its name there
+        self._name_of = name_of
         self._stack = ExitStack()
         with ExitStack() as stack:
             self._open(stack)
@@ -70,7 +77,7 @@ class Checkpoint:
                 "config.json or download the model again"
             )
         for name, shape in expected.items():
-            found = self._where[name].get_slice(name)
+            found = self._where[name].get_slice(self._stored[name])
             if tuple(found.get_shape()) != shape:
                 raise ConfigError(
                     f"{self.path}: {name} must have shape {list(shape)} by config.json, "
@@ -84,7 +91,7 @@ class Checkpoint:
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """One tensor in `dtype`: on the CPU a view of the mapped file where it has that type."""
-        tensor: Tensor = self._where[name].get_tensor(name)
+        tensor: Tensor = self._where[name].get_tensor(self._stored[name])
         return tensor.to(dtype)
 
     def _open(self, stack: ExitStack) -> None:
@@ -106,7 +113,9 @@ class Checkpoint:
                     f"{file} lacks {format_name(name)}, which {INDEX_FILE} says it holds"
                 )
         for file, opened in files.items():
-            self._where.update(dict.fromkeys(held[file], opened))
+            for stored in held[file]:
+                if (name := self._name_of(stored)) is not None:
+                    self._where[name], self._stored[name] = opened, stored
 
 
 def _count(names: list[str]) -> str:

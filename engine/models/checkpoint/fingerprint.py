@@ -29,7 +29,7 @@ SAMPLE_BYTES = 4096
 MAX_HEADER_BYTES = 100 * 1000 * 1000  # the limit of the format
 
 # They say where generation starts and ends and how weights lie, not what K and V are.
-_NOT_NUMBERS = ("eos_token_ids", "bos_token_id", "stored_dtype")
+_NOT_NUMBERS = ("eos_token_ids", "bos_token_id", "stored_dtype", "is_text_part")
 # Younger than blocks on people's disks, whose names stand as long as these are absent.
 _OMITTED_AT_NONE = (
     "sliding_window",

@@ -57,6 +57,30 @@ QUERY_NORM = "self_attn.q_norm.weight"
 KEY_NORM = "self_attn.k_norm.weight"
 
 
+# Of a checkpoint with more than text, in each of the two spellings: how names of the text part
+# begin, and what they begin with here; and the other parts, which are left alone.
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+_OTHER_PARTS = tuple(
+    prefix + part
+    for prefix in ("", "model.")
+    for part in ("vision_tower.", "multi_modal_projector.")
+)
+
+
+def text_part_name(stored: str) -> str | None:
+    """What a tensor of a checkpoint with more than text is called here; None: it is not text."""
+    if stored.startswith(_OTHER_PARTS):
+        return None
+    for prefix, ours in _TEXT_PREFIXES.items():
+        if stored.startswith(prefix):
+            return ours + stored.removeprefix(prefix)
+    return stored
+
+
 class Source(Protocol):
     """A source of tensors: a checkpoint, or chance."""
 
@@ -103,7 +127,8 @@ def load_weights(
 
     Raises ConfigError naming the tensor or file that is missing, unknown or of the wrong shape.
     """
-    with Checkpoint(path, device) as checkpoint:
+    options = {"name_of": text_part_name} if spec.is_text_part else {}
+    with Checkpoint(path, device, **options) as checkpoint:
         expected = expected_tensors(spec)
         if spec.tied_embeddings and HEAD in checkpoint.names:
             expected[HEAD] = expected[EMBEDDING]

@@ -180,6 +180,26 @@ def test_who_asks_is_in_the_key(adapters: Callable[..., Any], tmp_path: Path) ->
     assert lookup(adapter, [key(1), *others], descs) == [True, False, False, False, False]
 
 
+def test_object_groups_of_a_hybrid_model(adapters: Callable[..., Any], tmp_path: Path) -> None:
+    """Of full layers every chunk, of those with a window the last ones, in a layout of their own:
+    each is found, or not, by itself."""
+    shape, every = (1, 4, 16, 64), range(8)
+    descs = {**DESC, 1: SimpleNamespace(shapes=[shape], dtypes=[DTYPE])}
+    full, windowed = [[key(i, object_group_id=group) for i in every] for group in (0, 1)]
+    last = [Object(random.Random(-i).randbytes(CHUNK_BYTES // 2), shape) for i in (6, 7)]
+    first = adapters(ssd_path=str(tmp_path), layouts=2)
+    stored = store(first, [*full, *windowed[6:]], [*objects(every), *last])
+    assert stored == 9 * CHUNK_BYTES
+    first.close()
+    second = adapters(ssd_path=str(tmp_path), layouts=2)
+    assert read_equal(second, full, objects(every)) == [True] * 8
+    found = lookup(second, [*full, *windowed], descs)
+    assert found == [True] * 8 + [False] * 6 + [True] * 2
+    targets = [Object(bytes(CHUNK_BYTES // 2), shape) for _ in last]
+    assert load(second, windowed[6:], targets) == [True, True]
+    assert [bytes(target.byte_array) for target in targets] == [bytes(e.byte_array) for e in last]
+
+
 def test_another_layout_gets_nothing(adapters: Callable[..., Any], tmp_path: Path) -> None:
     adapter = adapters(ssd_path=str(tmp_path))
     store(adapter, [key(1)], objects(range(1)))

@@ -182,6 +182,15 @@ def test_what_cannot_be_kept_is_refused_at_the_start(
         storages(pool, about, ssd_path=str(tmp_path), **params)
 
 
+@pytest.mark.parametrize("name", ["swa", "mamba", SimpleNamespace(value="indexer")], ids=str)
+def test_the_other_pools_of_a_hybrid_model_are_refused(
+    storages: Callable[..., Any], tmp_path: Path, name: Any
+) -> None:
+    storage = storages(Pool(), ssd_path=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"not those of (swa|mamba|indexer): hybrid models"):
+        storage.register_mem_host_pool_v2(Pool(), name)
+
+
 def test_other_versions_are_refused(
     storages: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

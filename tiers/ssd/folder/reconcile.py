@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from ...block import unpack_key
 from ...record import Defect, RecordHeader, Seal, check_fields, check_record, decode_header
 from ..disk.space import HEADER_PAGE_BYTES
 from ..index.index_file import Row
@@ -34,6 +35,12 @@ SIZE = "size"  # a file is missing, or larger than it may be
 _CHUNK_BYTES = 4 * 1024**2
 _THREADS = 4
 _AHEAD = 2 * _THREADS  # chunks read before somebody asks for them
+
+
+def _of_group(key: bytes) -> str:
+    """Whose block it is where a model has several cache groups: a hit needs some of each."""
+    group = unpack_key(key).group
+    return f", a block of cache group {group}" if group else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +250,9 @@ class Reconciler:
             return
         defect = self._defect(row, found)
         if defect is not None:
-            self._refuse(row.slot, defect.value, f"its record is not the row's ({defect.value})")
+            whose = _of_group(row.key)
+            text = f"its record is not the row's{whose} ({defect.value})"
+            self._refuse(row.slot, defect.value, text)
             return
         self._result.whole += 1
         older = self._remember(row.key, row.generation, row.slot)
