@@ -305,3 +305,24 @@ def test_jobs_under_pressure_say_what_they_say_alone(
     clock.now += PIN_SECONDS
     engine.step()
     assert is_whole(engine)
+
+
+def test_the_tiers_learn_how_long_a_turn_is_wanted(make_engine: MakeEngine, clock: Clock) -> None:
+    """Whether it is pinned in the pool or not."""
+    tiers = DictTiers(random.Random(1))
+    told: list[tuple[object, ...]] = []
+    for name in ("turn_ended", "turn_expected", "job_ended"):
+        setattr(tiers, name, lambda *given, name=name: told.append((name, *given)))
+    engine = make_engine(policy="continuum", tiers=tiers)
+    first = turn("a", prompt(14))
+    run(engine, first)
+    assert told == [("turn_ended", JOB, first.block_hashes, pins_module.TIER_SECONDS, None)]
+    clock.now += 10.0
+    second = turn("b", prompt(14, 2))
+    run(engine, second, tool="build")
+    assert told[1:] == [("turn_ended", JOB, second.block_hashes, 20.0, 8.0)]
+    assert not pins_of(engine).jobs
+    engine.scheduler.tool_called(JOB, "build")
+    engine.scheduler.tool_called(JOB, "unknown")
+    run(engine, turn("c", prompt(9), last=True))
+    assert told[2:] == [("turn_expected", JOB, 8.0), ("job_ended", JOB)]
