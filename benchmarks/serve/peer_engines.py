@@ -70,7 +70,7 @@ def subjects(is_quick: bool) -> tuple[Subject, Subject]:
     if is_quick:
         return (
             Subject(EMBEDDED, "float32", 4096, 4096, 3600, 64, {1: 64, 16: 32, 64: 16}),
-            Subject("qwen3-0.6b shape", "bfloat16", 151936, 1024, 128, 8, {1: 8, 16: 3, 64: 2}),
+            Subject("qwen3-0.6b shape", "bfloat16", 151936, 1024, 64, 2, {1: 6, 16: 2, 64: 1}),
         )
     return (
         Subject(EMBEDDED, "float32", 4096, 4096, 3600, 64, {1: 256, 16: 128, 64: 64}),
@@ -84,7 +84,9 @@ class Engine(Child):
     def __init__(self, python: str | None, log: Path, name: str) -> None:
         try:
             self.version = ""
-            super().__init__(["-P", phases_process.__file__], log, name, python)
+            # The other Python has no StrataKV.
+            words = [phases_process.__file__] if python else ["-m", phases_process.__name__]
+            super().__init__(["-P", *words], log, name, python)
         except OSError as error:
             raise ConfigError(f"{FLAG} {python} cannot be run: {error.strerror}") from error
 
@@ -230,6 +232,8 @@ def _take_rounds(
         # Now one goes first, now the other.
         names = list(sides) if turn % 2 else list(sides)[::-1]
         _take_round(subject, sides, names, draw, rates, same)
+        found = {case: rates["stratakv"][case][-1] / rates["vllm"][case][-1] for case in CASES}
+        console.print(", ".join(f"{case} {ratio:.2f}" for case, ratio in found.items()))
     return rates, sum(same) / len(same)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine, ours or vLLM's, that answers prompts and says what their phases took.
 
-Run as a file by a Python that has the engine, in this order of lines of JSON; an answer with
-`error` is the last.
+Run as a module by our Python, or as a file by one that has vLLM; in this order of lines of JSON,
+where an answer with `error` is the last.
 
     {"engine": "stratakv", "environment": {}, "threads": n, "arguments": {}}
                        answered by version and threads when the engine is there
@@ -54,11 +54,11 @@ class StrataKvSide:
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         import numpy as np
 
-        from stratakv import __version__
-        from stratakv.benchmarks.offload.workbench import greedy
-        from stratakv.engine.core.engine_core import EngineCore
-        from stratakv.engine.options import engine_config
-        from stratakv.engine.wire import AddRequest
+        from ... import __version__
+        from ...engine.core.engine_core import EngineCore
+        from ...engine.options import engine_config
+        from ...engine.wire import AddRequest
+        from ..offload.workbench import greedy
 
         self.version, options = __version__, dict(arguments)
         self._core = EngineCore(engine_config(options.pop("model"), options))
