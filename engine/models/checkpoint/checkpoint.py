@@ -114,8 +114,9 @@ class Checkpoint:
                 )
         for file, opened in files.items():
             for stored in held[file]:
-                if (name := self._name_of(stored)) is not None:
-                    self._where[name], self._stored[name] = opened, stored
+                wanted = self._name_of(stored)
+                if wanted is not None:
+                    self._where[wanted], self._stored[wanted] = opened, stored
 
 
 def _count(names: list[str]) -> str:
