@@ -129,7 +129,8 @@ class KVCacheCoordinator:
             group.attach(request_id, num_computed, blocks)
         # One take for all of them, and each gets its part.
         new = self._pool.get_new_blocks(sum([count for count, _ in needs]))
-        added, start = [], 0
+        added: list[list[KVCacheBlock]] = []
+        start = 0
         for group, (count, _) in zip(self._groups, needs, strict=True):
             part = new[start : start + count]
             added.append(group.extend(request_id, part, num_computed))

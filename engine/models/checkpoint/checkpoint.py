@@ -35,11 +35,12 @@ class Checkpoint:
         self,
         path: Path,
         device: torch.device = CPU,
-        name_of: Callable[[str], str | None] = lambda stored: stored,
+        name_of: Callable[[str], str | None] | None = None,
     ) -> None:
         """Open every shard under `path`, to be read to `device` without a copy in between; raises
         ConfigError naming the file that is missing, damaged, or lacks a tensor that the index says
-        it holds. `name_of`: what a stored tensor is called here; None for one to be left alone."""
+        it holds. `name_of`, where it is given: what a stored tensor is called here; None for one to
+        be left alone."""
         self.path, self.device = path, device
         self._where: dict[str, Any] = {}  # by name here: its file
         self._stored: dict[str, str] = {}  # its name there
@@ -114,9 +115,9 @@ class Checkpoint:
                 )
         for file, opened in files.items():
             for stored in held[file]:
-                wanted = self._name_of(stored)
-                if wanted is not None:
-                    self._where[wanted], self._stored[wanted] = opened, stored
+                name = stored if self._name_of is None else self._name_of(stored)
+                if name is not None:
+                    self._where[name], self._stored[name] = opened, stored
 
 
 def _count(names: list[str]) -> str:

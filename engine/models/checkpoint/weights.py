@@ -127,8 +127,7 @@ def load_weights(
 
     Raises ConfigError naming the tensor or file that is missing, unknown or of the wrong shape.
     """
-    options = {"name_of": text_part_name} if spec.is_text_part else {}
-    with Checkpoint(path, device, **options) as checkpoint:
+    with Checkpoint(path, device, text_part_name if spec.is_text_part else None) as checkpoint:
         expected = expected_tensors(spec)
         if spec.tied_embeddings and HEAD in checkpoint.names:
             expected[HEAD] = expected[EMBEDDING]
