@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state machine: users of a scheduler with several cache groups, tiers, faults and pauses,
-against a slow model of what each request says, what it holds and what it finds.
+"""A state machine: users of a scheduler with several cache groups, tiers, faults and pauses, with
+priorities, jobs whose turns are kept, and reservations, against a slow model of what each request
+says, what it holds and what it finds.
 
 The worker (`conftest.py`) checks every slot that a group's layers see. The model beside it computes
 each answer alone, searches all lengths for a hit, and counts. The long form is
@@ -10,8 +11,11 @@ each answer alone, searches all lengths for a hit, and counts. The long form is
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 from hypothesis import HealthCheck, settings
 from hypothesis import seed as seeded
@@ -29,12 +33,16 @@ from stratakv.engine.cache.block_pool import group_suffix
 from stratakv.engine.cache.kv_cache_coordinator import GroupBlocks
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
 from stratakv.engine.request import Request
+from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.scheduler import places as places_module
+from stratakv.engine.scheduler import scheduler as scheduler_module
+from stratakv.engine.scheduler.pins import PIN_SECONDS, Pin
 from stratakv.engine.scheduler.scheduler import Pause
 
-from .conftest import Engine, build_engine, digest_of, fingerprint, reference, salted
+from .conftest import HASHER, Engine, build_engine, digest_of, fingerprint, reference, salted
 from .dict_tiers import SIZE, DictTiers, Load
 
-RUNS = {"ci": (100, 60), "long": (20_000, 60)}  # examples, and steps of each
+RUNS = {"ci": (400, 15), "long": (20_000, 60)}  # examples, and steps of each
 MAX_MODEL_LEN = 40
 DOCUMENTS = [[(7 * i + 11 * d) % 49 + 1 for i in range(MAX_MODEL_LEN)] for d in range(3)]
 PLANS: list[tuple[LayerAttention, ...]] = [
@@ -45,6 +53,16 @@ PLANS: list[tuple[LayerAttention, ...]] = [
     (window(5), window(5)),
     (full(), window(3), window(13), chunk(12)),
 ]
+
+
+class Clock:
+    """A monotonic clock that goes on only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 class Model(RuleBasedStateMachine):
@@ -58,6 +76,8 @@ class Model(RuleBasedStateMachine):
         spare=st.sampled_from([0, 1, 3, 12]),
         budget=st.integers(3, 30),
         pressure=st.sampled_from([(1.0, 1.0), (0.8, 0.95), (0.3, 0.3)]),
+        policy=st.sampled_from(["fcfs", "priority", "continuum"]),
+        reserve=st.sampled_from(["none", "prompt", "full"]),
         known=st.floats(0.3, 1.0),
         luck=st.integers(0, 2**16),
     )
@@ -67,6 +87,8 @@ class Model(RuleBasedStateMachine):
         spare: int,
         budget: int,
         pressure: tuple[float, float],
+        policy: str,
+        reserve: str,
         known: float,
         luck: int,
     ) -> None:
@@ -74,6 +96,10 @@ class Model(RuleBasedStateMachine):
         self.attention = attention
         self.most_step_tokens = budget
         self.tiers = DictTiers(attention=attention)
+        self.clock = Clock()
+        self.patches = ExitStack()
+        for module in (places_module, scheduler_module):
+            self.patches.enter_context(patch.object(module, "time", self.clock))
         self.engine = build_engine(
             1 + most + spare,
             tiers=self.tiers,
@@ -83,6 +109,8 @@ class Model(RuleBasedStateMachine):
             max_num_seqs=3,
             admit_below=pressure[0],
             preempt_above=pressure[1],
+            policy=policy,
+            reserve=reserve,
         )
         self.scheduler = self.engine.scheduler
         self.wishes: dict[str, tuple[list[int], int]] = {}
@@ -114,13 +142,35 @@ class Model(RuleBasedStateMachine):
         own=st.integers(0, 3),
         max_tokens=st.integers(1, 10),
         skips=st.sampled_from([False] * 5 + [True]),
+        priority=st.integers(-1, 1),
+        job=st.sampled_from(["", "j1", "j2", "j3"]),
+        is_last=st.sampled_from([False] * 5 + [True]),
     )
-    def add(self, document: list[int], length: int, own: int, max_tokens: int, skips: bool) -> None:
+    def add(
+        self,
+        document: list[int],
+        length: int,
+        own: int,
+        max_tokens: int,
+        skips: bool,
+        priority: int,
+        job: str,
+        is_last: bool,
+    ) -> None:
         name = f"r{len(self.wishes)}"
         prompt = [*document[:length], *[40 + len(self.wishes) % 9] * own][: MAX_MODEL_LEN - 1]
         self.wishes[name] = prompt, max_tokens
-        request = self.engine.add(name, prompt, max_tokens=max_tokens)
-        request.skip_reading_prefix_cache = skips
+        request = Request(
+            name,
+            prompt,
+            SamplingParams(max_tokens=max_tokens),
+            block_hasher=HASHER,
+            skip_reading_prefix_cache=skips,
+            priority=priority,
+            job_id=job,
+            is_last_step=is_last and bool(job),
+        )
+        self.scheduler.add_request(request)
 
     @rule(count=st.integers(1, 8))
     def step(self, count: int) -> None:
@@ -131,6 +181,7 @@ class Model(RuleBasedStateMachine):
                 return
             before = len(self.told())
             self.engine.step()
+            assert all(pin.until > self.clock.now for pin in self.pins())
             self.num_steps += 1
             self.num_tokens += len(self.told()) - before
 
@@ -162,9 +213,16 @@ class Model(RuleBasedStateMachine):
         else:
             self.scheduler.pause(which)
 
+    @rule(seconds=st.sampled_from([0.5, PIN_SECONDS / 2, PIN_SECONDS]))
+    def wait(self, seconds: float) -> None:
+        self.clock.now += seconds
+
     @rule(tiers_too=st.booleans())
     def reset(self, tiers_too: bool) -> None:
-        holds = any(block for tables in self.now().values() for t in tables for block in t)
+        """Turns of jobs that are kept are in nobody's way."""
+        kept = {pin.holder for pin in self.pins()}
+        tables = [table for name, each in self.now().items() if name not in kept for table in each]
+        holds = any(block for table in tables for block in table)
         assert self.scheduler.reset_prefix_cache(tiers_too) is not holds
 
     @rule(most=st.integers(0, 8))
@@ -204,8 +262,13 @@ class Model(RuleBasedStateMachine):
     def now(self) -> dict[str, Sequence[Sequence[int]]]:
         """The tables of all who may hold blocks."""
         places = self.scheduler._places
-        names = {*places.requests, *places.loading._waiting}
+        kept = {pin.holder for pin in self.pins()}
+        names = {*places.requests, *places.loading._waiting, *kept}
         return {name: self.engine.manager.get_block_ids(name) for name in sorted(names)}
+
+    def pins(self) -> list[Pin]:
+        pins = self.scheduler._places.pins
+        return [] if pins is None else list(pins.jobs.values())
 
     def told(self) -> list[int]:
         return [token for name in self.engine.outputs for token in self.engine.said(name)]
@@ -223,6 +286,11 @@ class Model(RuleBasedStateMachine):
         free = sorted(block.block_id for block in pool.free_queue)
         assert free == [i for i, count in enumerate(references) if i and not count]
         assert pool.null_block.block_hash is None
+        kept = Counter(
+            block for pin in self.pins() for table in tables[pin.holder] for block in table if block
+        )
+        alone = [block for block, count in kept.items() if references[block] == count]
+        assert pool.num_reclaimable == len(alone)
         for key, found in pool._named.items():
             blocks = found.values() if isinstance(found, dict) else [found]
             assert all(block.block_hash == key for block in blocks)
@@ -260,6 +328,8 @@ class Model(RuleBasedStateMachine):
         assert counts["steps"] == self.num_steps
         assert counts["generated_tokens"] == self.num_tokens
         assert counts["ended_abort"] == self.num_aborted
+        if self.scheduler.config.reserve == "full":
+            assert counts["preemptions"] == 0
 
     def teardown(self) -> None:
         """Everybody ends, with the whole answer, and nothing is left."""
@@ -267,6 +337,9 @@ class Model(RuleBasedStateMachine):
             return
         self.scheduler.resume()
         self.engine.run_all()
+        self.clock.now += PIN_SECONDS
+        self.engine.follow(self.scheduler.schedule())
+        self.patches.close()
         for name, (prompt, max_tokens) in self.wishes.items():
             expected = reference(prompt, max_tokens, MAX_MODEL_LEN)
             said = self.engine.said(name)
@@ -274,7 +347,6 @@ class Model(RuleBasedStateMachine):
             assert said == whole
         assert self.engine.manager.pool.is_idle
         assert self.now() == {}
-        self.engine.follow(self.scheduler.schedule())
         assert self.engine.states == {}
 
 
