@@ -444,7 +444,7 @@ class Hierarchy:
         """Keep blocks of this engine, given head first, for so long: in the slab, those on their
         way in too, and as each store leases them. The slab's hold ends with `release` too."""
         for store in self._stores:
-            store.lease(keys, seconds, _nobody_asks)
+            store.lease(keys, seconds, _ignore)
         return self._slab.hold(keys, seconds)
 
     def release(self, hold: Hold) -> None:
@@ -486,5 +486,5 @@ class Hierarchy:
         return bool(self._promotions or self._write_backs.in_flight)
 
 
-def _nobody_asks(_kept: list[bool]) -> None:
-    """What a store leases of what is held is not asked."""
+def _ignore(_kept: list[bool]) -> None:
+    """A hold goes as far as a store keeps it, and nobody is told how far that is."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state machine: users of a scheduler with several cache groups, tiers, faults and pauses,
-against a slow model of what each request says, what it holds and what it finds.
+"""A state machine: users of a scheduler with several cache groups, tiers, faults and pauses, with
+priorities, jobs whose turns are kept, and reservations, against a slow model of what each request
+says, what it holds and what it finds.
 
 The worker (`conftest.py`) checks every slot that a group's layers see. The model beside it computes
 each answer alone, searches all lengths for a hit, and counts.
@@ -15,8 +16,11 @@ words what was done. The long form is
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TypeVar
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, given, note, settings
@@ -27,9 +31,13 @@ from stratakv.engine.cache.block_pool import group_suffix
 from stratakv.engine.cache.kv_cache_coordinator import GroupBlocks
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
 from stratakv.engine.request import Request
+from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.scheduler import places as places_module
+from stratakv.engine.scheduler import scheduler as scheduler_module
+from stratakv.engine.scheduler.pins import PIN_SECONDS, Pin
 from stratakv.engine.scheduler.scheduler import Pause
 
-from .conftest import build_engine, digest_of, fingerprint, reference, salted
+from .conftest import HASHER, build_engine, digest_of, fingerprint, reference, salted
 from .dict_tiers import SIZE, DictTiers, Load
 
 STEPS = 60
@@ -66,15 +74,29 @@ class Number:
         return choices[self.below(len(choices))]
 
 
-class Life:
-    """The users, and the model that they compare with."""
+class Clock:
+    """A monotonic clock that goes on only when told."""
 
-    def __init__(self, number: Number) -> None:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Life:
+    """The users, and the model that they compare with. `ways` decides who runs next."""
+
+    def __init__(self, number: Number, ways: Number, clock: Clock) -> None:
+        self.clock = clock
+        policy = ways.of(["fcfs", "priority", "continuum"])
+        reserve = ways.of(["none", "prompt", "full"])
         attention, spare = number.of(PLANS), number.of([0, 1, 3, 12])
         budget = 3 + number.below(28)
         pressure = number.of([(1.0, 1.0), (0.8, 0.95), (0.3, 0.3)])
         known, luck = 0.3 + 0.1 * number.below(8), number.below(2**10)
         note(f"{[*map(str, attention)]}, {spare=}, {budget=}, {pressure=}, {known=}, {luck=}")
+        note(f"{policy=}, {reserve=}")
         most = sum(kind.most_blocks(MAX_MODEL_LEN, SIZE, budget) for kind in attention)
         self.attention = attention
         self.most_step_tokens = budget
@@ -88,6 +110,8 @@ class Life:
             max_num_seqs=3,
             admit_below=pressure[0],
             preempt_above=pressure[1],
+            policy=policy,
+            reserve=reserve,
         )
         self.scheduler = self.engine.scheduler
         self.wishes: dict[str, tuple[list[int], int]] = {}
@@ -120,6 +144,7 @@ class Life:
             [
                 *(None, self.step, self.step, self.step, self.add, self.add, self.add),
                 *(self.abort, self.fail, self.pause, self.reset, self.lose, self.forget),
+                self.wait,
             ]
         )
         if act is None:
@@ -136,10 +161,22 @@ class Life:
         prompt = [*document[:length], *[40 + len(self.wishes) % 9] * own][: MAX_MODEL_LEN - 1]
         self.wishes[name] = prompt, max_tokens
         self.expected[name] = reference(prompt, max_tokens, MAX_MODEL_LEN)
-        request = self.engine.add(name, prompt, max_tokens=max_tokens)
-        request.skip_reading_prefix_cache = number.below(6) == 5
-        skips = ", without reading the cache" if request.skip_reading_prefix_cache else ""
-        note(f"add {name}: {len(prompt)} tokens, {max_tokens=}{skips}")
+        skips, priority = number.below(6) == 5, number.below(3) - 1
+        job, is_last = number.of(["", "j1", "j2", "j3"]), number.below(2) == 1
+        request = Request(
+            name,
+            prompt,
+            SamplingParams(max_tokens=max_tokens),
+            block_hasher=HASHER,
+            skip_reading_prefix_cache=skips,
+            priority=priority,
+            job_id=job,
+            is_last_step=is_last and bool(job),
+        )
+        self.scheduler.add_request(request)
+        unread = ", without reading the cache" if skips else ""
+        turn = f", {'the last turn' if is_last else 'a turn'} of {job}" if job else ""
+        note(f"add {name}: {len(prompt)} tokens, {max_tokens=}, {priority=}{unread}{turn}")
 
     def step(self, number: Number) -> None:
         count = 1 + number.below(8)
@@ -151,6 +188,7 @@ class Life:
                 return
             before = self.num_told()
             self.engine.step()
+            assert all(pin.until > self.clock.now for pin in self.pins())
             self.num_steps += 1
             self.num_tokens += self.num_told() - before
 
@@ -185,10 +223,18 @@ class Life:
         else:
             self.scheduler.pause(which)
 
+    def wait(self, number: Number) -> None:
+        seconds = number.of([0.5, PIN_SECONDS / 2, PIN_SECONDS])
+        note(f"wait {seconds:g} s")
+        self.clock.now += seconds
+
     def reset(self, number: Number) -> None:
+        """Turns of jobs that are kept are in nobody's way."""
         tiers_too = number.of([False, True])
         note(f"reset, {tiers_too=}")
-        holds = any(block for tables in self.now().values() for t in tables for block in t)
+        kept = {pin.holder for pin in self.pins()}
+        tables = [table for name, each in self.now().items() if name not in kept for table in each]
+        holds = any(block for table in tables for block in table)
         assert self.scheduler.reset_prefix_cache(tiers_too) is not holds
 
     def lose(self, number: Number) -> None:
@@ -230,8 +276,13 @@ class Life:
     def now(self) -> dict[str, Sequence[Sequence[int]]]:
         """The tables of all who may hold blocks."""
         places = self.scheduler._places
-        names = {*places.requests, *places.loading._waiting}
+        kept = {pin.holder for pin in self.pins()}
+        names = {*places.requests, *places.loading._waiting, *kept}
         return {name: self.engine.manager.get_block_ids(name) for name in sorted(names)}
+
+    def pins(self) -> list[Pin]:
+        pins = self.scheduler._places.pins
+        return [] if pins is None else list(pins.jobs.values())
 
     def num_told(self) -> int:
         outputs = self.engine.outputs.values()
@@ -247,6 +298,11 @@ class Life:
         free = sorted(block.block_id for block in pool.free_queue)
         assert free == [i for i, count in enumerate(references) if i and not count]
         assert pool.null_block.block_hash is None
+        kept = Counter(
+            block for pin in self.pins() for table in tables[pin.holder] for block in table if block
+        )
+        alone = [block for block, count in kept.items() if references[block] == count]
+        assert pool.num_reclaimable == len(alone)
         for key, found in pool._named.items():
             blocks = found.values() if isinstance(found, dict) else [found]
             assert all(block.block_hash == key for block in blocks)
@@ -276,18 +332,21 @@ class Life:
         assert counts["steps"] == self.num_steps
         assert counts["generated_tokens"] == self.num_tokens
         assert counts["ended_abort"] == self.num_aborted
+        if self.scheduler.config.reserve == "full":
+            assert counts["preemptions"] == 0
 
     def end(self) -> None:
         """Everybody ends, with the whole answer, and nothing is left."""
         self.scheduler.resume()
         self.engine.run_all()
+        self.clock.now += PIN_SECONDS
+        self.engine.follow(self.scheduler.schedule())
         for name, expected in self.expected.items():
             said = self.engine.said(name)
             whole = expected[: len(said)] if name in self.cut_short else expected
             assert said == whole
         assert self.engine.manager.pool.is_idle
         assert self.now() == {}
-        self.engine.follow(self.scheduler.schedule())
         assert self.engine.states == {}
 
 
@@ -300,13 +359,18 @@ def test_a_scheduler_is_what_its_model_says(seed: int, scale: str) -> None:
     )
     @given(
         start=st.integers(0, LAST),
+        ways=st.integers(0, 8),
         acts=st.lists(st.integers(0, LAST), min_size=STEPS, max_size=STEPS),
     )
-    def live(start: int, acts: list[int]) -> None:
-        life = Life(Number(start))
-        for act in acts:
-            life.do(Number(act))
-        life.end()
+    def live(start: int, ways: int, acts: list[int]) -> None:
+        clock = Clock()
+        with ExitStack() as patches:
+            for module in (places_module, scheduler_module):
+                patches.enter_context(patch.object(module, "time", clock))
+            life = Life(Number(start), Number(ways), clock)
+            for act in acts:
+                life.do(Number(act))
+            life.end()
 
     for each in range(seed, seed + seeds):
         seeded(each)(live)()
