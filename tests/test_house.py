@@ -29,7 +29,7 @@ LATER_BENCHMARKS = (
     "core/device.py", "core/vllm_cases.py", "core/vllm_peer.py", "serve/peer_engines.py",
     "serve/phases_process.py",
 )  # fmt: skip
-MOST_LATER_LINES = 990
+MOST_LATER_LINES = 1_030
 MOST_SAMPLING_LINES = 680  # the sampler; steps with a grammar; what others wait beside hostile ones
 MOST_CLUSTER_LINES = 840  # of prompts computed here and answered there, which came later too
 MOST_AGENTS_LINES = 570  # of agents' jobs in virtual time
