@@ -20,7 +20,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 
@@ -109,7 +109,7 @@ class VllmSide:
             yield NewTokens(output.request_id, tokens[seen:], output.finished)
 
 
-SIDES = {"stratakv": StrataKvSide, "vllm": VllmSide}
+SIDES: dict[str, Callable[[Mapping[str, Any]], Side]] = {"stratakv": StrataKvSide, "vllm": VllmSide}
 
 
 def answer(side: Side, prompts: Sequence[list[int]], max_tokens: int) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def open_side(plan: Mapping[str, Any]) -> Side:
     """The engine that a plan names. Raises WrongWork where it is not there."""
     os.environ.update(plan["environment"])
     try:
-        made: Side = SIDES[plan["engine"]](plan["arguments"])
+        made = SIDES[plan["engine"]](plan["arguments"])
     except ImportError as error:
         raise WrongWork(f"{sys.executable} cannot import {plan['engine']} ({error})") from error
     import torch
