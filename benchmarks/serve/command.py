@@ -33,7 +33,6 @@ from ...engine.options import EMBEDDED_MODEL
 from ...engine.text.tokenizer import Tokenizer
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
-from ..core.vllm_cases import interpreter
 from ..harness.load_client import LoadRun, Target, run_closed, run_open
 from ..harness.peer import Peer, PeerFailed
 from ..harness.report import Report, run_and_tell, tell_failure
@@ -171,7 +170,7 @@ class Coding:
 def run(arguments: argparse.Namespace) -> int:
     """Run everything; 0, or 1 with the reason on the terminal. Raises ConfigError."""
     if arguments.peer_python is not None:
-        return run_peer(arguments)
+        return peer_engines.run_peer(arguments)
     plan = make_plan(arguments)
     # No markup: what is said names extras, as in '.[test]', and quotes servers.
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
@@ -193,34 +192,6 @@ def run(arguments: argparse.Namespace) -> int:
         words = f"{failed} requests failed; see errors in {arguments.out / 'serve.json'}"
         tell_failure("serve", words)
     return int(failed > 0)
-
-
-def run_peer(arguments: argparse.Namespace) -> int:
-    """`--peer-python`: 0, or 1 with the reason on the terminal. Raises ConfigError."""
-    for name in ("model", "workload", "requests", "request_rate", "output_tokens"):
-        if getattr(arguments, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} is of no use beside {peer_engines.FLAG}; leave it out")
-    quick = arguments.quick
-    rounds = _or(arguments.rounds, 2 if quick else 5)
-    threads = _or(arguments.num_threads, len(os.sched_getaffinity(0)))
-    for flag, value, most in (("--rounds", rounds, 1000), ("--num-threads", threads, 1024)):
-        if not 1 <= value <= most:
-            raise ConfigError(f"{flag} takes 1 to {most} here, not {value}")
-    python = interpreter(arguments.peer_python, peer_engines.FLAG)
-    command = f"stratakv bench serve {peer_engines.FLAG} PYTHON" + " --quick" * quick
-    report = Report("serve_peer", command)
-    report.figures["plan"] = {"rounds": rounds, "threads": threads, "seed": arguments.seed}
-    console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
-
-    def measure() -> None:
-        with tempfile.TemporaryDirectory(prefix="stratakv-bench-") as scratch:
-            turns = peer_engines.Turns(python, threads, rounds, quick, arguments.seed)
-            peer_engines.measure_peer(report, turns, Path(scratch), console)
-
-    return run_and_tell(
-        report, arguments.out, measure, peer_engines.print_peer, peer_engines.plot_peer, PeerFailed
-    )
 
 
 def measure_workloads(

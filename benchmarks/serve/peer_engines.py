@@ -11,9 +11,11 @@ A ratio is ours over theirs, the median of the rounds, and stands for the model 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,10 +26,11 @@ from rich.console import Console
 
 from ...engine.options import EMBEDDED_MODEL
 from ...tiers.settings.values import ConfigError
+from ..core.vllm_cases import interpreter
 from ..harness import plots
 from ..harness.comparison import Gate
 from ..harness.peer import Child, PeerFailed
-from ..harness.report import Report, median, print_table, ratios
+from ..harness.report import Report, median, print_table, ratios, run_and_tell
 from . import phases_process
 
 FLAG = "--peer-python"
@@ -157,6 +160,34 @@ class Turns:
     rounds: int
     is_quick: bool
     seed: int
+
+
+def run_peer(arguments: argparse.Namespace) -> int:
+    """`--peer-python`: 0, or 1 with the reason on the terminal. Raises ConfigError."""
+    for name in ("model", "workload", "requests", "request_rate", "output_tokens"):
+        if getattr(arguments, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} is of no use beside {FLAG}; leave it out")
+    quick = arguments.quick
+    rounds = (2 if quick else 5) if arguments.rounds is None else arguments.rounds
+    threads = arguments.num_threads
+    if threads is None:
+        threads = len(os.sched_getaffinity(0))
+    for flag, value, most in (("--rounds", rounds, 1000), ("--num-threads", threads, 1024)):
+        if not 1 <= value <= most:
+            raise ConfigError(f"{flag} takes 1 to {most} here, not {value}")
+    python = interpreter(arguments.peer_python, FLAG)
+    command = f"stratakv bench serve {FLAG} PYTHON" + " --quick" * quick
+    report = Report("serve_peer", command)
+    report.figures["plan"] = {"rounds": rounds, "threads": threads, "seed": arguments.seed}
+    console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+
+    def measure() -> None:
+        with tempfile.TemporaryDirectory(prefix="stratakv-bench-") as scratch:
+            turns = Turns(python, threads, rounds, quick, arguments.seed)
+            measure_peer(report, turns, Path(scratch), console)
+
+    return run_and_tell(report, arguments.out, measure, print_peer, plot_peer, PeerFailed)
 
 
 def measure_peer(report: Report, turns: Turns, scratch: Path, console: Console) -> None:

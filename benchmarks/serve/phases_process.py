@@ -145,7 +145,7 @@ def open_side(plan: Mapping[str, Any]) -> Side:
     """The engine that a plan names. Raises WrongWork where it is not there."""
     os.environ.update(plan["environment"])
     try:
-        made: Side = SIDES[plan["engine"]](plan["arguments"])
+        made = SIDES[plan["engine"]](plan["arguments"])
     except ImportError as error:
         raise WrongWork(f"{sys.executable} cannot import {plan['engine']} ({error})") from error
     import torch
