@@ -62,7 +62,7 @@ ENGINE_ROOMS: dict[str, str] = {
     ),
     "cli": (
         "api cache client config extras llm logs models not_built offload_config options plan "
-        "probes router sampling sampling_params settings text trace wire"
+        "probes router sampling sampling_params settings text trace wire worker"
     ),
 }
 

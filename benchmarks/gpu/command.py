@@ -61,10 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rehearse", action="store_true",
         help="run on the CPU at tiny sizes: tests this benchmark, measures no GPU",
     )  # fmt: skip
-    parser.add_argument(
-        "--time-limit", metavar="SECONDS", type=float,
-        help="start no case after so long; what is measured until then is written",
-    )  # fmt: skip
+    parser.add_argument("--time-limit", metavar="SECONDS", type=float, help="start no case later")
 
 
 def run(arguments: argparse.Namespace) -> int:

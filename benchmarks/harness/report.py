@@ -43,7 +43,6 @@ def environment() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "python": platform.python_version(),
         "packages": package_versions(_PACKAGES),
-        # A checkout that is only put on the path, as on a machine for a GPU, is not installed.
         "version": package_versions(["stratakv"]).get("stratakv", "not installed"),
         "commit": _commit(),
     }

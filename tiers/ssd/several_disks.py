@@ -125,11 +125,11 @@ class SeveralDisks(StoreTier):
     ) -> Future[list[Proof | None]]:
         self._check(keys, buffers)
 
-        def ask(store: StoreTier, places: list[int]) -> Future[list[Proof | None]]:
+        def begin(store: StoreTier, places: list[int]) -> Future[list[Proof | None]]:
             return store.load([keys[each] for each in places], [buffers[each] for each in places])
 
         nothing: list[Proof | None] = [None] * len(keys)
-        return self._ask_each(keys, nothing, ask)
+        return self._ask_each(keys, nothing, begin)
 
     def store(
         self,
@@ -139,13 +139,13 @@ class SeveralDisks(StoreTier):
     ) -> Future[list[Stored]]:
         self._check(keys, buffers)
 
-        def ask(store: StoreTier, places: list[int]) -> Future[list[Stored]]:
+        def begin(store: StoreTier, places: list[int]) -> Future[list[Stored]]:
             given = None if proofs is None else [proofs[each] for each in places]
             return store.store(
                 [keys[each] for each in places], [buffers[each] for each in places], given
             )
 
-        return self._ask_each(keys, [Stored.REFUSED] * len(keys), ask)
+        return self._ask_each(keys, [Stored.REFUSED] * len(keys), begin)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         for number, places in self._split(keys).items():
@@ -280,7 +280,7 @@ class SeveralDisks(StoreTier):
         self,
         keys: Sequence[bytes],
         answers: list[_ANSWER],
-        ask: Callable[[StoreTier, list[int]], Future[list[_ANSWER]]],
+        begin: Callable[[StoreTier, list[int]], Future[list[_ANSWER]]],
     ) -> Future[list[_ANSWER]]:
         """Ask each disk for what is its own. `answers` stands for those that cannot say: where no
         disk can, the error of one is raised, or is the future's."""
@@ -291,7 +291,7 @@ class SeveralDisks(StoreTier):
                 continue
             wait = self._waits[number].begin()
             try:
-                asked.append((number, places, wait, ask(self._stores[number], places)))
+                asked.append((number, places, wait, begin(self._stores[number], places)))
             except TierError as error:
                 self._waits[number].end(wait)
                 errors.append(error)

@@ -42,7 +42,6 @@ LIKELY = 20
 TARGET_TOKENS = 8192
 # By document and phase: tokens that may come first, and their log-probabilities.
 Likely = dict[tuple[int, str], dict[int, float]]
-RATE = "pinned_to_device_gb_per_second"
 # Not cold over warm, which a quicker prefill lowers. The pool's first token stands for the step.
 TARGETS = (
     Target("ttft_cpu_load_over_transfer", "CPU less pool, over the link's time, 8k", most=1.35),
@@ -198,10 +197,9 @@ def add_rows(
     if case.tokens == TARGET_TOKENS:
         results.set_ratio("ttft_cold_over_cpu", medians["cold"] / medians["cpu"])
         results.set_ratio("ttft_cold_over_ssd", medians["cold"] / medians["ssd"])
-        if rate := results.ceilings.get(RATE):
-            transfer = num_bytes / rate / 1e9
+        if rate := results.ceilings.get("pinned_to_device_gb_per_second"):
             load = medians["cpu"] - medians["pool"]
-            results.set_ratio("ttft_cpu_load_over_transfer", load / transfer)
+            results.set_ratio("ttft_cpu_load_over_transfer", load * rate * 1e9 / num_bytes)
 
 
 SECTION = Section(
