@@ -2,7 +2,7 @@
 """Compiles grammars on a few threads, within limits, and keeps them for those who ask again.
 
     ask ──► small: a thread of their own ───────────────────────────► compiled, first mask made
-        └─► large: other threads ──► tried out in a process (`trials.py`) ──► one at a time ─┘
+        └─► large: other threads ──► tried out in a process (`compile_pool.py`) ──► one at a time ─┘
 
 Called by the engine's step thread, but for the threads of its own; nothing here waits for them but
 `close`.
@@ -22,13 +22,13 @@ import numpy as np
 
 from ..structured_params import GrammarSpec
 from .base import BITS, Backend, Grammar, GrammarError, Words
+from .compile_pool import CompilePool
 from .limited_thread import Job, LeftBehind, Limit, LimitedThread
-from .trials import Trials
 
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 1
-NUM_TRIALS = 2  # at once
+NUM_PROCESSES = 2  # at once
 COMPILE_LIMIT = Limit(cpu_seconds=10.0)
 MOST_BYTES = 64 * 1024**2  # of one grammar
 CACHE_BYTES = 256 * 1024**2
@@ -79,7 +79,7 @@ class _Lane:
 class GrammarCompiler:
     """For a vocabulary of `vocab_size` tokens. `open_backend` is called once, by the thread that
     first needs it; `wake` is called by any thread that has done one. Threads begin with the first
-    grammar. Without `trials` all are compiled at once."""
+    grammar. Without `pool` all are compiled at once."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class GrammarCompiler:
         wake: Callable[[], None],
         *,
         vocab_size: int,
-        trials: Trials | None = None,
+        pool: CompilePool | None = None,
         limit: Limit = COMPILE_LIMIT,
         num_threads: int = NUM_THREADS,
         cache_bytes: int = CACHE_BYTES,
@@ -96,11 +96,11 @@ class GrammarCompiler:
         self._wake = wake
         self._limit = limit
         self._num_words = -(-vocab_size // BITS)
-        self._trials = trials
+        self._pool = pool
         self._cache_bytes = cache_bytes
         self._known: OrderedDict[GrammarSpec, Compilation] = OrderedDict()  # used last at the end
         self._waiting: dict[GrammarSpec, Compilation] = {}
-        self._small, self._large = _Lane(num_threads), _Lane(NUM_TRIALS)
+        self._small, self._large = _Lane(num_threads), _Lane(NUM_PROCESSES)
         self._left = LeftBehind()
         self._opening = threading.Lock()
         # Held by the thread that compiles what was tried out: with more of them, the engine's own
@@ -138,7 +138,7 @@ class GrammarCompiler:
             )
             return compilation
         self._waiting[spec] = compilation
-        is_large = self._trials is not None and self._trials.is_needed(spec)
+        is_large = self._pool is not None and self._pool.is_needed(spec)
         lane = self._large if is_large else self._small
         lane.start_threads()
         lane.jobs.put(lambda thread: self._run(thread, lane.at(thread), compilation))
@@ -163,8 +163,8 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End the threads and processes; threads that hang are left behind. Idempotent."""
-        if self._trials is not None:
-            self._trials.close()
+        if self._pool is not None:
+            self._pool.close()
         for lane in (self._small, self._large):
             while not lane.jobs.empty():
                 try:
@@ -220,8 +220,8 @@ class GrammarCompiler:
         """The grammar and its first row; None where nobody waits any more. Raises GrammarError, and
         what a backend may."""
         spec, form = compilation.spec, None
-        if self._trials is not None and self._trials.is_needed(spec):
-            form = self._trials.try_out(spec)
+        if self._pool is not None and self._pool.is_needed(spec):
+            form = self._pool.try_out(spec)
         with self._opening:  # reading a vocabulary and importing counts for nobody
             if self._backend is None:
                 self._backend = self._open_backend()

@@ -23,6 +23,7 @@ from ..sampling.token_mask import TokenMask
 from ..wire import AddRequest
 from .backends import open_backend
 from .base import BITS, Backend
+from .compile_pool import CompilePool
 from .compiler import (
     COMPILE_LIMIT,
     POLL_SECONDS,
@@ -32,7 +33,6 @@ from .compiler import (
 )
 from .limited_thread import Limit
 from .masks import MASK_LIMIT, Follower, MaskJob, MaskMaker
-from .trials import Trials
 from .vocabulary import Vocabulary
 
 _NO_DRAFTS: Mapping[str, Sequence[int]] = {}
@@ -140,14 +140,14 @@ class GrammarManager:
             return Vocabulary.load(model_path, vocab_size, eos_token_ids)
 
         self._wakeup: Callable[[], None] = _nothing
-        trials = None
+        pool = None
         if opener is None:
-            trials = Trials(backend, model_path, vocab_size, tuple(eos_token_ids), compile_limit)
+            pool = CompilePool(backend, model_path, vocab_size, tuple(eos_token_ids), compile_limit)
         self._compiler = GrammarCompiler(
             opener or (lambda: open_backend(backend, read)),
             self._wake_up,
             vocab_size=vocab_size,
-            trials=trials,
+            pool=pool,
             limit=compile_limit,
         )
         self._maker = MaskMaker(vocab_size, mask_limit)

@@ -19,7 +19,7 @@ from pathlib import Path
 from ..structured_params import GrammarSpec, Kind
 from .backends import open_backend
 from .base import Backend, GrammarError
-from .trial_messages import Answer, Ask, Start, receive, send
+from .compile_messages import Answer, Ask, Start, receive, send
 from .vocabulary import Vocabulary
 
 # So that it takes no processor from those who compute, and yet gets a tenth of a busy one.

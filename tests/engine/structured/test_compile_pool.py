@@ -16,9 +16,9 @@ import pytest
 from stratakv.engine.options import EMBEDDED_MODEL
 from stratakv.engine.structured.backends import open_backend
 from stratakv.engine.structured.base import GrammarError
+from stratakv.engine.structured.compile_pool import CompilePool
 from stratakv.engine.structured.compiler import COMPILE_LIMIT, Compilation, GrammarCompiler
 from stratakv.engine.structured.limited_thread import Limit
-from stratakv.engine.structured.trials import Trials
 from stratakv.engine.structured_params import GrammarSpec, Kind, StructuredOutputsParams
 
 from .vocabularies import END, VOCAB, embedded
@@ -34,9 +34,11 @@ def object_of(num_properties: int) -> GrammarSpec:
     return StructuredOutputsParams(json={"type": "object", "properties": properties}).spec
 
 
-def trials_of(**fields: Any) -> Trials:
+def pool_of(**fields: Any) -> CompilePool:
     limit = fields.pop("limit", COMPILE_LIMIT)
-    return Trials(fields.pop("backend", "auto"), EMBEDDED_MODEL, VOCAB, (END,), limit, **fields)
+    return CompilePool(
+        fields.pop("backend", "auto"), EMBEDDED_MODEL, VOCAB, (END,), limit, **fields
+    )
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -55,26 +57,26 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def trials() -> Iterator[Trials]:
-    made = trials_of()
+def pool() -> Iterator[CompilePool]:
+    made = pool_of()
     yield made
     made.close()
 
 
-def test_only_what_may_take_long_is_tried_out(trials: Trials) -> None:
-    assert not trials.is_needed(object_of(20))
-    assert not trials.is_needed(GrammarSpec(Kind.REGEX, "((a+)+)+b"))  # llguidance counts
-    assert trials.is_needed(MANY_RULES) and trials.is_needed(object_of(200))
-    xgrammar = trials_of(backend="xgrammar")
+def test_only_what_may_take_long_is_tried_out(pool: CompilePool) -> None:
+    assert not pool.is_needed(object_of(20))
+    assert not pool.is_needed(GrammarSpec(Kind.REGEX, "((a+)+)+b"))  # llguidance counts
+    assert pool.is_needed(MANY_RULES) and pool.is_needed(object_of(200))
+    xgrammar = pool_of(backend="xgrammar")
     assert xgrammar.is_needed(GrammarSpec(Kind.REGEX, "((a+)+)+b"))
     assert not xgrammar.is_needed(object_of(20))
 
 
 def test_a_large_grammar_is_compiled_here_after_its_trial_as_without(
-    trials: Trials, request: pytest.FixtureRequest
+    pool: CompilePool, request: pytest.FixtureRequest
 ) -> None:
     backend = open_backend("auto", embedded)
-    compiler = GrammarCompiler(lambda: backend, lambda: None, vocab_size=VOCAB, trials=trials)
+    compiler = GrammarCompiler(lambda: backend, lambda: None, vocab_size=VOCAB, pool=pool)
     request.addfinalizer(compiler.close)
 
     def compiled(spec: GrammarSpec) -> Compilation:
@@ -83,7 +85,7 @@ def test_a_large_grammar_is_compiled_here_after_its_trial_as_without(
         return compilation
 
     small = compiled(object_of(20))
-    assert small.grammar is not None and not trials.process_ids
+    assert small.grammar is not None and not pool.process_ids
     for spec in (MANY_RULES, object_of(200), object_of(64)):
         tried = compiled(spec)
         assert tried.grammar is not None and tried.first_words is not None, tried.error
@@ -92,13 +94,13 @@ def test_a_large_grammar_is_compiled_here_after_its_trial_as_without(
         direct.matcher().fill(row)
         assert (row == tried.first_words).all()
         assert tried.grammar.is_bounded and type(tried.grammar) is type(direct)
-    [pid] = trials.process_ids
+    [pid] = pool.process_ids
     assert os.getpriority(os.PRIO_PROCESS, pid) >= 10
     wrong = GrammarSpec(Kind.GRAMMAR, MANY_RULES.text + " | nobody")
     assert "nobody" in compiled(wrong).error
-    assert trials.process_ids == [pid]  # a grammar that is wrong does it no harm
+    assert pool.process_ids == [pid]  # a grammar that is wrong does it no harm
     compiler.close()
-    assert is_gone(pid) and not trials.process_ids
+    assert is_gone(pid) and not pool.process_ids
 
 
 def test_what_takes_too_long_or_too_much_memory_is_refused_and_the_next_is_not() -> None:
@@ -107,54 +109,54 @@ def test_what_takes_too_long_or_too_much_memory_is_refused_and_the_next_is_not()
         ({"limit": Limit(cpu_seconds=0.2)}, "more than 0.2 s to compile"),
         ({"memory_bytes": 16 * 1024**2}, "16777216 bytes of memory"),
     ):
-        trials = trials_of(**limits)
+        pool = pool_of(**limits)
         try:
             with pytest.raises(GrammarError, match=said):
-                trials.try_out(object_of(5000))
-            assert not trials.process_ids
-            assert trials.try_out(few_rules).text
+                pool.try_out(object_of(5000))
+            assert not pool.process_ids
+            assert pool.try_out(few_rules).text
         finally:
-            trials.close()
+            pool.close()
 
 
 def test_a_process_that_is_killed_fails_the_grammar_that_it_is_at_alone() -> None:
-    trials, errors = trials_of(), []
+    pool, errors = pool_of(), []
 
     def try_out() -> None:
         with pytest.raises(GrammarError) as raised:
-            trials.try_out(MANY_RULES)
+            pool.try_out(MANY_RULES)
         errors.append(str(raised.value))
 
     try:
-        first = trials.try_out(MANY_RULES)
-        [pid] = trials.process_ids
+        first = pool.try_out(MANY_RULES)
+        [pid] = pool.process_ids
         os.kill(pid, signal.SIGSTOP)
         asking = threading.Thread(target=try_out)
         asking.start()
-        wait_for(lambda: bool(trials._busy))
+        wait_for(lambda: bool(pool._busy))
         os.kill(pid, signal.SIGKILL)
         asking.join(WAIT_SECONDS)
         assert "ended by signal 9" in errors[0]
-        assert trials.try_out(MANY_RULES) == first  # by another one
-        [pid] = trials.process_ids
+        assert pool.try_out(MANY_RULES) == first  # by another one
+        [pid] = pool.process_ids
         os.kill(pid, signal.SIGSTOP)
         asking = threading.Thread(target=try_out)
         asking.start()
-        wait_for(lambda: bool(trials._busy))
-        trials.close()  # while one waits
+        wait_for(lambda: bool(pool._busy))
+        pool.close()  # while one waits
         asking.join(WAIT_SECONDS)
         assert errors[1] == "the engine ends" and is_gone(pid)
         with pytest.raises(GrammarError, match="the engine ends"):
-            trials.try_out(MANY_RULES)
+            pool.try_out(MANY_RULES)
     finally:
-        trials.close()
+        pool.close()
 
 
 def test_a_model_without_a_tokenizer_is_said_to_be_one(tmp_path: Any) -> None:
-    trials = Trials("auto", tmp_path, VOCAB, (END,), COMPILE_LIMIT)
+    pool = CompilePool("auto", tmp_path, VOCAB, (END,), COMPILE_LIMIT)
     try:
         with pytest.raises(GrammarError, match=r"holds no tokenizer\.json"):
-            trials.try_out(MANY_RULES)
-        assert not trials.process_ids
+            pool.try_out(MANY_RULES)
+        assert not pool.process_ids
     finally:
-        trials.close()
+        pool.close()

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from ..structured_params import GrammarSpec, Kind
 from .base import Form, GrammarError
+from .compile_messages import Answer, Ask, Start, receive, send
 from .limited_thread import Limit
-from .trial_messages import Answer, Ask, Start, receive, send
 from .xgrammar_scope import why_untamed
 
 logger = logging.getLogger(__name__)
@@ -37,11 +37,11 @@ START_SECONDS = 300.0  # with a large vocabulary, at low priority beside other w
 _END_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 # -P: a file in the working directory must not take the place of a package.
-_COMMAND = (sys.executable, "-P", "-m", "stratakv.engine.structured.trial_process")
+_COMMAND = (sys.executable, "-P", "-m", "stratakv.engine.structured.compile_process")
 _CPU_CLOCK = 2  # of a process, with its number above the lowest three bits: Linux
 
 
-class Trials:
+class CompilePool:
     """For one model and one backend, by name. Up to as many processes as threads ask at once; they
     start with the first grammar that needs one, and one whose trial fails by its limits is ended.
     """
