@@ -152,14 +152,14 @@ class SeveralDisks(StoreTier):
             self._stores[number].touch([keys[place] for place in places])
 
     def lease(self, keys: Sequence[bytes], seconds: float) -> Future[list[bool]] | None:
-        def ask(store: StoreTier, places: list[int]) -> Future[list[bool]]:
+        def begin(store: StoreTier, places: list[int]) -> Future[list[bool]]:
             found = store.lease([keys[each] for each in places], seconds)
             if found is None:
                 found = Future()
                 found.set_result([False] * len(places))
             return found
 
-        return self._ask_each(keys, [False] * len(keys), ask)
+        return self._ask_each(keys, [False] * len(keys), begin)
 
     def trial_read(self, seconds: float) -> ReadSample | None:
         """All of them at the same time, as loads are."""

@@ -212,7 +212,7 @@ def check_gpu(case: HostCase) -> Iterator[Finding]:
         from ...worker.runtime.device_config import Placement
     except ImportError as error:
         yield problem(
-            "gpu", f"torch cannot be imported ({error})", "pip install 'stratakv[engine]'"
+            "gpu", f"torch cannot be imported ({error})", "pip install '.[engine]'"
         )
         return
     try:

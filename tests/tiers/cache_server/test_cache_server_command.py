@@ -189,7 +189,7 @@ def test_the_process_loads_neither_torch_nor_the_engine() -> None:
 import sys
 from stratakv.engine.cli.main import main
 import stratakv.engine.cli.cache_server as command
-command._serve = lambda settings: sys.exit(0)
+command._serve = lambda *settings: sys.exit(0)
 import stratakv.tiers.cache_server.server
 try:
     main(["cache-server", "--port", "0"])

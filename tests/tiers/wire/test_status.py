@@ -30,7 +30,7 @@ print(*(name for name in sys.modules if name.startswith(ours)))
 """
 OURS = ("stratakv.tiers.cache_server.", "stratakv.tiers.wire.", "stratakv.tiers.errors")
 # Never raised themselves, and what ends a data connection rather than a call.
-NO_ENDING_OF_A_CALL = {"TierError", "ServiceError", "ConnectionLost"}
+NO_ENDING_OF_A_CALL = {"TierError", "ServiceError", "ConnectionLost", "NotKnown"}
 
 
 def _every_error() -> list[type[Exception]]:
