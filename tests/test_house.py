@@ -22,7 +22,7 @@ TOOLS = ROOT / "tools"
 
 MOST_SMALL_MODULES = 25  # under 100 lines, with exactly one importer
 MOST_STAMPS = 40  # the same sentence about what a module does not know
-MOST_BENCHMARK_LINES = 12_000
+MOST_BENCHMARK_LINES = 12_100
 # What came later: whole steps beside a device, and the core of another engine beside ours.
 LATER_BENCHMARKS = ("core/device.py", "core/vllm_cases.py", "core/vllm_peer.py")
 MOST_LATER_LINES = 500
