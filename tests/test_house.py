@@ -26,8 +26,8 @@ MOST_BENCHMARK_LINES = 12_000
 # What came later: cycles and steps of several cache groups, whole steps beside a device, the core of
 # another engine beside ours, and that engine with a model.
 LATER_BENCHMARKS = (
-    "core/cases.py", "core/device.py", "core/vllm_cases.py", "core/vllm_peer.py", "serve/peer_engines.py",
-    "serve/phases_process.py",
+    "core/cases.py", "core/device.py", "core/vllm_cases.py", "core/vllm_peer.py",
+    "serve/peer_engines.py", "serve/phases_process.py",
 )  # fmt: skip
 MOST_LATER_LINES = 1_300
 MOST_SAMPLING_LINES = 680  # the sampler; steps with a grammar; what others wait beside hostile ones

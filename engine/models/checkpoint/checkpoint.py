@@ -115,9 +115,9 @@ class Checkpoint:
                 )
         for file, opened in files.items():
             for stored in held[file]:
-                name = stored if self._name_of is None else self._name_of(stored)
-                if name is not None:
-                    self._where[name], self._stored[name] = opened, stored
+                ours = stored if self._name_of is None else self._name_of(stored)
+                if ours is not None:
+                    self._where[ours], self._stored[ours] = opened, stored
 
 
 def _count(names: list[str]) -> str:
