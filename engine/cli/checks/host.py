@@ -211,9 +211,7 @@ def check_gpu(case: HostCase) -> Iterator[Finding]:
         from ...worker.runtime.cuda_probe import choose_gpu, probe_cuda
         from ...worker.runtime.device_config import Placement
     except ImportError as error:
-        yield problem(
-            "gpu", f"torch cannot be imported ({error})", "pip install '.[engine]'"
-        )
+        yield problem("gpu", f"torch cannot be imported ({error})", "pip install '.[engine]'")
         return
     try:
         device = torch.device(case.device or "cuda")

@@ -22,7 +22,6 @@ from .conftest import config_of
 from .conftest import request as ask_for
 from .test_handover import BLOCK, computed_tokens, gone_on, prefilled
 
-
 LENGTHS = [7, BLOCK, 3 * WINDOW + 1, 4 * WINDOW, 16 * BLOCK]
 
 
