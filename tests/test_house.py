@@ -23,8 +23,8 @@ TOOLS = ROOT / "tools"
 MOST_SMALL_MODULES = 25  # under 100 lines, with exactly one importer
 MOST_STAMPS = 40  # the same sentence about what a module does not know
 MOST_BENCHMARK_LINES = 12_000
-# What came later: cycles and steps of several groups, whole steps beside a device, the core of another
-# engine beside ours, and that engine with a model.
+# What came later: cycles and steps of several groups, whole steps beside a device, the core of
+# another engine beside ours, and that engine with a model.
 LATER_BENCHMARKS = (
     "core/cases.py", "core/device.py", "core/vllm_cases.py", "core/vllm_peer.py",
     "serve/peer_engines.py", "serve/phases_process.py",
