@@ -61,8 +61,8 @@ def test_a_damaged_block_of_a_window_is_found_mended_and_computed_again(
     damage(path / "blocks", pack_key(digests[first], windows[-1]))
     capsys.readouterr()
     assert main(["check", str(path)]) == 1
-    of_group = f", a block of cache group {windows[-1]} (checksum)" if windows[-1] else "(checksum)"
-    assert f"its record is not the row's{of_group}" in capsys.readouterr().out
+    of_group = f", a block of cache group {windows[-1]}" if windows[-1] else ""
+    assert f"its record is not the row's{of_group} (checksum)" in capsys.readouterr().out
     assert main(["check", str(path), "--fix"]) == 1
     assert main(["check", str(path)]) == 0
     with running_core(model, **options) as core:
