@@ -63,7 +63,7 @@ def hostile_grammars(number: int) -> dict[str, dict[str, Any]]:
             "json": {"type": "object", "properties": {f"p{number}-{i}": {} for i in range(5000)}}
         },
         "20,000 alternatives": {
-            "grammar": "root ::= " + " | ".join(f'"{i * (number + 1)}"' for i in range(20_000))
+            "grammar": f'root ::= "x{number}" | ' + " | ".join(f'"{i}"' for i in range(20_000))
         },
         "4,096 choices": {"choice": [f"{number}-{one}" for one in range(4096)]},
     }
