@@ -14,19 +14,10 @@ from stratakv.tiers import cpu as cpu_module
 from stratakv.tiers.base import Answer
 from stratakv.tiers.block import pack_key
 
+from ..clock import Clock
 from .scheduler_rig import Rig, digest
 
 JOB = b"\0job"
-
-
-class Clock:
-    """A monotonic clock that goes on only when told."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -16,17 +16,8 @@ from stratakv.tiers.policies.choice import POLICIES, policy_factory
 from stratakv.tiers.ssd.index import slot_index as index_module
 from stratakv.tiers.ssd.index.slot_index import Entry, SlotIndex
 
+from ..clock import Clock
 from .blocks import SMALL, make_keys
-
-
-class Clock:
-    """A monotonic clock that goes on only when told."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture

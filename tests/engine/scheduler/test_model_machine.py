@@ -37,6 +37,7 @@ from stratakv.engine.scheduler import scheduler as scheduler_module
 from stratakv.engine.scheduler.pins import PIN_SECONDS, Pin
 from stratakv.engine.scheduler.scheduler import Pause
 
+from ...clock import Clock
 from .conftest import HASHER, build_engine, digest_of, fingerprint, reference, salted
 from .dict_tiers import SIZE, DictTiers, Load
 
@@ -72,16 +73,6 @@ class Number:
 
     def of(self, choices: Sequence[T]) -> T:
         return choices[self.below(len(choices))]
-
-
-class Clock:
-    """A monotonic clock that goes on only when told."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 class Life:

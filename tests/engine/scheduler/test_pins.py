@@ -16,21 +16,12 @@ from stratakv.engine.scheduler import scheduler as scheduler_module
 from stratakv.engine.scheduler.pins import PIN_SECONDS, Pins, ToolEstimator
 from stratakv.tiers.settings.values import ConfigError
 
+from ...clock import Clock
 from .conftest import HASHER, Engine, MakeEngine, reference
 from .dict_tiers import DictTiers
 
 JOB = b"\0job"
 SIZE = 4
-
-
-class Clock:
-    """A monotonic clock that goes on only when told."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture
