@@ -25,6 +25,7 @@ from stratakv.engine.structured.base import (
     Words,
 )
 from stratakv.engine.structured.compiler import (
+    MOST_BYTES,
     MOST_WAITING,
     NUM_PROCESSES,
     Compilation,
@@ -87,6 +88,8 @@ class SpinningGrammar(Grammar):
 
     def __init__(self, backend: Spinner, text: str) -> None:
         self.backend, self.text = backend, text
+        if text == "large":
+            self.num_bytes = MOST_BYTES + 1
 
     def matcher(self) -> Matcher:
         return SpinningMatcher(self)
@@ -338,6 +341,17 @@ def by_caller_of(threads: list[threading.Thread]) -> bool:
     return threads[-1] is threading.current_thread()
 
 
+def test_rows_behind_a_draft_that_is_refused_allow_everything(threads_end: None) -> None:
+    maker = MaskMaker(40)
+    try:
+        follower = Follower(NotingGrammar(is_bounded=True))
+        maker.begin([MaskJob(follower, [], drafts=(2, 9, 1))])  # 0 to 2 are allowed
+        [job], rows = maker.collect()
+        assert job.error == "" and rows.tolist() == [[7, 7], [7, 7], [-1, -1], [-1, -1]]
+    finally:
+        maker.close()
+
+
 def test_a_row_that_was_interrupted_is_forgotten() -> None:
     follower = Follower(NotingGrammar(is_bounded=True))
     follower.note_seconds(1e-5)
@@ -358,11 +372,14 @@ def test_grammars_are_kept_up_to_a_size(threads_end: None) -> None:
             compiler.collect()
             assert compiler.num_cached_bytes <= 2000
         assert compiler.num_compiled == 4 and compiler.num_found == 2  # a was always used last
+        large = compiler.ask(spec("large"))
+        wait_for(lambda: (compiler.collect(), large.is_done)[1])
+        assert large.grammar is None and f"takes {MOST_BYTES + 1} bytes" in large.error
         for text in "xy":  # texts that do not compile take memory too
             failed = compiler.ask(spec(f"wrong {text}" * 200))
             wait_for(lambda it=failed: (compiler.collect(), it.is_done)[1])
             compiler.collect()
-        assert compiler.num_cached_bytes == 1400
+        assert compiler.num_cached_bytes == 1400 + len("large")
     finally:
         compiler.close()
 
