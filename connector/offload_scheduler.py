@@ -132,7 +132,7 @@ class OffloadScheduler(KVConnectorScheduler):
             self._counters,
             self._alarm,
             block_size,
-            parts.width,
+            parts,
         )
         self.awaiting_prefill = self._prefill_waits.request_ids
         self._hand_overs = HandOvers(hierarchy, parts.shards, self._alarm)

@@ -31,6 +31,7 @@ from .counters import OffloadCounters
 from .economics import UNMEASURED_SECONDS, Choice, Economics
 from .following import FOLLOW_SECONDS, FollowedPrompt, Follows
 from .lookups import Lookup
+from .parts import Parts
 
 MOST_SECONDS = FOLLOW_SECONDS
 MOST_WAITING = 64  # requests; each is looked at when anything comes
@@ -138,18 +139,25 @@ class WaitLimit:
 class _Wait:
     """One request's."""
 
-    def __init__(self, limit: WaitLimit, prompt: FollowedPrompt, began: float) -> None:
+    def __init__(
+        self, limit: WaitLimit, prompt: FollowedPrompt, positions: list[int], began: float
+    ) -> None:
         self.limit = limit
         self.prompt = prompt
+        self._positions = positions  # that are there, by how many of the prompt's keys are
         self.began = began
         self.look_up_at = began + LOOK_UP_SECONDS
         self.look_at = began  # even if nothing comes
         self.alarm_at = math.inf  # the next one
 
+    @property
+    def num_there(self) -> int:
+        """Leading positions that are there."""
+        return self._positions[self.prompt.num_there]
+
 
 class PrefillWaits:
-    """The waits of one connector. A position has `num_parts` blocks. `alarm` wakes the
-    engine where one is to end."""
+    """The waits of one connector. `alarm` wakes the engine where one is to end."""
 
     def __init__(
         self,
@@ -159,7 +167,7 @@ class PrefillWaits:
         counters: OffloadCounters,
         alarm: Alarm,
         block_size: int,
-        num_parts: int,
+        parts: Parts,
     ) -> None:
         self._hierarchy = hierarchy
         self._follows = follows
@@ -167,7 +175,8 @@ class PrefillWaits:
         self._counters = counters
         self._alarm = alarm
         self._block_size = block_size
-        self._num_parts = num_parts
+        self._parts = parts
+        self._num_parts = parts.width
         # Where others' blocks come to.
         self._tier = next(
             (store.name for store in hierarchy.stores if store.is_shared or store.is_read_only),
@@ -202,17 +211,22 @@ class PrefillWaits:
         # What follows the full blocks is computed here, unless it happens to be there too.
         num_full = (request.num_tokens - 1) // self._block_size
         num_full = min(num_full, len(request.block_hashes)) - lookup.first
+        num_full = min(num_full, len(lookup.keys) // self._num_parts)
         num_there = len(lookup.prefix.tiers)
-        missing = lookup.keys[num_there * self._num_parts : num_full * self._num_parts]
-        if not missing:
+        width = self._num_parts
+        # Blocks that a window has left behind may never come: whoever computes may lack them too.
+        needed = self._parts.needed(lookup.first, num_full)
+        places = [place for place in needed if place >= num_there * width]
+        if not places:
             return False
         limit = self._limit(lookup, num_there, num_full - num_there, is_told=is_told)
         if limit is None:
             return False
-        prompt = self._follows.begin(missing)
+        prompt = self._follows.begin([lookup.keys[place] for place in places])
         if prompt is None:
             return False
-        self._waits[request.request_id] = _Wait(limit, prompt, time.monotonic())
+        positions = [place // width - num_there for place in (*places, num_full * width)]
+        self._waits[request.request_id] = _Wait(limit, prompt, positions, time.monotonic())
         return True
 
     def collect(self) -> bool:
@@ -223,7 +237,7 @@ class PrefillWaits:
         is_lost = not self._hierarchy.others_are_up
         ended = []
         for request_id, wait in self._waits.items():
-            num_there = wait.prompt.num_there // self._num_parts
+            num_there = wait.num_there
             # An alarm may have come for what was due before more was there; the next one follows.
             is_due = now >= min(wait.look_at, wait.alarm_at)
             if num_there == wait.limit.num_there and not is_due and not is_lost:

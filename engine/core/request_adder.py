@@ -81,8 +81,8 @@ class RequestAdder:
         request_id = waiting.message.request_id
         if error := waiting.compilation.error:
             text = f"structured_outputs cannot be used: {error}"
-            output = TokenOutput(request_id, [], "error", error=text, error_code=INVALID_GRAMMAR)
-            return [output]
+            code = OVERLOADED if waiting.compilation.may_be_later else INVALID_GRAMMAR
+            return [TokenOutput(request_id, [], "error", error=text, error_code=code)]
         outputs = self._queue(waiting.message, waiting.built, None)
         self.grammars.follow(waiting)
         return outputs

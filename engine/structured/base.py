@@ -35,6 +35,10 @@ class GrammarError(ValueError):
     """This grammar cannot be followed, and why, with the position where that is known."""
 
 
+class NotNow(GrammarError):
+    """It was not compiled this time, for a reason that may lie outside the grammar: ask again."""
+
+
 class Matcher(ABC):
     """Where one answer is in its grammar."""
 

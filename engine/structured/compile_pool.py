@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..structured_params import GrammarSpec, Kind
-from .base import Form, GrammarError
+from .base import Form, GrammarError, NotNow
 from .compile_messages import Answer, Ask, Start, receive, send
 from .limited_thread import Limit
 from .xgrammar_scope import why_untamed
@@ -75,7 +75,7 @@ class CompilePool:
 
     def try_out(self, spec: GrammarSpec) -> Form:
         """Called by any thread, which waits. Raises GrammarError for a grammar that cannot be
-        compiled, or not within the limits."""
+        compiled, or not within the limits, and NotNow where the fault may be another's."""
         process = self._take()
         try:
             form = process.try_out(spec, self._limit)
@@ -85,7 +85,9 @@ class CompilePool:
         except BaseException as error:
             self._drop(process)
             if isinstance(error, _Ended | EOFError | OSError):
-                raise GrammarError(self._words(process, error)) from None
+                text = self._words(process, error)
+                kind = GrammarError if isinstance(error, _TooSlow) else NotNow
+                raise kind(text) from None
             raise
         self._put_back(process)
         return form
@@ -108,16 +110,18 @@ class CompilePool:
     def _take(self) -> _Process:
         with self._lock:
             if self._is_closed:
-                raise GrammarError("the engine ends")
-            if self._idle:
+                raise NotNow("the engine ends")
+            process = None
+            while process is None and self._idle:
                 process = self._idle.pop()
-            else:
+                if process.has_ended:  # somebody ended it, which is no grammar's fault
+                    process.end()
+                    process = None
+            if process is None:
                 try:
                     process = _Process(self._start)
                 except OSError as error:
-                    raise GrammarError(
-                        f"no process can be started to compile it: {error}"
-                    ) from None
+                    raise NotNow(f"no process can be started to compile it: {error}") from None
             self._busy.append(process)
             return process
 
@@ -151,6 +155,10 @@ class CompilePool:
 
 class _Ended(Exception):
     """The process is of no more use, and why."""
+
+
+class _TooSlow(_Ended):
+    """It took more of the processor's time than a grammar may."""
 
 
 class _Process:
@@ -195,7 +203,7 @@ class _Process:
 
         def watch() -> None:
             if self._cpu_seconds() - cpu > limit.cpu_seconds:
-                raise _Ended(f"it takes more than {limit.cpu_seconds:g} s to compile; make it"
+                raise _TooSlow(f"it takes more than {limit.cpu_seconds:g} s to compile; make it"
                                  " simpler")  # fmt: skip
             if time.monotonic() - began > limit.seconds:
                 raise _Ended(f"it was not compiled within {limit.seconds:g} s, beside other"
@@ -206,6 +214,10 @@ class _Process:
         if answer.form is None:
             raise GrammarError(answer.error)
         return answer.form
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     @property
     def status(self) -> int:

@@ -70,16 +70,23 @@ def _try_out(backend: Backend, spec: GrammarSpec) -> Answer:
 
 def _limit_memory(more_bytes: int) -> None:
     """Of address space, beside what it has now."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _lower(resource.RLIMIT_CORE, 0)
     with suppress(OSError):  # only Linux says
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         most = pages * resource.getpagesize() + more_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+        _lower(resource.RLIMIT_AS, most)
 
 
 def _limit_time(cpu_seconds: float) -> None:
     most = math.ceil(time.process_time() + cpu_seconds + _MORE_SECONDS)
-    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+    _lower(resource.RLIMIT_CPU, most)
+
+
+def _lower(limit: int, most: int) -> None:
+    """Whoever runs the engine may have set a limit that nobody may raise."""
+    hard = resource.getrlimit(limit)[1]
+    soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(limit, (soft, hard))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 
 from ..structured_params import GrammarSpec
-from .base import BITS, Backend, Grammar, GrammarError, Words
+from .base import BITS, Backend, Grammar, GrammarError, NotNow, Words
 from .compile_pool import CompilePool
 from .limited_thread import Job, LeftBehind, Limit, LimitedThread
 
@@ -41,12 +41,16 @@ _CLOSE_SECONDS = 5.0
 @dataclass(slots=True)
 class Compilation:
     """A grammar that was asked for. Until `is_done` it has neither a grammar nor an error.
-    `first_words` is the row of an answer that begins: often the one that takes longest."""
+    `first_words` is the row of an answer that begins: often the one that takes longest.
+    `may_be_later`: the error says nothing of the grammar, and it is compiled when asked for again.
+    """
 
     spec: GrammarSpec
     grammar: Grammar | None = None
     error: str = ""
     first_words: Words | None = None
+    may_be_later: bool = False
+    has_begun: bool = False
 
     @property
     def is_done(self) -> bool:
@@ -102,6 +106,7 @@ class GrammarCompiler:
         self._waiting: dict[GrammarSpec, Compilation] = {}
         self._small, self._large = _Lane(num_threads), _Lane(NUM_PROCESSES)
         self._left = LeftBehind()
+        self._beginning = threading.Lock()  # between a thread that begins and who gives up
         self._opening = threading.Lock()
         # Held by the thread that compiles what was tried out: with more of them, the engine's own
         # threads would have no processor left.
@@ -115,9 +120,11 @@ class GrammarCompiler:
 
     @property
     def num_cached_bytes(self) -> int:
-        """Of the grammars that are kept."""
-        kept = (each.grammar for each in self._known.values())
-        return sum(grammar.num_bytes for grammar in kept if grammar is not None)
+        """Of the grammars that are kept, with the texts of those that failed."""
+        return sum(
+            len(each.spec.text) if each.grammar is None else each.grammar.num_bytes
+            for each in self._known.values()
+        )
 
     def ask(self, spec: GrammarSpec) -> Compilation:
         """The grammar, which may be done already. Raises TooManyGrammars."""
@@ -128,8 +135,12 @@ class GrammarCompiler:
             return found
         if spec in self._waiting:
             return self._waiting[spec]
-        if len(self._waiting) >= MOST_WAITING:
-            raise TooManyGrammars(f"{len(self._waiting)} grammars wait to be compiled; try later")
+        is_large = self._pool is not None and self._pool.is_needed(spec)
+        lane = self._large if is_large else self._small
+        # Those that nobody waits for are in the lane until their turn, and in memory.
+        num_before = max(len(self._waiting), lane.jobs.qsize())
+        if num_before >= MOST_WAITING:
+            raise TooManyGrammars(f"{num_before} grammars wait to be compiled; try later")
         compilation = Compilation(spec)
         if self._left.are_too_many:
             compilation.error = (
@@ -138,11 +149,17 @@ class GrammarCompiler:
             )
             return compilation
         self._waiting[spec] = compilation
-        is_large = self._pool is not None and self._pool.is_needed(spec)
-        lane = self._large if is_large else self._small
         lane.start_threads()
         lane.jobs.put(lambda thread: self._run(thread, lane.at(thread), compilation))
         return compilation
+
+    def give_up(self, compilation: Compilation) -> None:
+        """Nobody waits for it any more: it is compiled only if that has begun."""
+        with self._beginning:
+            if compilation.has_begun or compilation.is_done:
+                return
+            compilation.error = "nobody waits for it any more"
+        self._waiting.pop(compilation.spec, None)
 
     def collect(self) -> None:
         """Take note of what was done, and fail what takes too long."""
@@ -155,7 +172,8 @@ class GrammarCompiler:
                 del self._waiting[spec]
                 self.num_compiled += compilation.grammar is not None
                 self.num_failed += compilation.grammar is None
-                self._known[spec] = compilation
+                if not compilation.may_be_later:
+                    self._known[spec] = compilation
         while len(self._known) > CACHE_ENTRIES or (
             self._known and self.num_cached_bytes > self._cache_bytes
         ):
@@ -196,18 +214,24 @@ class GrammarCompiler:
 
     def _run(self, thread: LimitedThread, at: list[Compilation], compilation: Compilation) -> None:
         """On one of the threads."""
-        made, error = None, ""
+        made, error, may_be_later = None, "", False
+        with self._beginning:
+            if compilation.is_done:
+                return
+            compilation.has_begun = True
         try:
             made = self._compile(thread, at, compilation)
             if made is None:
                 return
         except (ValueError, ImportError) as caught:  # GrammarError, NoVocabulary
             error = str(caught) or type(caught).__name__
+            may_be_later = isinstance(caught, NotNow)
         except Exception as caught:
             logger.exception("a grammar's backend failed")
             error = f"{type(caught).__name__}: {caught}"
         if thread.next_piece(at.clear):
             if made is None:
+                compilation.may_be_later = may_be_later
                 compilation.error = error
             else:
                 compilation.first_words = made[1]
@@ -229,7 +253,7 @@ class GrammarCompiler:
             return self._build(thread, at, compilation, partial(self._backend.compile, spec))
         building = self._building
         if not building.acquire(timeout=self._limit.seconds):
-            raise GrammarError("the grammars before it take too long to compile; try later")
+            raise NotNow("the grammars before it take too long to compile; try later")
         try:
             return self._build(thread, at, compilation, partial(self._backend.build, spec, form))
         finally:

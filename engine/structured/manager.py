@@ -210,7 +210,11 @@ class GrammarManager:
     def forget(self, request_ids: Iterable[str]) -> None:
         """Nobody wants these any more, if they still wait."""
         for request_id in request_ids:
-            self._waiting.pop(request_id, None)
+            gone = self._waiting.pop(request_id, None)
+            if gone is not None and all(
+                each.compilation is not gone.compilation for each in self._waiting.values()
+            ):
+                self._compiler.give_up(gone.compilation)
 
     def follow(self, waiting: Waiting) -> None:
         """Its request may run: from now on its answer follows its grammar."""

@@ -61,7 +61,7 @@ def why_unsupported(spec: GrammarSpec) -> str:
         for name, value in schema.items():
             if name in _UNSUPPORTED and value not in (False, None):
                 return f"the keyword {name} of a JSON schema"
-        if len(schema.get("allOf") or ()) > 1:
+        if _count(schema.get("allOf")) > 1:
             return "an allOf of several JSON schemas"
     return ""
 
@@ -78,13 +78,18 @@ def why_untamed(spec: GrammarSpec) -> str:
         if count >= MOST_SCHEMAS:
             return f"more than {MOST_SCHEMAS} schemas in one"
         for name in _MAPS[:1]:
-            if len(schema.get(name) or ()) > MOST_PROPERTIES:
+            if _count(schema.get(name)) > MOST_PROPERTIES:
                 return f"more than {MOST_PROPERTIES} properties in one object"
         for name in _BOUNDS:
             value = schema.get(name)
             if isinstance(value, int | float) and value > MOST_REPEATS:
                 return f"{name} above {MOST_REPEATS}"
     return ""
+
+
+def _count(value: Any) -> int:
+    """Of what an object or a list holds; 0 for what a client wrote in its place."""
+    return len(value) if isinstance(value, dict | list) else 0
 
 
 def _why_untamed_regex(pattern: str) -> str:

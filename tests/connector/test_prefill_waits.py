@@ -16,6 +16,7 @@ from stratakv.connector import following, prefill_waits
 from stratakv.connector.base import ConnectorWorkerOutput, Elsewhere, MatchKind
 from stratakv.connector.economics import UNMEASURED_SECONDS, Choice
 from stratakv.connector.offload_scheduler import OffloadScheduler
+from stratakv.connector.parts import FirstSeen, Parts
 from stratakv.connector.prefill_waits import (
     ALWAYS_SECONDS,
     GRACE_SECONDS,
@@ -28,6 +29,7 @@ from stratakv.connector.prefill_waits import (
 )
 from stratakv.connector.rates import PrefillRate
 from stratakv.connector.transfer import CopySignal
+from stratakv.engine.models.layer_attention import window
 from stratakv.tiers.block import pack_key
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
@@ -164,7 +166,9 @@ class WatchedStore(PrefetchingStore):
 class Rig:
     """A scheduler side in the hands of a test, with a clock that stands still."""
 
-    def __init__(self, choice: Choice, price: float | None) -> None:
+    def __init__(
+        self, choice: Choice, price: float | None, seen: Sequence[FirstSeen | None] = (None,)
+    ) -> None:
         self.now = 1000.0
         self.slab = CpuSlab(LAYOUT, 64 * LAYOUT.slot_bytes, populate_threads=1)
         self.store = WatchedStore(LAYOUT, 1000 * LAYOUT.page_bytes, name="remote")
@@ -174,16 +178,21 @@ class Rig:
         if price is not None:
             prefill.note(1, 0, price)
         self.side = OffloadScheduler(
-            self.hierarchy, LAYOUT.block_size, self.signal, choice=choice, prefill=prefill
+            self.hierarchy,
+            LAYOUT.block_size,
+            self.signal,
+            parts=Parts(LAYOUT.block_size, seen),
+            choice=choice,
+            prefill=prefill,
         )
         self.side.expect_prompts()
         self.woken = threading.Event()
         self.side.set_wakeup(self.woken.set)
 
-    def share(self, *numbers: int, tells: bool = True) -> None:
+    def share(self, *numbers: int, tells: bool = True, group: int = 0) -> None:
         """Another engine has brought these blocks to the store."""
         buffer = memoryview(bytearray(LAYOUT.page_bytes))
-        keys = [pack_key(digest(number)) for number in numbers]
+        keys = [pack_key(digest(number), group) for number in numbers]
         self.store.store(keys, [buffer] * len(keys)).result(0)
         if tells:
             self.store._known.update(keys)
@@ -213,8 +222,8 @@ class Rig:
 def make_rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rig]]:
     made: list[Rig] = []
 
-    def make(choice: Choice = Choice.AUTO, price: float | None = 0.05) -> Rig:
-        rig = Rig(choice, price)
+    def make(choice: Choice = Choice.AUTO, price: float | None = 0.05, **fields: Any) -> Rig:
+        rig = Rig(choice, price, **fields)
         clock = SimpleNamespace(monotonic=lambda: rig.now)
         for module in (prefill_waits, following):
             monkeypatch.setattr(module, "time", clock)
@@ -273,6 +282,22 @@ def test_where_it_ends_early_what_has_come_is_loaded(rig: Rig) -> None:
     rig.side.request_finished("a")
     rig.share(4)
     assert rig.waits() == {"stalled": 1}
+
+
+def test_what_a_window_left_behind_is_not_waited_for(make_rig: Callable[..., Rig]) -> None:
+    """Whoever computes found the beginning in its pool, where only the end of its window was."""
+    rig = make_rig(seen=(None, window(6).first_seen))
+    rig.queue(ASKS, Elsewhere.TOLD)
+    assert rig.ask(ASKS) == (0, RETRY)
+    for numbers, in_window in ((range(1, 6), [4, 5]), (range(6, 11), [8, 9, 10])):
+        assert list(rig.side.awaiting_prefill) == ["a"]
+        rig.now += 0.3
+        rig.share(*in_window, group=1)
+        rig.share(*numbers)
+        rig.answer()
+    assert rig.waits() == {"whole": 1}
+    assert rig.ask(ASKS) == (40, LOAD)
+    rig.side.request_finished("a")
 
 
 def test_a_request_waits_once(rig: Rig) -> None:

@@ -149,6 +149,12 @@ def test_its_own_stop_ids_end_it_only_where_the_grammar_may_end(
             assert output.new_token_ids[-1] in (*stops, END)
             text = text_of(output)[:3]
             assert text.isdigit()
+    by_own = {
+        output.new_token_ids[-1]
+        for i in range(0, 10, 2)
+        if (output := answers[f"r{i}"]).finish_reason == "stop"
+    }
+    assert by_own and by_own <= {*stops}, "where the model's own end does not count"
 
 
 def test_an_answer_that_no_token_may_end_ends_with_its_grammar(

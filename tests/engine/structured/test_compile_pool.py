@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -14,8 +15,9 @@ import numpy as np
 import pytest
 
 from stratakv.engine.options import EMBEDDED_MODEL
+from stratakv.engine.structured import compile_pool
 from stratakv.engine.structured.backends import open_backend
-from stratakv.engine.structured.base import GrammarError
+from stratakv.engine.structured.base import GrammarError, NotNow
 from stratakv.engine.structured.compile_pool import CompilePool
 from stratakv.engine.structured.compiler import COMPILE_LIMIT, Compilation, GrammarCompiler
 from stratakv.engine.structured.limited_thread import Limit
@@ -32,6 +34,9 @@ MANY_RULES = GrammarSpec(
 def object_of(num_properties: int) -> GrammarSpec:
     properties = {f"property {number}": {"type": "integer"} for number in range(num_properties)}
     return StructuredOutputsParams(json={"type": "object", "properties": properties}).spec
+
+
+FEW_RULES = GrammarSpec(Kind.GRAMMAR, "root ::= " + " | ".join(f'"{n}"' for n in range(90)))
 
 
 def pool_of(**fields: Any) -> CompilePool:
@@ -70,6 +75,8 @@ def test_only_what_may_take_long_is_tried_out(pool: CompilePool) -> None:
     xgrammar = pool_of(backend="xgrammar")
     assert xgrammar.is_needed(GrammarSpec(Kind.REGEX, "((a+)+)+b"))
     assert not xgrammar.is_needed(object_of(20))
+    for text in ('{"properties": 5}', '{"items": {"properties": true}}', '{"allOf": 3}'):
+        assert not xgrammar.is_needed(GrammarSpec(Kind.JSON, text))  # xgrammar says what is wrong
 
 
 def test_a_large_grammar_is_compiled_here_after_its_trial_as_without(
@@ -95,7 +102,8 @@ def test_a_large_grammar_is_compiled_here_after_its_trial_as_without(
         assert (row == tried.first_words).all()
         assert tried.grammar.is_bounded and type(tried.grammar) is type(direct)
     [pid] = pool.process_ids
-    assert os.getpriority(os.PRIO_PROCESS, pid) >= 10
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, own + 10)
     wrong = GrammarSpec(Kind.GRAMMAR, MANY_RULES.text + " | nobody")
     assert "nobody" in compiled(wrong).error
     assert pool.process_ids == [pid]  # a grammar that is wrong does it no harm
@@ -104,17 +112,18 @@ def test_a_large_grammar_is_compiled_here_after_its_trial_as_without(
 
 
 def test_what_takes_too_long_or_too_much_memory_is_refused_and_the_next_is_not() -> None:
-    few_rules = GrammarSpec(Kind.GRAMMAR, "root ::= " + " | ".join(f'"{n}"' for n in range(90)))
     for limits, said in (
         ({"limit": Limit(cpu_seconds=0.2)}, "more than 0.2 s to compile"),
         ({"memory_bytes": 16 * 1024**2}, "16777216 bytes of memory"),
     ):
         pool = pool_of(**limits)
         try:
-            with pytest.raises(GrammarError, match=said):
+            with pytest.raises(GrammarError, match=said) as raised:
                 pool.try_out(object_of(5000))
+            # Who killed a process, its limit on memory or somebody else, nobody can tell.
+            assert isinstance(raised.value, NotNow) == ("memory" in said)
             assert not pool.process_ids
-            assert pool.try_out(few_rules).text
+            assert pool.try_out(FEW_RULES).text
         finally:
             pool.close()
 
@@ -148,6 +157,33 @@ def test_a_process_that_is_killed_fails_the_grammar_that_it_is_at_alone() -> Non
         assert errors[1] == "the engine ends" and is_gone(pid)
         with pytest.raises(GrammarError, match="the engine ends"):
             pool.try_out(MANY_RULES)
+    finally:
+        pool.close()
+
+
+def test_a_process_that_was_killed_between_two_grammars_fails_none() -> None:
+    pool = pool_of()
+    try:
+        first = pool.try_out(FEW_RULES)
+        [pid] = pool.process_ids
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: pool._idle[0].has_ended)
+        assert pool.try_out(FEW_RULES) == first
+        assert pid not in pool.process_ids and len(pool.process_ids) == 1
+    finally:
+        pool.close()
+
+
+def test_limits_of_whoever_runs_the_engine_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    hard = 10**6  # seconds: below infinity, where a process that asks for that is refused
+    command = ("bash", "-c", f'ulimit -t {hard}; ulimit -v {2**33}; exec "$@"', "-")
+    monkeypatch.setattr(compile_pool, "_COMMAND", (*command, *compile_pool._COMMAND))
+    pool = pool_of()
+    try:
+        assert pool.try_out(FEW_RULES).text
+        [pid] = pool.process_ids
+        soft, kept = resource.prlimit(pid, resource.RLIMIT_CPU)
+        assert soft < 100 and kept == hard
     finally:
         pool.close()
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,23 @@ import pytest
 
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.structured.backends import open_backend, why_missing
-from stratakv.engine.structured.base import Backend, Grammar, Matcher, Words
-from stratakv.engine.structured.compiler import Compilation, GrammarCompiler
+from stratakv.engine.structured.base import (
+    Backend,
+    Form,
+    Grammar,
+    GrammarError,
+    Matcher,
+    NotNow,
+    Words,
+)
+from stratakv.engine.structured.compiler import (
+    MOST_BYTES,
+    MOST_WAITING,
+    NUM_PROCESSES,
+    Compilation,
+    GrammarCompiler,
+    TooManyGrammars,
+)
 from stratakv.engine.structured.limited_thread import MOST_LEFT_BEHIND, Limit
 from stratakv.engine.structured.masks import (
     HANGS,
@@ -63,6 +78,8 @@ class Spinner(Backend):
     def compile(self, spec: GrammarSpec) -> Grammar:
         if not self.compiles:
             self.spin(spec.text)
+        if spec.text.startswith("wrong"):
+            raise GrammarError("wrong")
         return SpinningGrammar(self, spec.text)
 
 
@@ -71,6 +88,8 @@ class SpinningGrammar(Grammar):
 
     def __init__(self, backend: Spinner, text: str) -> None:
         self.backend, self.text = backend, text
+        if text == "large":
+            self.num_bytes = MOST_BYTES + 1
 
     def matcher(self) -> Matcher:
         return SpinningMatcher(self)
@@ -128,6 +147,97 @@ def test_one_that_does_not_stop_compiling_is_given_up(threads_end: None) -> None
     finally:
         backend.stop.set()
         compiler.close()
+
+
+class SlowPool:
+    """Stands where processes try grammars out: for as long as `go` is not set."""
+
+    def __init__(self) -> None:
+        self.go, self.asked = threading.Event(), []
+        self.error: GrammarError | None = None
+
+    def is_needed(self, spec: GrammarSpec) -> bool:
+        if spec.text == "fault":
+            raise TypeError("a schema that nobody thought of")
+        return True
+
+    def try_out(self, spec: GrammarSpec) -> Form:
+        self.asked.append(spec.text)
+        assert self.go.wait(WAIT_SECONDS)
+        if self.error is not None:
+            raise self.error
+        return Form("spinner")
+
+    def close(self) -> None:
+        self.go.set()
+
+
+@pytest.fixture
+def slow_pool(threads_end: None) -> Iterator[tuple[GrammarCompiler, SlowPool]]:
+    backend, pool = Spinner(compiles=True), SlowPool()
+    backend.build = lambda spec, form: backend.compile(spec)
+    compiler = GrammarCompiler(lambda: backend, lambda: None, vocab_size=40, pool=pool)
+    yield compiler, pool
+    compiler.close()
+
+
+def test_what_failed_for_another_reason_is_compiled_when_asked_for_again(
+    slow_pool: tuple[GrammarCompiler, SlowPool],
+) -> None:
+    compiler, pool = slow_pool
+    pool.go.set()
+    for error, is_kept in ((NotNow("the machine is busy"), False), (GrammarError("no"), True)):
+        pool.error, asked = error, spec(str(error))
+        failed = compiler.ask(asked)
+        wait_for(lambda it=failed: (compiler.collect(), it.is_done and not compiler.num_waiting)[1])
+        assert failed.error == str(error) and failed.may_be_later is not is_kept
+        pool.error = None
+        again = compiler.ask(asked)
+        assert (again is failed) is is_kept
+    wait_for(lambda: (compiler.collect(), not compiler.num_waiting)[1])
+    assert sorted(pool.asked) == ["no", "the machine is busy", "the machine is busy"]
+
+
+def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled(
+    slow_pool: tuple[GrammarCompiler, SlowPool],
+) -> None:
+    compiler, pool = slow_pool
+    running = [compiler.ask(spec(f"{number}")) for number in range(NUM_PROCESSES)]
+    wait_for(lambda: len(pool.asked) == NUM_PROCESSES)
+    gone, wanted = compiler.ask(spec("gone")), compiler.ask(spec("wanted"))
+    for each in (running[0], gone):
+        compiler.give_up(each)
+    again = compiler.ask(spec("gone"))
+    assert again is not gone
+    compiler.give_up(again)
+    assert compiler.num_waiting == 3  # what has begun goes on, for who asks again
+    pool.go.set()
+    wait_for(lambda: (compiler.collect(), not compiler.num_waiting)[1])
+    assert wanted.grammar is not None and compiler.ask(spec("0")) is running[0]
+    assert sorted(pool.asked) == ["0", "1", "wanted"]
+
+
+def test_those_that_nobody_waits_for_do_not_heap_up(
+    slow_pool: tuple[GrammarCompiler, SlowPool],
+) -> None:
+    compiler, _ = slow_pool
+
+    def ask_and_leave() -> None:
+        for number in range(MOST_WAITING + NUM_PROCESSES + 1):
+            compiler.give_up(compiler.ask(spec(f"{number}")))
+
+    with pytest.raises(TooManyGrammars, match=f"{MOST_WAITING} grammars wait"):
+        ask_and_leave()
+
+
+def test_a_grammar_whose_place_cannot_be_told_leaves_nothing_behind(
+    slow_pool: tuple[GrammarCompiler, SlowPool],
+) -> None:
+    compiler, _ = slow_pool
+    for _ in range(2):  # the second would wait for the first for ever
+        with pytest.raises(TypeError):
+            compiler.ask(spec("fault"))
+    assert not compiler.num_waiting
 
 
 def test_one_that_does_not_stop_in_a_step_fails_alone(threads_end: None) -> None:
@@ -231,6 +341,17 @@ def by_caller_of(threads: list[threading.Thread]) -> bool:
     return threads[-1] is threading.current_thread()
 
 
+def test_rows_behind_a_draft_that_is_refused_allow_everything(threads_end: None) -> None:
+    maker = MaskMaker(40)
+    try:
+        follower = Follower(NotingGrammar(is_bounded=True))
+        maker.begin([MaskJob(follower, [], drafts=(2, 9, 1))])  # 0 to 2 are allowed
+        [job], rows = maker.collect()
+        assert job.error == "" and rows.tolist() == [[7, 7], [7, 7], [-1, -1], [-1, -1]]
+    finally:
+        maker.close()
+
+
 def test_a_row_that_was_interrupted_is_forgotten() -> None:
     follower = Follower(NotingGrammar(is_bounded=True))
     follower.note_seconds(1e-5)
@@ -251,6 +372,14 @@ def test_grammars_are_kept_up_to_a_size(threads_end: None) -> None:
             compiler.collect()
             assert compiler.num_cached_bytes <= 2000
         assert compiler.num_compiled == 4 and compiler.num_found == 2  # a was always used last
+        large = compiler.ask(spec("large"))
+        wait_for(lambda: (compiler.collect(), large.is_done)[1])
+        assert large.grammar is None and f"takes {MOST_BYTES + 1} bytes" in large.error
+        for text in "xy":  # texts that do not compile take memory too
+            failed = compiler.ask(spec(f"wrong {text}" * 200))
+            wait_for(lambda it=failed: (compiler.collect(), it.is_done)[1])
+            compiler.collect()
+        assert compiler.num_cached_bytes == 1400
     finally:
         compiler.close()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from stratakv.engine.models.decoder import Layer
 from stratakv.engine.worker.forward.forward import GatherForward
 from stratakv.engine.worker.forward.in_place_forward import InPlaceForward, reason_against_in_place
 from stratakv.engine.worker.runtime.device_config import AUTO, GATHER, Placement
@@ -30,10 +31,23 @@ def test_in_place_answers_as_gathering_does(block_size, checkpoint, driver, prom
     options = {"block_size": block_size, "num_blocks": 1200}
     in_place = driver(checkpoint(), **options)
     assert isinstance(in_place.runner._forward, InPlaceForward)
+    assert in_place.runner._forward._network is not None, "all layers are one call"
     gathered = driver(checkpoint(), placement=BY_GATHERING, **options)
     assert isinstance(gathered.runner._forward, GatherForward)
     assert crowd(in_place, prompt_of, wanted) == crowd(gathered, prompt_of, wanted)
     assert not in_place.runner.pool.tensor[0].any()
+
+
+@BUILT
+def test_a_model_that_the_library_has_not_all_of_is_computed_layer_by_layer(
+    checkpoint, driver, prompt_of, monkeypatch
+):
+    expected = crowd(driver(checkpoint(), num_blocks=1200), prompt_of, wanted)
+    monkeypatch.setattr(Layer, "in_library", lambda *_: None)
+    by_layer = driver(checkpoint(), num_blocks=1200)
+    assert isinstance(by_layer.runner._forward, InPlaceForward)
+    assert by_layer.runner._forward._network is None
+    assert crowd(by_layer, prompt_of, wanted) == expected
 
 
 def test_without_the_library_blocks_are_gathered(checkpoint, driver, prompt_of, monkeypatch):

@@ -36,14 +36,18 @@ def of_rules(text: str) -> bool:
     return re.fullmatch("x[0-9]{2};", text) is not None
 
 
+def of_schema_in_short(text: str) -> bool:
+    return of_schema(text) and re.search(r"\s\s|[\n\t]", text) is None
+
+
 SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 COMPACT = {"disable_any_whitespace": True}
 SPELLINGS: list[tuple[dict[str, Any], Any]] = [
     ({"response_format": SCHEMA_FORMAT}, of_schema),
     ({"structured_outputs": {"json": SCHEMA, **COMPACT}}, of_schema),
     ({"structured_outputs": {"json": json.dumps(SCHEMA), **COMPACT}}, of_schema),
-    ({"guided_json": SCHEMA, "guided_whitespace_pattern": "[ ]?"}, of_schema),
-    ({"guided_json": json.dumps(SCHEMA), "guided_whitespace_pattern": "[ ]?"}, of_schema),
+    ({"guided_json": SCHEMA, "guided_whitespace_pattern": "[ ]?"}, of_schema_in_short),
+    ({"guided_json": json.dumps(SCHEMA), "guided_whitespace_pattern": "[ ]?"}, of_schema_in_short),
     ({"structured_outputs": {"regex": "x[0-9]{2};"}}, of_rules),
     ({"guided_regex": "x[0-9]{2};"}, of_rules),
     ({"structured_outputs": {"choice": ["yes", "no"]}}, is_choice),
