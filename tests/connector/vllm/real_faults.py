@@ -385,8 +385,9 @@ def _at_full_pace(proxy: FaultProxy) -> None:
     proxy.reset()
 
 
+RESET = "connections are reset"
 NETWORK: dict[str, tuple[Act, Act]] = {
-    "connections are reset": (_each(FaultProxy.reset), nothing),
+    RESET: (_each(FaultProxy.reset), nothing),
     "nothing gets through": (_each(_dark), _each(_light)),
     "connections are half-open": (_each(FaultProxy.vanish), _each(FaultProxy.reset)),
     "a byte a second": (_each(lambda proxy: proxy.pace(1, 1.0)), _each(_at_full_pace)),
@@ -440,8 +441,10 @@ SERVER: dict[str, tuple[Act, Act]] = {
 def of_servers() -> Iterator[Fault]:
     """Of the server and of the network, at each moment."""
     for what, (begin, end) in (SERVER | NETWORK).items():
+        # A client whose idle connection ends makes another one and counts nothing.
+        shows = ("network.connections",) if what == RESET else LOST
         for moment in (LOOK_UP, LOAD, STORE):
-            yield Fault("remote", moment, what, LOST, begin=begin, end=end)
+            yield Fault("remote", moment, what, shows, begin=begin, end=end)
     yield Fault("remote", LOOK_UP, "started again, empty", LOST, begin=_restart)
     yield Fault("remote", LOAD, "another engine deletes the blocks", LOST, begin=_delete_all)
     yield Fault("remote", LOOK_UP, "refuses the token", LOST, begin=_another_token, end=_restart)

@@ -180,7 +180,8 @@ class Run:
 
     def _figures(self) -> dict[str, Any]:
         figures: dict[str, Any] = self._tiers.do(fault="figures")
-        return figures
+        connections = sum(proxy.num_connections for proxy in self._tiers.proxies)
+        return figures | {"network.connections": connections}
 
     def _forget(self) -> None:
         deadline = time.monotonic() + SHOWN_SECONDS
