@@ -16,9 +16,11 @@ MAX_FORGOTTEN = 65536
 
 
 class FailedChunks:
-    """Their keys. The owner's lock is held for every call."""
+    """Their keys. The owner's lock is held for every call. `version` changes with each call that
+    adds some."""
 
     def __init__(self) -> None:
+        self.version = 0
         self._until: OrderedDict[bytes, float] = OrderedDict()  # monotonic
 
     def __contains__(self, key: bytes) -> bool:
@@ -33,6 +35,7 @@ class FailedChunks:
     def add(self, keys: Iterable[bytes]) -> None:
         """The load of these chunks failed."""
         until = time.monotonic() + FORGET_SECONDS
+        self.version += 1
         for key in keys:
             self._until[key] = until
             self._until.move_to_end(key)

@@ -3,7 +3,7 @@
 which the request waits.
 
 The first question of a step is answered for all chunks behind it at once, and remembered until
-something in the tiers changes. MISS is also the answer for
+something in the tiers changes or a load fails. MISS is also the answer for
 - chunks that are quicker to compute than to load,
 - chunks whose load has just failed, so that nobody waits for them again,
 - what would not fit into vLLM's region beside what waits there for other requests: promoted chunks
@@ -41,7 +41,7 @@ class Found(Enum):
 class Asked:
     """What is known for one request. vLLM keeps it with the request."""
 
-    version: int | None = None
+    version: tuple[int, int] | None = None  # of the tiers, and of the loads that failed
     answers: dict[bytes, Found] = field(default_factory=dict)  # by vLLM's keys
     keys: dict[bytes, bytes] = field(default_factory=dict)  # ours of vLLM's
     accepted: set[bytes] = field(default_factory=set)  # ours, that are to be loaded
@@ -75,7 +75,8 @@ class Lookups:
     def find(self, host_key: bytes, context: Any) -> Found:
         """The answer for one chunk of vLLM's."""
         asked = self._asked(context)
-        version = self._hierarchy.version
+        # A load that finds no room fails and changes nothing in the tiers.
+        version = self._hierarchy.version, self._failed.version
         if asked.version != version:
             asked.version = version
             asked.answers.clear()

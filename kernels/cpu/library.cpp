@@ -125,3 +125,27 @@ EXPORTED int64_t stratakv_cpu_attend(int64_t variant, const Step *step, Parallel
     if (step->num_requests) chosen.attend(step, parallel, threads);
     return 0;
 }
+
+// Bans tokens in place, as -inf: of row `indices[i]` of `logits` (row i where there are none), whose
+// rows are `row` elements apart, each token whose bit is not set in the i-th row of `words`, and
+// those beyond the words. Whole words of one kind are most of a grammar's.
+EXPORTED int64_t stratakv_cpu_ban(float *logits, int64_t row, int64_t num_tokens,
+                                  const uint32_t *words, int64_t num_words,
+                                  const int64_t *indices, int64_t num_rows) {
+    const float banned = -__builtin_inff();
+    for (int64_t i = 0; i < num_rows; i++, words += num_words) {
+        float *at = logits + (indices ? indices[i] : i) * row;
+        for (int64_t first = 0; first < num_tokens; first += 32) {
+            const int64_t word = first / 32;
+            const uint32_t allowed = word < num_words ? words[word] : 0;
+            if (allowed == ~uint32_t(0)) continue;
+            const int64_t count = num_tokens - first < 32 ? num_tokens - first : 32;
+            if (allowed == 0)
+                for (int64_t t = 0; t < count; t++) at[first + t] = banned;
+            else
+                for (int64_t t = 0; t < count; t++)
+                    if (!(allowed >> t & 1)) at[first + t] = banned;
+        }
+    }
+    return 0;
+}

@@ -27,7 +27,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "libstratakv_cpu.so"
-ABI = 2  # STRATAKV_ABI of step.h
+ABI = 3  # STRATAKV_ABI of step.h
 VARIABLE = "STRATAKV_CPU_KERNELS"
 # Where the table of sections begins, which linkers write last; size and number of its entries.
 _ELF_HEADER = struct.Struct("<40xQ10xHH2x")
@@ -129,6 +129,8 @@ class CpuLibrary:
     multiply: Callable[[Any, int], int]  # as `attend`
     pass_workspace: Callable[[Any, int], int]  # a Pass, threads
     run_pass: Callable[[Any, int], int]  # as `attend`; 2 a position, 3 a wanted row out of bounds
+    # float32 logits, their row, tokens; words, their number in a row; indices or None, rows
+    ban: Callable[[int, int, int, int, int, int | None, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,8 @@ def _variant(library: ctypes.CDLL, variant: str) -> CpuLibrary:
     size, address = ctypes.c_int64, ctypes.c_void_p
     pack.argtypes = (size, address, size, address, size, size)
     panel.argtypes = (size, size)
+    ban = _function(library, "ban")
+    ban.argtypes = (address, size, size, address, size, address, size)
 
     def measured(name: str) -> Callable[[Any, int], int]:
         function = _function(library, name)
@@ -222,6 +226,7 @@ def _variant(library: ctypes.CDLL, variant: str) -> CpuLibrary:
         multiply=called("multiply"),
         pass_workspace=measured("pass_workspace"),
         run_pass=called("pass"),
+        ban=ban,
     )
 
 

@@ -11,6 +11,7 @@ same, and mean our slab; others are
 from __future__ import annotations
 
 import time
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,14 @@ class ConnectorEngine(vllm_process.Engine):
     @property
     def _role(self) -> Any:
         return self._connector._scheduler
+
+    @cached_property
+    def _planter(self) -> Any:
+        import tier_faults
+
+        role = self._role
+        hierarchy = role._side._hierarchy
+        return tier_faults.Planter(role._lock, role._slab, hierarchy, lambda: role.damaged_blocks)
 
     def _stats(self) -> dict[str, Any]:
         stats = self._role.stats()

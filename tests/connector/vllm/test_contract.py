@@ -337,6 +337,29 @@ def test_a_load_that_fails_is_not_offered_again(live: Any, tmp_path: Path) -> No
     assert engine.tier.has_pending_work() is False
 
 
+def test_a_request_whose_load_found_no_room_is_not_offered_it_again(
+    live: Any, tmp_path: Path
+) -> None:
+    """Nothing in the tiers changes by such a load, and vLLM asked for it for ever."""
+    settings = {"ssd_path": str(tmp_path / "ssd"), "ssd_bytes": "16MiB", "ssd_admission": "all"}
+    keys = host_keys(6)
+    first = live(extra(**settings))
+    first.fill(keys, seed=1)
+    first.stop()
+    engine = live(extra(**settings))
+    slab = engine.tier._tiers.transfers._slab
+    others = [bytes(36) + number.to_bytes(4, "big") for number in range(slab.num_slots)]
+    assert None not in slab.reserve(others)  # as stores do whose copies take long
+    context = engine.request(keys)
+    assert engine.find(keys, context) == 6
+    engine.manager.submit(keys, list(range(6)), context, is_load=True)
+    [result] = engine.until_ended()
+    assert not result.success
+    assert engine.find(keys, context) == 0
+    engine.tier.on_request_finished(context)
+    slab.commit(others, [False] * len(others))
+
+
 def test_a_hung_disk_holds_up_nobody(live: Any, tmp_path: Path) -> None:
     settings = {"ssd_path": str(tmp_path / "ssd"), "ssd_bytes": "16MiB", "ssd_admission": "all"}
     keys = host_keys(6)

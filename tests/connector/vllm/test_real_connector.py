@@ -32,7 +32,7 @@ from .real_vllm import (
     wait_for_disk,
     windowed_model,
 )
-from .vllm_engine import VllmEngine, make_prompts
+from .vllm_engine import BLOCK_TOKENS, WINDOW, VllmEngine, make_prompts
 
 __all__ = ["expected", "make_connector", "model", "prompts", "windowed_model"]
 
@@ -217,9 +217,11 @@ def test_two_ranks(model: Path, windowed_model: Path, tmp_path: Path, which: str
     """vLLM kills a core whose ranks take long to stop, so nothing may depend on an orderly stop."""
     prompts = make_prompts(6)
     if which == "one group":
-        chosen, arguments, blocks = model, RANKS, 108
+        chosen, arguments, blocks = model, RANKS, 6 * 2 * 9
     else:
-        chosen, arguments, blocks = windowed_model, RANKS | GROUPS, 432
+        # Of each windowed group the blocks of the last window: of the others nobody asks again.
+        in_window = WINDOW // BLOCK_TOKENS
+        chosen, arguments, blocks = windowed_model, RANKS | GROUPS, 6 * 2 * (9 + 3 * in_window)
     settings = on_disk(tmp_path, cpu_bytes="16MiB")
     with ConnectorEngine(chosen, tmp_path, **settings, arguments=arguments) as engine:
         tokens, cached = engine.generate(prompts)

@@ -9,6 +9,7 @@ standard input, a line of JSON at a time, and answers on the descriptor that it 
     {"spoil_region": true}        every byte of vLLM's region; how many chunks it has
     {"forget": true}     vLLM forgets its own prefix cache, its region too
     {"idle": seconds}    wait until everything below the slab has been written
+    {"fault": …}         see tier_faults.py
 
 Its one argument is a JSON object: the model, the connector's settings, other arguments of LLM.
 """
@@ -19,6 +20,7 @@ import json
 import os
 import sys
 import time
+from functools import cached_property
 from typing import Any, TextIO
 
 
@@ -92,6 +94,8 @@ class Engine:
             return {"spoilt": len(rows)}
         if "forget" in command:
             return {"forgotten": self._llm.reset_prefix_cache(reset_connector=True)}
+        if "fault" in command:
+            return self._planter.do(command)
         if "idle" in command:
             return {"idle": self._wait_idle(command["idle"])}
         raise ValueError(f"no command: {command}")
@@ -99,6 +103,14 @@ class Engine:
     def stop(self) -> None:
         """An orderly stop."""
         self._llm.llm_engine.engine_core.shutdown()
+
+    @cached_property
+    def _planter(self) -> Any:
+        import tier_faults
+
+        tiers = self._tier._tiers
+        moved = tiers.transfers
+        return tier_faults.Planter(moved.lock, moved._slab, tiers.hierarchy, lambda: moved.damaged)
 
     @property
     def _tier(self) -> Any:
