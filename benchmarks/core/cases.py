@@ -15,7 +15,6 @@ from ...engine.cache.block_hash import make_block_hasher
 from ...engine.cache.kv_cache_manager import KVCacheManager
 from ...engine.config import SchedulerConfig
 from ...engine.models.layer_attention import LayerAttention, full, window
-from ...engine.observer import Observer
 from ...engine.request import BlockHasher, Request, TokenArray
 from ...engine.sampling_params import SamplingParams
 from ...engine.scheduler.output import ModelRunnerOutput
@@ -167,12 +166,12 @@ def step_case(
     count: int,
     waiting: int,
     max_steps: int,
-    *heard: Observer,
+    *,
     attention: Sequence[LayerAttention] = ONE_GROUP,
 ) -> Case:
     """Steps of 256 requests that each get one token, with others waiting; at most `max_steps`
     in all calls together, or the requests would come to their end."""
-    decodes = Decodes(waiting, max_steps, *heard, attention=attention)
+    decodes = Decodes(waiting, max_steps, attention=attention)
 
     def work() -> None:
         for _ in range(count):
@@ -193,7 +192,7 @@ class Decodes:
         self,
         num_waiting: int,
         max_steps: int,
-        *heard: Observer,
+        *,
         attention: Sequence[LayerAttention] = ONE_GROUP,
     ) -> None:
         lengths = decode_lengths()
@@ -212,7 +211,7 @@ class Decodes:
             max_waiting_requests=NUM_RUNNING + num_waiting,
         )
         self.scheduler = Scheduler(
-            config, manager, max_model_len=longest, eos_token_ids=frozenset(), observers=heard
+            config, manager, max_model_len=longest, eos_token_ids=frozenset()
         )
         rng = np.random.default_rng(SEED)
         hasher = _hasher()

@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...engine.observer import Observer
 from ...tiers.settings import readers
 from ..harness.peer import PeerFailed
 from ..harness.plots import caption, draw_bars, new_figure, save_figure
@@ -50,7 +49,15 @@ from .cases import (
     prompt,
     step_case,
 )
-from .device import DEVICE_SECONDS, DeviceSteps, device_engines, step_trace
+from .device import DEVICE_SECONDS, DeviceSteps, device_engines
+from .traced_steps import (
+    LEAST_ROUNDS,
+    TURNS,
+    add_trace_ratios,
+    print_trace,
+    take_trace_rounds,
+    traced_steps,
+)
 from .vllm_cases import PEERS, Seconds, VllmPeer, add_peers, interpreter, print_peers
 
 
@@ -88,7 +95,6 @@ TITLES: Mapping[str, str] = {
     "steps_two_groups": "  two cache groups, all full attention",
     "steps_full_and_window": "  two cache groups, one a window of 512",
     "steps_with_waiting": f"  {NUM_WAITING:,} more waiting",
-    "steps_traced": "  with a step trace",
     "device_steps_sync": f"whole engine, {NUM_RUNNING} decodes, a device of 10 ms",
     "device_steps_async": "  steps made beside the device",
 }
@@ -98,7 +104,6 @@ RATIOS: Mapping[str, tuple[str, str]] = {
     "hash_vs_sha256_cbor": ("hash", "hash_sha256_cbor"),
     "hash_over_sha256_alone": ("hash", "sha256_alone"),
     "steps_with_waiting_over_without": ("steps_with_waiting", "steps"),
-    "steps_traced_over_untraced": ("steps_traced", "steps"),
 }
 # comparison → the case with two groups, and that with one; of both, processor seconds
 TWO_OVER_ONE: Mapping[str, tuple[str, str]] = {
@@ -190,6 +195,7 @@ def print_core(report: Report) -> None:
     print_table(title, ["what", "median", "highest", "unit", "CPU share"], rows)
     rows = [[name.replace("_", " "), f"{value:.2f}"] for name, value in report.ratios.items()]
     print_table("Ratios of this run", ["what", "ratio"], rows)
+    print_trace(report)
     print_peers(report)
 
 
@@ -213,6 +219,7 @@ HASHED_TOKENS = 2**18
 MAX_REPEATS = 1000
 # How much one timing of each does: some tens of milliseconds.
 _CYCLES, _EVICTING, _LOOK_UPS, _STEPS, _DEVICE_STEPS, _FILLING_STEPS = 400, 200, 1000, 50, 20, 2
+_TRACED_STEPS = 100  # of a turn: its records are made and written while it lasts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -246,7 +253,9 @@ def measure(report: Report, repeats: int, python: str | None = None) -> None:
             report.figures["peer"] = peer.start()
         steps = (repeats + 1) * (_DEVICE_STEPS + _FILLING_STEPS)
         devices = device_cases(stack.enter_context(device_engines(steps)))
-        cases = make_cases(repeats, stack.enter_context(step_trace())) + devices
+        cases = make_cases(repeats) + devices
+        trace_rounds = max(repeats, LEAST_ROUNDS)
+        traced = stack.enter_context(traced_steps((trace_rounds + 1) * TURNS * _TRACED_STEPS))
         if peer is not None:
             cases = with_peers(cases, peer)
         # As the engine does before its first step: what is there is not looked at again.
@@ -254,9 +263,11 @@ def measure(report: Report, repeats: int, python: str | None = None) -> None:
         gc.freeze()
         try:
             rounds = take_rounds(cases, repeats)
+            taken = take_trace_rounds(traced, trace_rounds, _TRACED_STEPS)
         finally:
             gc.unfreeze()
     fill_report(report, cases, rounds)
+    add_trace_ratios(report, taken)
 
 
 def peer_plan(repeats: int) -> dict[str, Any]:
@@ -281,7 +292,7 @@ def with_peers(cases: Sequence[Case], peer: VllmPeer) -> list[Case]:
     return [each for case in cases for each in (case, theirs.get(case.name)) if each is not None]
 
 
-def make_cases(repeats: int, trace: Observer) -> list[Case]:
+def make_cases(repeats: int) -> list[Case]:
     """What is measured, ready to be called once to warm up and `repeats` times after it."""
     steps = (repeats + 1) * _STEPS
     return [
@@ -295,7 +306,6 @@ def make_cases(repeats: int, trace: Observer) -> list[Case]:
         step_case("steps_two_groups", _STEPS, 0, steps, attention=TWO_GROUPS),
         step_case("steps_full_and_window", _STEPS, 0, steps, attention=FULL_AND_WINDOW),
         step_case("steps_with_waiting", _STEPS, NUM_WAITING, steps),
-        step_case("steps_traced", _STEPS, 0, steps, trace),
     ]
 
 

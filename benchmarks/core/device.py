@@ -21,15 +21,12 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from ...connector.base import NullConnector
-from ...engine.config import SchedulerConfig
 from ...engine.core import engine_core
 from ...engine.core.engine_core import EngineCore
 from ...engine.core.executor import InProcessExecutor, StepHandle
 from ...engine.options import engine_config
 from ...engine.sampling_params import SamplingParams
 from ...engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from ...engine.trace.step_trace import StepTrace
 from ...engine.wire import AddRequest
 from ...engine.worker.model_runner import ModelRunner
 
@@ -124,12 +121,3 @@ def device_engines(max_steps: int) -> Iterator[dict[str, DeviceSteps]]:
         finally:
             for engine in engines.values():
                 engine.core.shutdown(0.0)
-
-
-@contextmanager
-def step_trace() -> Iterator[StepTrace]:
-    """An observer that writes to a file while it is open."""
-    with TemporaryDirectory() as folder:
-        trace = StepTrace(Path(folder) / "trace.jsonl", SchedulerConfig(), NullConnector())
-        yield trace
-        trace.close()

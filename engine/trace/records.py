@@ -14,7 +14,7 @@ between two steps have that of the first. `time` is in seconds since the start r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -52,7 +52,7 @@ class SnapshotRecord(msgspec.Struct, tag_field="record", tag="snapshot", frozen=
     cpu_blocks_cached: int | None
     num_pinned: int  # turns of jobs whose blocks are kept
     pinned_blocks: int
-    pinned_job_ids: list[str]
+    pinned_job_ids: tuple[str, ...]
     max_num_running_reqs: int
     max_num_scheduled_tokens: int
 
@@ -105,10 +105,10 @@ class EncodedDecision(msgspec.Struct, tag_field="record", tag="decision", frozen
 
     step: int
     time: float
-    scheduled_new_ids: list[str]
-    scheduled_resumed_ids: list[str]
+    scheduled_new_ids: Sequence[str]
+    scheduled_resumed_ids: Sequence[str]
     scheduled_running_ids: msgspec.Raw
-    preempted_ids: list[str]
+    preempted_ids: Sequence[str]
     num_scheduled_tokens: msgspec.Raw
     total_scheduled_tokens: int
 

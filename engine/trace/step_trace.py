@@ -53,6 +53,9 @@ class StepTrace(Observer):
         self._connector = connector
         self._connector_name = connector_name
         self._step = 0
+        self._num_running = 0  # before the step
+        # The requests of the last step, if it gave a token to each that ran and to no other.
+        self._going_on: dict[str, int] | None = None
         self._decisions = _Decisions()
         self._obstacles: dict[str, str] = {}  # request id → what it was last said to wait for
         self._writer.put(
@@ -68,10 +71,30 @@ class StepTrace(Observer):
 
     def snapshot(self, snapshot: StepSnapshot) -> None:
         self._step = snapshot.step_id
+        self._num_running = snapshot.num_running
         pins = snapshot.pins
-        held = None if pins is None else (pins.job_ids(), pins.num_blocks)
+        job_ids = () if pins is None else tuple(pins.job_ids())
         cpu_blocks = self._connector.cpu_blocks()
-        self._writer.put(partial(self._snapshot, snapshot, time.monotonic(), cpu_blocks, held))
+        free, total = (None, None) if cpu_blocks is None else cpu_blocks
+        self._writer.put(
+            SnapshotRecord(
+                step=snapshot.step_id,
+                time=self._now(),
+                running=snapshot.num_running,
+                waiting=snapshot.num_waiting,
+                gpu_blocks_free=snapshot.num_free_blocks,
+                gpu_blocks_total=snapshot.num_blocks,
+                gpu_blocks_cached=snapshot.num_cached_blocks,
+                cpu_blocks_free=free,
+                cpu_blocks_total=total,
+                cpu_blocks_cached=None if free is None or total is None else total - free,
+                num_pinned=len(job_ids),
+                pinned_blocks=0 if pins is None else pins.num_blocks,
+                pinned_job_ids=job_ids,
+                max_num_running_reqs=self._config.max_num_seqs,
+                max_num_scheduled_tokens=self._config.max_num_batched_tokens,
+            )
+        )
 
     def hit(self, request: Request, tokens: Mapping[str, int]) -> None:
         external = {name: count for name, count in tokens.items() if name != POOL and count}
@@ -112,40 +135,28 @@ class StepTrace(Observer):
         )
 
     def step(self, made: StepMade) -> None:
-        self._writer.put(partial(self._decisions.record, made, time.monotonic() - self._began))
+        tokens = made.num_tokens
+        if not (
+            made.total_tokens == len(tokens) == self._num_running
+            and not (made.new_ids or made.resumed_ids or made.preempted_ids)
+        ):
+            self._going_on = None
+            self._writer.put(partial(self._decisions.record, made, self._now()))
+            return
+        # Two such steps that follow each other and have as many requests have the same: whoever
+        # joins the running ones is new or resumed in that step. So this step's dictionary is given
+        # up at once, and the next one gets its memory while it is still in the processor's cache.
+        if self._going_on is None or len(self._going_on) != len(tokens):
+            self._going_on = tokens
+        self._writer.put(_GoingOn(self._decisions, made.step_id, self._now(), self._going_on))
+
+    def wait_until_written(self, timeout_seconds: float) -> bool:
+        """See `TraceWriter.wait_until_written`."""
+        return self._writer.wait_until_written(timeout_seconds)
 
     def close(self) -> None:
         """Write what is left. Waits for a few seconds at most."""
         self._writer.close()
-
-    def _snapshot(
-        self,
-        snapshot: StepSnapshot,
-        now: float,
-        cpu_blocks: tuple[int, int] | None,
-        held: tuple[list[str], int] | None,
-    ) -> SnapshotRecord:
-        """On the writer's thread. `held`: the ids of jobs whose turns are kept, and their
-        blocks."""
-        free, total = (None, None) if cpu_blocks is None else cpu_blocks
-        job_ids, pinned_blocks = ([], 0) if held is None else held
-        return SnapshotRecord(
-            step=snapshot.step_id,
-            time=round(now - self._began, 6),
-            running=snapshot.num_running,
-            waiting=snapshot.num_waiting,
-            gpu_blocks_free=snapshot.num_free_blocks,
-            gpu_blocks_total=snapshot.num_blocks,
-            gpu_blocks_cached=snapshot.num_cached_blocks,
-            cpu_blocks_free=free,
-            cpu_blocks_total=total,
-            cpu_blocks_cached=None if free is None or total is None else total - free,
-            num_pinned=len(job_ids),
-            pinned_blocks=pinned_blocks,
-            pinned_job_ids=job_ids,
-            max_num_running_reqs=self._config.max_num_seqs,
-            max_num_scheduled_tokens=self._config.max_num_batched_tokens,
-        )
 
     def _now(self) -> float:
         return round(time.monotonic() - self._began, 6)
@@ -157,28 +168,39 @@ class _Decisions:
 
     def __init__(self) -> None:
         self._encoder = msgspec.json.Encoder()
-        self._ids: list[str] = []  # of the last step in which all went on with one token
+        self._known: dict[str, int] | None = None
         self._encoded = _Ids(msgspec.Raw(b"[]"), msgspec.Raw(b"{}"))
 
     def record(self, made: StepMade, now: float) -> EncodedDecision:
-        tokens, total = made.num_tokens, made.total_tokens
-        ids = list(tokens)
-        if total == len(ids) and not made.new_ids and not made.resumed_ids:
-            if ids != self._ids:
-                self._ids, self._encoded = ids, self._encode(ids, tokens)
-            encoded = self._encoded
-        else:
-            others = {*made.new_ids, *made.resumed_ids}
-            encoded = self._encode([each for each in ids if each not in others], tokens)
+        """Of any step."""
+        others = {*made.new_ids, *made.resumed_ids}
+        running = [each for each in made.num_tokens if each not in others]
+        encoded = self._encode(running, made.num_tokens)
         return EncodedDecision(
             step=made.step_id,
-            time=round(now, 6),
+            time=now,
             scheduled_new_ids=list(made.new_ids),
             scheduled_resumed_ids=sorted(made.resumed_ids),
             scheduled_running_ids=encoded.running,
             preempted_ids=sorted(made.preempted_ids),
             num_scheduled_tokens=encoded.tokens,
-            total_scheduled_tokens=total,
+            total_scheduled_tokens=made.total_tokens,
+        )
+
+    def going_on(self, step_id: int, now: float, tokens: dict[str, int]) -> EncodedDecision:
+        """Of a step in which each of the running requests got one token; `tokens` is the same
+        object where they are the same requests."""
+        if tokens is not self._known:
+            self._known, self._encoded = tokens, self._encode(list(tokens), tokens)
+        return EncodedDecision(
+            step=step_id,
+            time=now,
+            scheduled_new_ids=(),
+            scheduled_resumed_ids=(),
+            scheduled_running_ids=self._encoded.running,
+            preempted_ids=(),
+            num_scheduled_tokens=self._encoded.tokens,
+            total_scheduled_tokens=len(tokens),
         )
 
     def _encode(self, running: list[str], tokens: dict[str, int]) -> _Ids:
@@ -191,3 +213,17 @@ class _Ids(NamedTuple):
 
     running: msgspec.Raw
     tokens: msgspec.Raw
+
+
+class _GoingOn(msgspec.Struct, gc=False, frozen=True):
+    """Makes the record of such a step. As records are, it is nothing for Python's collector: what
+    waits for the writer would have it look at the live objects of a step, hundreds of them, each
+    time that some ten steps wait."""
+
+    decisions: _Decisions
+    step_id: int
+    now: float
+    tokens: dict[str, int]
+
+    def __call__(self) -> EncodedDecision:
+        return self.decisions.going_on(self.step_id, self.now, self.tokens)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +26,9 @@ logger = logging.getLogger(__name__)
 MOST_QUEUED = 16_384  # records: some thousand steps
 MOST_AT_ONCE = 1_024  # records in one write
 # Between two looks at the queue while there is work. Longer batches cost the steps less.
-PAUSE_SECONDS = 0.1
+PAUSE_SECONDS = 0.25
 CLOSE_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
 
 MakeRecord = Callable[[], Record | EncodedDecision]
 
@@ -68,7 +70,18 @@ class TraceWriter:
             self._num_dropped = 0
         self._queue.append(record)
         if self._sleeps:
+            self._sleeps = False  # one nudge is enough, however long the thread takes to come
             self._wake()
+
+    def wait_until_written(self, timeout_seconds: float) -> bool:
+        """Wait until the file has all that was put, by the thread that puts; False where it has
+        failed or the time was too short."""
+        deadline = time.monotonic() + timeout_seconds
+        while self._queue or not self._sleeps:
+            if self._has_failed or time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOOK_SECONDS)
+        return True
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
         """Write what is queued, and end; what is not written within the time is lost, and the log

@@ -30,13 +30,25 @@ from stratakv.benchmarks.core.command import (
     fill_report,
 )
 from stratakv.benchmarks.core.hash_peers import pickle_sha256_chain
+from stratakv.benchmarks.core.traced_steps import (
+    FLOOR,
+    LEAST_ROUNDS,
+    TRACED,
+    TRACED_THREAD,
+    Spent,
+    TracedSteps,
+    TraceRound,
+    add_trace_ratios,
+    traced_steps,
+)
 from stratakv.benchmarks.harness.report import Report
 from stratakv.engine.cli.main import main
+from stratakv.engine.trace.records import DecisionRecord, read_records
 
 # The figures are not looked at.
 LITTLE = {
     "HASHED_TOKENS": 2**13, "_CYCLES": 20, "_EVICTING": 20, "_LOOK_UPS": 20, "_STEPS": 5,
-    "_DEVICE_STEPS": 5,
+    "_DEVICE_STEPS": 5, "_TRACED_STEPS": 5,
 }  # fmt: skip
 
 
@@ -54,7 +66,9 @@ def test_the_quick_form(
     for figures in rates.values():
         assert 0 < figures["lowest"] <= figures["median"] <= figures["highest"] < math.inf
     groups = {f"{TWO_GROUPS_OVER_ONE}_{name}" for name in TWO_OVER_ONE} | {TWO_GROUPS_OVER_ONE}
-    assert written["ratios"].keys() == RATIOS.keys() | STEP_OVER_DEVICE.keys() | groups
+    traced = {TRACED, TRACED_THREAD, FLOOR}
+    assert written["ratios"].keys() == RATIOS.keys() | STEP_OVER_DEVICE.keys() | groups | traced
+    assert written["figures"]["trace"]["rounds"] == LEAST_ROUNDS, "however few repeats"
     assert written["ratios"]["sync_step_over_device"] > 1, "nothing is done before the device is"
     assert all(0 < ratio < math.inf for ratio in written["ratios"].values())
     assert written["limits"]["sha256_alone_tokens_per_second"] > 0
@@ -119,6 +133,27 @@ def test_figures_from_seconds() -> None:
     assert report.ratios["two_groups_over_one"] == 1.5, "the strictest decides"
     assert report.ratios["async_step_over_device"] == pytest.approx(2.0 / 12 / 0.010)
     assert report.limits == {"sha256_alone_tokens_per_second": 6.0}
+
+
+def test_a_trace_is_measured_between_two_turns_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the thread that writes it counts."""
+    heard: list[bool] = []
+
+    class Turns(TracedSteps):
+        def _turn(self, count: int, heard_by: object) -> Spent:
+            heard.append(heard_by is not None)
+            return super()._turn(count, heard_by)  # type: ignore[arg-type]
+
+    with traced_steps(6) as steps:
+        monkeypatch.setattr(steps, "__class__", Turns)
+        steps.take_round(2)
+        records = list(read_records(steps._trace._writer._path))
+    assert heard == [False, True, False]
+    assert [record.step for record in records if isinstance(record, DecisionRecord)] == [4, 5]
+    report = Report("core", "probe", environment={})
+    slow = TraceRound(Spent(1.0, 1.0), Spent(2.0, 1.2), Spent(3.0, 1.4))
+    add_trace_ratios(report, [slow])
+    assert report.ratios == pytest.approx({TRACED: 1.0, TRACED_THREAD: 1.0, FLOOR: 3.0})
 
 
 def test_the_peers_chain() -> None:

@@ -275,6 +275,7 @@ def build_engine(
     max_steps_in_flight: int = 1,
     runs_ahead: bool = False,
     observer: Observer | None = None,
+    more_observers: Sequence[Observer] = (),
     attention: Sequence[LayerAttention] = (full(),),
     **options: object,
 ) -> Engine:
@@ -306,7 +307,7 @@ def build_engine(
         fails_with_load=fails_with_load,
         max_steps_in_flight=max_steps_in_flight,
         runs_ahead=runs_ahead,
-        observers=[] if observer is None else [observer],
+        observers=[*([] if observer is None else [observer]), *more_observers],
     )
     engine = Engine(scheduler, tiers, attention=attention)
     if tiers is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ import pytest
 
 from stratakv.connector.base import NullConnector
 from stratakv.engine.config import SchedulerConfig
-from stratakv.engine.observer import Decision, Obstacle
+from stratakv.engine.observer import Decision, Obstacle, StepMade
 from stratakv.engine.request import Request
 from stratakv.engine.trace.explain import explain
 from stratakv.engine.trace.records import DecisionRecord, SnapshotRecord, read_records
@@ -31,7 +32,12 @@ class CheckedTrace(StepTrace):
     """Compares each reason with the engine as it is when it is told."""
 
     engine: Engine
+    made: list[StepMade]
     reasons: ClassVar[Counter[str]] = Counter()
+
+    def step(self, made: StepMade) -> None:
+        super().step(made)
+        self.made.append(made)
 
     def decision(self, request: Request, decision: Decision, cause: str = "") -> None:
         super().decision(request, decision, cause)
@@ -62,6 +68,7 @@ def live(make_engine: MakeEngine, trace: CheckedTrace, rng: random.Random) -> En
         **LIMITS,
     )
     trace.engine = engine
+    trace.made = []
     for number in range(rng.randrange(3, 8)):
         stem = [1 + rng.randrange(2)] * rng.randrange(0, 17)
         tokens = stem + rng.choices(range(1, 50), k=rng.randrange(1, 24))
@@ -91,17 +98,17 @@ def test_the_stories_of_200_lives_are_the_engines_own(
         )
         engine = live(make_engine, trace, random.Random(number))
         trace.close()
-        told.update(check(path, engine))
+        told.update(check(path, engine, trace.made))
     # Every kind of reason that these lives can have was met.
     met = {reason for reason, count in CheckedTrace.reasons.items() if count and reason}
     assert met >= {
         f"waits {obstacle.value}"
         for obstacle in (Obstacle.SEATS, Obstacle.BUDGET, Obstacle.ROOM, Obstacle.PRESSURE)
     }
-    assert min(told["preempted"], told["loaded"], told["behind"]) > 0
+    assert min(told["preempted"], told["loaded"], told["behind"], told["went on"]) > 0
 
 
-def check(path: Path, engine: Engine) -> Counter[str]:
+def check(path: Path, engine: Engine, made: list[StepMade]) -> Counter[str]:
     """Compare the trace of a life with what its engine counted and answered."""
     records = list(read_records(path))
     stories = list(stories_of(records))
@@ -111,6 +118,12 @@ def check(path: Path, engine: Engine) -> Counter[str]:
     assert [record.step for record in snapshots] == [record.step for record in decisions]
     assert len(decisions) == counts["steps"]
     assert sum(record.total_scheduled_tokens for record in decisions) == counts["scheduled_tokens"]
+    # Steps that go on with the same requests are encoded once, and must not be another's.
+    assert [record.num_scheduled_tokens for record in decisions] == [m.num_tokens for m in made]
+    went_on = 0
+    for before, record in pairwise(decisions):
+        ids = before.num_scheduled_tokens.keys()
+        went_on += len(ids) > 1 and ids == set(record.scheduled_running_ids)
     for record in decisions:
         ids = {*record.scheduled_new_ids, *record.scheduled_resumed_ids}
         assert ids.isdisjoint(record.scheduled_running_ids)
@@ -127,6 +140,7 @@ def check(path: Path, engine: Engine) -> Counter[str]:
         preempted=counts["preemptions"],
         loaded=sum(story.seconds_in(State.LOADING) > 0 for story in stories),
         behind=sum(any(behind for _, behind in story.waits()) for story in stories),
+        **{"went on": went_on},
     )
 
 

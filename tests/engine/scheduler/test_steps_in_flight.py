@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from pathlib import Path
 
 import pytest
 
+from stratakv.connector.base import NullConnector
+from stratakv.engine.config import SchedulerConfig
+from stratakv.engine.observer import StepMade
 from stratakv.engine.request import RequestStatus
 from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from stratakv.engine.scheduler.step import StepBuilder
+from stratakv.engine.trace.records import DecisionRecord, read_records
+from stratakv.engine.trace.step_trace import StepTrace
 
 from ...recorder import Recorder
 from ...stepping import noted
@@ -216,19 +222,47 @@ def test_a_request_that_ended_while_its_step_ran_gets_nothing_of_it(
 @pytest.mark.parametrize("runs_ahead", [False, True], ids=["waits", "ahead"])
 @pytest.mark.parametrize("case", range(12))
 def test_random_lives_two_steps_deep(
-    make_engine: MakeEngine, case: int, seed: int, scale: str, runs_ahead: bool
+    make_engine: MakeEngine, case: int, seed: int, scale: str, runs_ahead: bool, tmp_path: Path
 ) -> None:
     """Little room, aborts, tiers and failing steps: who is not told otherwise says what it would
     alone."""
     for turn in range(8 if scale == "ci" else 2_000):
         with noted(f"this was the life of seed {seed + turn}"):
             rng = random.Random(seed + turn)
-            check_life(make_engine, rng, with_tiers=case % 2 == 1, runs_ahead=runs_ahead)
+            # A trace has a thread, so one life of eight has one.
+            path = None if turn else tmp_path / "trace.jsonl"
+            check_life(make_engine, rng, path, with_tiers=case % 2 == 1, runs_ahead=runs_ahead)
+
+
+class Traced(StepTrace):
+    """Keeps what it was told."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, SchedulerConfig(), NullConnector())
+        self.path, self.made = path, list[StepMade]()
+
+    def step(self, made: StepMade) -> None:
+        super().step(made)
+        self.made.append(made)
+
+    def check(self) -> None:
+        """What was written is that, also where ids were encoded for an earlier step."""
+        self.close()
+        written = [r for r in read_records(self.path) if isinstance(r, DecisionRecord)]
+        assert [(r.step, r.num_scheduled_tokens) for r in written] == [
+            (made.step_id, made.num_tokens) for made in self.made
+        ]
 
 
 def check_life(
-    make_engine: MakeEngine, rng: random.Random, *, with_tiers: bool, runs_ahead: bool
+    make_engine: MakeEngine,
+    rng: random.Random,
+    trace_path: Path | None,
+    *,
+    with_tiers: bool,
+    runs_ahead: bool,
 ) -> None:
+    trace = None if trace_path is None else Traced(trace_path)
     tiers = DictTiers(rng) if with_tiers else None
     recorder = Recorder(SIZE)
     engine = make_engine(
@@ -239,6 +273,7 @@ def check_life(
         max_num_batched_tokens=16,
         max_num_seqs=4,
         observer=recorder,
+        more_observers=[trace] if trace else [],
         reserve=rng.choice(["none", "full"]),
     )
     line = Pipeline(engine)
@@ -274,6 +309,8 @@ def check_life(
     assert not engine.manager.pool._uncomputed
     recorder.check_names(engine.scheduler)
     recorder.check_all_ended(engine.scheduler)
+    if trace:
+        trace.check()
 
 
 def test_a_request_is_taken_back_out_of_a_step(make_engine: MakeEngine) -> None:

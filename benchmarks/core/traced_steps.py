@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step trace costs the steps of 256 decodes: the same scheduler with and without it, in
+turns.
+
+    round     without   with ──── until all is written    without
+
+A round's ratio is the turn with the trace over the mean of those beside it, so what becomes slower
+from turn to turn meets both alike; the second turn without over the first is the floor below which
+no difference means anything. Two figures: the processor seconds of the whole process, in which the
+trace's own thread makes and writes the records, and those of the thread that makes the steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from ...connector.base import NullConnector
+from ...engine.config import SchedulerConfig
+from ...engine.observer import GuardedObservers
+from ...engine.trace.step_trace import StepTrace
+from ..harness.comparison import Gate, quartiles
+from ..harness.report import Report, median, print_table
+from .cases import Decodes, WrongWork
+
+LEAST_ROUNDS = 9
+TURNS = 3  # of a round
+WRITTEN_SECONDS = 60.0  # for what a turn has left in the queue
+TRACED, TRACED_THREAD, FLOOR = (
+    "steps_traced_over_untraced", "steps_traced_over_untraced_thread", "steps_untraced_twice",
+)  # fmt: skip
+TRACE_GATE = Gate(most=1.02)
+
+
+class Spent(NamedTuple):
+    """Processor seconds of a turn."""
+
+    process: float
+    thread: float  # that makes the steps
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRound:
+    """Three turns, one after the other."""
+
+    before: Spent
+    traced: Spent
+    after: Spent
+
+
+class TracedSteps:
+    """Decodes that a trace follows when it is told to; `max_steps` in all, or they would end."""
+
+    def __init__(self, trace: StepTrace, max_steps: int) -> None:
+        self._trace = trace
+        self._heard = GuardedObservers([trace])
+        self._decodes = Decodes(0, max_steps)
+
+    def take_round(self, count: int) -> TraceRound:
+        """`count` steps in each turn. Raises WrongWork where the trace does not write."""
+        return TraceRound(
+            self._turn(count, None), self._turn(count, self._heard), self._turn(count, None)
+        )
+
+    def _turn(self, count: int, heard: GuardedObservers | None) -> Spent:
+        # One scheduler for both: the memory of another lies elsewhere, which is 5 % of a step.
+        self._decodes.scheduler._observer = heard
+        process, thread = time.process_time(), time.thread_time()
+        for _ in range(count):
+            self._decodes.step()
+        thread = time.thread_time() - thread
+        if heard is not None and not self._trace.wait_until_written(WRITTEN_SECONDS):
+            raise WrongWork(f"the step trace was not written within {WRITTEN_SECONDS:.0f} s")
+        return Spent(time.process_time() - process, thread)
+
+
+@contextmanager
+def traced_steps(max_steps: int) -> Iterator[TracedSteps]:
+    """Decodes, and a trace that is written to a file while they are used."""
+    with TemporaryDirectory(prefix="stratakv-bench-") as folder:
+        trace = StepTrace(Path(folder) / "trace.jsonl", SchedulerConfig(), NullConnector())
+        try:
+            yield TracedSteps(trace, max_steps)
+        finally:
+            trace.close()
+
+
+def take_trace_rounds(steps: TracedSteps, rounds: int, count: int) -> list[TraceRound]:
+    """That many, behind one that is not counted."""
+    steps.take_round(count)
+    return [steps.take_round(count) for _ in range(rounds)]
+
+
+def add_trace_ratios(report: Report, rounds: Sequence[TraceRound]) -> None:
+    """Medians and quartiles of the ratios within a round."""
+    found = {
+        TRACED: [2 * r.traced.process / (r.before.process + r.after.process) for r in rounds],
+        TRACED_THREAD: [2 * r.traced.thread / (r.before.thread + r.after.thread) for r in rounds],
+        FLOOR: [r.after.process / r.before.process for r in rounds],
+    }
+    report.ratios |= {name: median(ratios) for name, ratios in found.items()}
+    report.figures["trace"] = {
+        "rounds": len(rounds),
+        "quartiles": {name: quartiles(ratios) for name, ratios in found.items()},
+    }
+
+
+def print_trace(report: Report) -> None:
+    """The ratios of the trace, and what is promised of the first of them."""
+    rows = []
+    for name, (low, high) in report.figures["trace"]["quartiles"].items():
+        ratio = report.ratios[name]
+        verdict = f"{TRACE_GATE.wanted} {TRACE_GATE.verdict(ratio)}" if name == TRACED else ""
+        rows.append([name.replace("_", " "), f"{ratio:.3f}", f"{low:.3f}..{high:.3f}", verdict])
+    print_table("A step trace, processor seconds", ["what", "ratio", "quartiles", "gate"], rows)
