@@ -128,6 +128,9 @@ class SsdStore(StoreTier):
     "async" once it is written, and then a power cut or a kill may take what came in the last two
     seconds. Neither ever serves a wrong byte.
 
+    A store of another format is set aside whole (`folder/other_formats.py`), beyond the capacity
+    and as long as the disk has room for it, and taken up again by the version that made it.
+
     With a `codec` blocks are encoded before they are written, where that saves a page: fewer bytes
     move, no more blocks fit. A store of a lossless codec may be opened without it and the other
     way round; blocks of one that loses something are for stores with the same codec only.
@@ -195,6 +198,7 @@ class SsdStore(StoreTier):
             codec=codec,
             cleared_up_to=self._opened.cleared_up_to,
             note_cleared=self._opened.note_cleared,
+            forget_other_formats=self._opened.forget_other_formats,
         )
         self._closed = False
 

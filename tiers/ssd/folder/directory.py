@@ -7,6 +7,7 @@
     PATH/index/        the LMDB environment
     PATH/index.new/    one that is about to replace it
     PATH/index.bad-n/  an index that was damaged, kept for inspection
+    PATH/format-n/     a store of another format (`other_formats.py`)
 
 Files are 0600 and folders 0700, also where they were something else before; PATH itself is left as
 it is where somebody else made it. No symbolic link below PATH is followed.
