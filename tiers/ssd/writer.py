@@ -135,6 +135,11 @@ class Writer:
         self._cleared_up_to = self._generation
         self.wake()
 
+    @property
+    def has_clear_to_note(self) -> bool:
+        """Whether a clear is not on the disk yet."""
+        return self._cleared_up_to > self._noted
+
     def wait_forgotten(self, timeout_seconds: float) -> bool:
         """See StoreTier."""
         promise = _Promise()

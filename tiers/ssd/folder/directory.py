@@ -111,6 +111,16 @@ class StoreDirectory:
         """What the file system has given to everything of ours."""
         return sum(each.lstat().st_blocks * 512 for each in self._ours())
 
+    def is_in_place(self) -> bool:
+        """Whether `path` still leads to this very directory: it does not where a disk was
+        unmounted, or another one mounted."""
+        try:
+            there = (self.path / "lock").lstat()
+        except OSError:
+            return False
+        ours = os.fstat(self._lock)
+        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+
     def close(self) -> None:
         """Let another process in."""
         os.close(self._lock)

@@ -73,6 +73,7 @@ class OpenedStore:
     cleared_up_to: int  # the generation up to which everything is forgotten
     note_cleared: Callable[[int], None]  # has another one on the disk when it returns; OSError
     forget_other_formats: Callable[[], None]  # so that nothing there comes back; OSError
+    is_in_place: Callable[[], bool]  # whether the path still leads here
     close: Callable[[], None]
 
 
@@ -85,8 +86,10 @@ def open_store(
     codec: Codec | None = None,
     mac_key: MacKey | None = None,
     policy: str = DEFAULT_SSD_POLICY,
+    *,
+    create: bool = True,
 ) -> OpenedStore:
-    """Raises TierConfigError with cause and cure, TierDown where the disk is the cause, and then
+    """With `create` false a directory without a store is refused. Raises TierConfigError with cause and cure, TierDown where the disk is the cause, and then
     leaves nothing open."""
     make_policy = policy_factory(policy)  # first of all: an unknown one changes nothing
     plan = plan_space(layout, capacity_bytes)
@@ -94,7 +97,7 @@ def open_store(
     made_for = full_namespace(namespace, codec, mac_key)
     wanted = identity_of(FORMAT_VERSION, layout, made_for)
     with ExitStack() as undo:
-        directory = StoreDirectory(path)
+        directory = StoreDirectory(path, create=create)
         undo.callback(directory.close)
         try:
             note, index = _read_store(directory, plan, wanted, stats, scan_timeout_seconds)
@@ -134,7 +137,16 @@ def open_store(
         state = StoreState(layout, slot_file, index, stats, seal)
         close = undo.pop_all().close
         forget = partial(other_formats.forget, directory.path)
-        return OpenedStore(state, index_file, epoch, cleared_up_to, note_cleared, forget, close)
+        return OpenedStore(
+            state,
+            index_file,
+            epoch,
+            cleared_up_to,
+            note_cleared,
+            forget,
+            directory.is_in_place,
+            close,
+        )
 
 
 def _read_store(

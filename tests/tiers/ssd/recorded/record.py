@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes one of the stores beside it, with whatever version of the package it is run with:
 
-    git worktree add --detach /tmp/old/stratakv 373ac4a
-    cd /tmp/old && PYTHONPATH=/tmp/old python .../record.py /tmp/store
-    tar --sort=name --owner=0 --group=0 --mtime=@0 -C /tmp/store -cJf format-2.tar.xz .
+git worktree add --detach /tmp/old/stratakv 373ac4a
+cd /tmp/old && PYTHONPATH=/tmp/old python .../record.py /tmp/store
+tar --sort=name --owner=0 --group=0 --mtime=@0 -C /tmp/store -cJf format-2.tar.xz .
 """
 
 import hashlib
