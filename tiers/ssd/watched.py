@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store whose disk may go and come back while it is open: pulled out, unmounted, offline.
 
-    in use ──faults, and the disk is not there──► closed, waited for ──it can be opened again──► in use
+    in use ──faults, and the disk is gone──► closed, waited for ──it can be opened──► in use
 
 What has an open file on a disk that went keeps a file that will never work again, also when the
 disk is back at its place. So a thread looks whether the disk is still there, once faults have been

@@ -89,8 +89,8 @@ def open_store(
     *,
     create: bool = True,
 ) -> OpenedStore:
-    """With `create` false a directory without a store is refused. Raises TierConfigError with cause and cure, TierDown where the disk is the cause, and then
-    leaves nothing open."""
+    """With `create` false a directory without a store is refused. Raises TierConfigError with
+    cause and cure, TierDown where the disk is the cause, and then leaves nothing open."""
     make_policy = policy_factory(policy)  # first of all: an unknown one changes nothing
     plan = plan_space(layout, capacity_bytes)
     stats = TierStats(capacity_bytes=capacity_bytes, capacity_blocks=plan.num_slots)
