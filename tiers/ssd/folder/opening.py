@@ -41,6 +41,7 @@ from ..state import StoreState
 from . import guard, other_formats
 from .directory import StoreDirectory
 from .identity import Note, full_namespace, identity_of, make_note, read_note, refuse, write_note
+from .shrinking import num_slots_there, shrink
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +113,8 @@ def open_store(
                 index = SlotIndex(plan.num_slots)
             if cleared_up_to:
                 index.forget_up_to(cleared_up_to)
+            if index.num_slots > plan.num_slots:
+                index = shrink(directory, plan, index)
             if policy != LRU:
                 _choose_victims(index, policy, make_policy)
             index_file = _fit_index(directory, plan, wanted, index)
@@ -234,7 +237,8 @@ def _read_index(
         # A crash right after the folder was made leaves nothing worth keeping.
         shutil.rmtree(directory.index, ignore_errors=True)
         return None
-    index = SlotIndex(plan.num_slots, guard.read_rows(directory.index, scan_timeout_seconds))
+    num_slots = max(plan.num_slots, num_slots_there(directory.slot_file, plan))
+    index = SlotIndex(num_slots, guard.read_rows(directory.index, scan_timeout_seconds))
     found = read_identity(directory.index)
     if found is None:
         if len(index):
