@@ -93,13 +93,20 @@ _TIERS = (
 )  # fmt: skip
 _TABLE = (
     _option("cpu_bytes", readers.size, "memory for blocks, of all tenants", "SIZE", "1GiB"),
-    _option("ssd_path", readers.path, "directory for blocks on a disk", "PATH"),
+    _option(
+        "ssd_path", readers.path, "directory for blocks on a disk, or several by commas", "PATH"
+    ),
     _option("ssd_bytes", readers.size, "most bytes there, of all tenants", "SIZE"),
     _option(
         "ssd_mac_key_file", readers.path,
         "file with the key that seals blocks on a disk that others can write", "FILE",
     ),
     *_TIERS,
+    _option(
+        "require_tiers", readers.switch,
+        "refuse to start while a disk of --ssd-path cannot be used, instead of going on without",
+        "", False,
+    ),
     _option("host", readers.text, "address to listen on", "ADDRESS", "127.0.0.1"),
     _option("port", _port, "port of the calls; 0 takes a free one", "N", 9400),
     _option("data_port", _port, "port of the data connection; 0 takes a free one", "N"),
@@ -180,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
         _prepare_process()
 
         def read_again() -> ServerSettings:
-            return _server_settings(_read_options(args, os.environ), settings.own_token)
+            return _server_settings(_read_options(args, os.environ), settings)
 
         return asyncio.run(_serve(settings, read_again))
     except TierConfigError as error:
@@ -226,29 +233,35 @@ def _variables(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _server_settings(options: Mapping[str, Any], own_token: str | None = None) -> ServerSettings:
-    """`own_token` is the one that this process has left for clients already. Raises ConfigError or
-    TierConfigError."""
+def _server_settings(
+    options: Mapping[str, Any], running: ServerSettings | None = None
+) -> ServerSettings:
+    """`running`: of a server that runs already, which keeps its secret, its key and the token that
+    it has left for clients; their files are not looked at, for they may be on a disk that is gone.
+    Raises ConfigError or TierConfigError."""
     from ...tiers.cache_server.key_salt import read_secret
     from ...tiers.cache_server.server import ServerSettings
 
     ssd_path: Path | None = options["ssd_path"]
     if (ssd_path is None) != (options["ssd_bytes"] is None):
         raise ConfigError("--ssd-path and --ssd-bytes go together; give both or neither")
-    if ssd_path is not None and "," in str(ssd_path):
-        raise ConfigError(
-            f"--ssd-path takes one directory, without a comma, not {ssd_path}; several disks are "
-            "for stratakv serve"
-        )
+    disks = SsdSettings(path=ssd_path).paths
+    if options["require_tiers"] and not disks:
+        raise ConfigError("--require-tiers is for blocks on a disk; give --ssd-path too")
     secret_file = options["secret_file"]
-    if secret_file is None and ssd_path is not None:
-        secret_file = ssd_path / DEFAULT_SECRET_NAME
-    tenants, own_token = _tenants(options, own_token)
+    if secret_file is None and disks:
+        secret_file = disks[0] / DEFAULT_SECRET_NAME
+    tenants, own_token = _tenants(options, None if running is None else running.own_token)
+    if running is not None:
+        secret, mac_key = running.secret, running.mac_key
+    else:
+        secret = os.urandom(32) if secret_file is None else read_secret(secret_file)
+        mac_key = _mac_key(options)
     shares_memory = options["shared_memory"]
     return ServerSettings(
         tenants=tenants,
         own_token=own_token,
-        secret=os.urandom(32) if secret_file is None else read_secret(secret_file),
+        secret=secret,
         host=options["host"],
         port=options["port"],
         data_port=_data_port(options),
@@ -257,7 +270,8 @@ def _server_settings(options: Mapping[str, Any], own_token: str | None = None) -
         metrics_port=options["metrics_port"],
         metrics_exposed=options["metrics_exposed"],
         ssd_path=ssd_path,
-        mac_key=_mac_key(options),
+        mac_key=mac_key,
+        require=options["require_tiers"],
         cpu=CpuSettings(policy=options["cpu_policy"]),
         ssd=_ssd_settings(options),
         tls=_tls(options),
@@ -290,10 +304,13 @@ def _ssd_settings(options: Mapping[str, Any]) -> SsdSettings:
 def _mac_key(options: Mapping[str, Any]) -> Any:
     from ...tiers.mac_key import read_mac_key
 
-    path, store = options["ssd_mac_key_file"], options["ssd_path"]
-    if path is not None and store is None:
+    path, disks = options["ssd_mac_key_file"], SsdSettings(path=options["ssd_path"]).paths
+    if path is None:
+        return None
+    if not disks:
         raise ConfigError("--ssd-mac-key-file is for blocks on a disk; give --ssd-path too")
-    return None if path is None else read_mac_key(path, flag_of("ssd_mac_key_file"), store)
+    keys = [read_mac_key(path, flag_of("ssd_mac_key_file"), disk) for disk in disks]
+    return keys[0]  # the same each time: what differs is the disk that it must not lie on
 
 
 def _limits(options: Mapping[str, Any]) -> Limits:

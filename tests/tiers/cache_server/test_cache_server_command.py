@@ -82,6 +82,15 @@ def test_a_process_says_what_is_wrong() -> None:
             ["--ssd-path", "FOLDER", "--ssd-bytes", "1GiB", "--ssd-mac-key-file", "FOLDER/key"],
             "--ssd-mac-key-file names FOLDER/key, which lies in FOLDER, .* keep it elsewhere",
         ),
+        (["--require-tiers"], "--require-tiers is for blocks on a disk; give --ssd-path too"),
+        (
+            ["--ssd-path", "FOLDER/a,FOLDER/b/../a", "--ssd-bytes", "1GiB"],
+            "the ssd tier is given FOLDER/a twice; name each disk once",
+        ),
+        (
+            ["--ssd-path", "FOLDER,/dev/null", "--ssd-bytes", "1GiB", "--require-tiers"],
+            "--ssd-path /dev/null cannot be used",
+        ),
         (["--tls-cert", "x"], "--tls-cert and --tls-key go together"),
         (["--tenants", "FOLDER/tenants.toml"], "is no TOML"),
         (["--tenants", "FOLDER/tenants.toml", "--token-file", "x"], "give one of the two"),

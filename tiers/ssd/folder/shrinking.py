@@ -62,8 +62,8 @@ def shrink(directory: StoreDirectory, plan: SpacePlan, index: SlotIndex) -> Slot
                     stays[row.slot] = row
                 moved += len(rows)
     log.info(
-        "the SSD tier in %s is smaller than it was: %d of %d blocks are kept, of which %d (%s) were "
-        "moved in %.1f s",
+        "the SSD tier in %s is smaller than it was: %d of %d blocks are kept, of which %d (%s) "
+        "were moved in %.1f s",
         directory.path, len(stays), len(by_heat), moved, rough_size(moved * plan.record_bytes),
         time.monotonic() - began,
     )  # fmt: skip
