@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from stratakv.tiers import assemble
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.cache_server.access.tenants import Quota
 from stratakv.tiers.cache_server.tenant_store import TenantStore
@@ -24,8 +25,10 @@ from stratakv.tiers.cache_server.tenant_stores import (
 )
 from stratakv.tiers.check import check_store
 from stratakv.tiers.contract import make_keys, payload_of
-from stratakv.tiers.errors import TierClosed, TierConfigError
+from stratakv.tiers.errors import TierClosed, TierConfigError, TierDown
 from stratakv.tiers.mac_key import MacKey
+from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.tier_settings import SsdSettings
 from stratakv.tiers.wire.frames import State
 from stratakv.tiers.wire.limits import Limits
 from stratakv.tiers.wire.status import NoDisk, NoMemory, NotAttached, NotReady, WrongLayout
@@ -240,7 +243,7 @@ def _over_disks(*paths: Path, **settings: Any) -> TenantStores:
     return _tenant_stores(Path(",".join(map(str, paths))), **settings)
 
 
-def test_several_disks(tmp_path: Path) -> None:
+def test_several_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tenant has a share of every disk; without one of them a restart finds the others'."""
     disks, keys = (tmp_path / "a", tmp_path / "b"), make_keys(12)
     tenant_stores = _over_disks(*disks)
@@ -256,9 +259,14 @@ def test_several_disks(tmp_path: Path) -> None:
         tenant_stores.attach(NAMES[0], OTHER)
     assert tenant_stores.close(WAIT_SECONDS)
     shutil.rmtree(disks[0])
-    disks[0].write_text("in the way of a mount")
-    disks[0].unlink()
-    disks[0].symlink_to("/proc/nothing")
+    real = assemble._open_disk
+
+    def open_disk(layout: BlockLayout, ssd: SsdSettings, **options: Any) -> SsdStore:
+        if ssd.paths[0].is_relative_to(disks[0]):
+            raise TierDown("nothing is mounted there")
+        return real(layout, ssd, **options)
+
+    monkeypatch.setattr(assemble, "_open_disk", open_disk)
     tenant_stores = _over_disks(*disks)
     tenant_stores.start()  # the layout is known from the other one
     found = _load(_wait(lambda: tenant_stores.ready(NAMES[0])), keys)
