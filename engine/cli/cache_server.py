@@ -20,7 +20,7 @@ import resource
 import signal
 import stat
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from ...tiers.codecs.choice import CODECS, NONE
 from ...tiers.errors import TierConfigError
 from ...tiers.settings import readers
-from ...tiers.settings.file import called, read_file
+from ...tiers.settings.file import called, read_file, read_ordinary
 from ...tiers.settings.format import one_line
 from ...tiers.settings.option import Option, flag_of, options_of
 from ...tiers.settings.suggestions import did_you_mean
@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 MAX_PORT = 65535
 DEFAULT_SECRET_NAME = "server.secret"  # noqa: S105 - of a file
 _EXIT_NOT_WRITTEN = 1
+_MOST_TEXT_BYTES = 16 * 1024**2  # of tenants or a token; more are for others to refuse
 _PR_SET_DUMPABLE = 4
 
 # M_MMAP_THRESHOLD (the most that glibc takes), M_TRIM_THRESHOLD, M_TOP_PAD.
@@ -178,7 +179,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal (0, or 1 if not everything could be written down)."""
+    # A reload that is asked for during the start must not end it.
+    asked_early: list[int] = []
     try:
+        if args.new_token is None:
+            signal.signal(signal.SIGHUP, lambda number, _frame: asked_early.append(number))
         if args.new_token is not None:
             return _print_new_token(args.new_token)
         options = _read_options(args, os.environ)
@@ -189,7 +194,7 @@ def run(args: argparse.Namespace) -> int:
         def read_again() -> ServerSettings:
             return _server_settings(_read_options(args, os.environ), settings)
 
-        return asyncio.run(_serve(settings, read_again))
+        return asyncio.run(_serve(settings, read_again, asked_early))
     except TierConfigError as error:
         raise ConfigError(str(error)) from error
 
@@ -358,7 +363,12 @@ def _tenants(options: Mapping[str, Any], left_token: str | None) -> tuple[Tenant
         own_token = None
         if is_open and is_loopback(options["host"]):
             own_token = left_token or new_token()
-        tenant = only_tenant(cpu_bytes, ssd_bytes, token or own_token, has_client_ca=has_client_ca)
+        tenant = only_tenant(
+            cpu_bytes,
+            ssd_bytes,
+            own_token if token is None else token,
+            has_client_ca=has_client_ca,
+        )
         return tenant, own_token
     if token_file is not None:
         raise ConfigError("--token-file is for a server without --tenants; give one of the two")
@@ -374,6 +384,11 @@ def _tenants(options: Mapping[str, Any], left_token: str | None) -> tuple[Tenant
 
 def _token_of(path: Path) -> str:
     token = _text_of(path, "--token-file").strip()
+    if not token:  # never nobody's: that would let anybody in
+        raise ConfigError(
+            f"--token-file names {path}, which is empty; write a token there, which "
+            "`stratakv cache-server --new-token NAME` makes"
+        )
     mode = path.stat().st_mode
     if mode & (stat.S_IWGRP | stat.S_IRWXO):
         raise ConfigError(
@@ -385,7 +400,8 @@ def _token_of(path: Path) -> str:
 
 def _text_of(path: Path, flag: str) -> str:
     try:
-        return path.read_bytes().decode()
+        # An editor may have put a mark of UTF-8 in front.
+        return read_ordinary(path, _MOST_TEXT_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag} names {path}, which cannot be read as text ({error})") from error
 
@@ -432,7 +448,10 @@ def _keep_freed_memory() -> None:
             mallopt(parameter, value)
 
 
-async def _serve(settings: ServerSettings, read_again: Callable[[], ServerSettings]) -> int:
+async def _serve(
+    settings: ServerSettings, read_again: Callable[[], ServerSettings], asked_early: Sequence[int]
+) -> int:
+    """`asked_early` is not empty where SIGHUP came already."""
     from ...tiers.cache_server.server import CacheServer
 
     told, hung_up = asyncio.Event(), asyncio.Event()
@@ -440,14 +459,17 @@ async def _serve(settings: ServerSettings, read_again: Callable[[], ServerSettin
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, told.set)
     loop.add_signal_handler(signal.SIGHUP, hung_up.set)
+    if asked_early:
+        hung_up.set()
     server = CacheServer(settings)
     await server.start()
     logs.announce(_announcement(server))
     reloading = asyncio.create_task(_reload(server, hung_up, read_again))
     await told.wait()
     reloading.cancel()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.remove_signal_handler(number)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the shutdown goes on
     logger.info("ending within about %g s", settings.drain_seconds)
     return 0 if await server.drain() else _EXIT_NOT_WRITTEN
 
