@@ -235,4 +235,4 @@ def _is_ready(kind: str, port: int, log: Path) -> bool:
 
 def _free_ports() -> dict[int, int]:
     """The ports that pages name → free ones. A cache server takes the next port for its data."""
-    return dict(zip((8000, 8001, 9400, 9401), free_ports(4), strict=True))
+    return dict(zip((8000, 8001, 9400, 9401, 9405), free_ports(5), strict=True))

@@ -7,14 +7,23 @@ Images are not built and services not started here; what can be read and looked 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import stratakv
+
+from .free_ports import free_ports
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 UNIT = (DEPLOY / "stratakv.service").read_text()
@@ -102,3 +111,78 @@ def test_a_service_is_exposed_to_little(name: str) -> None:
 
 def test_the_cache_server_is_reloaded_by_the_signal_that_it_takes() -> None:
     assert "\nExecReload=/bin/kill -HUP $MAINPID\n" in CACHE_UNIT
+
+
+# The image of the cache server
+
+
+def _installed(package: str, *extras: str) -> set[str]:
+    """The distributions that an installation of ours brings, by name."""
+    found: set[str] = set()
+    waiting = [(package, extras)]
+    while waiting:
+        name, wanted = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for line in metadata.requires(name) or []:
+            requirement = Requirement(line)
+            marker = requirement.marker
+            if marker is None or any(marker.evaluate({"extra": each}) for each in ("", *wanted)):
+                waiting.append((canonicalize_name(requirement.name), tuple(requirement.extras)))
+    return found - {package}
+
+
+def _only_these(folder: Path, names: set[str]) -> None:
+    """Links to what these distributions have installed, and to the package itself."""
+    folder.mkdir()
+    for name in names:
+        files = metadata.files(name)
+        assert files is not None
+        for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+            if not (folder / top).exists():  # google/ is shared
+                (folder / top).symlink_to(str(metadata.distribution(name).locate_file(top)))
+    (folder / "stratakv").symlink_to(Path(stratakv.__file__).parent)
+
+
+def test_the_image_of_the_cache_server_needs_no_torch(tmp_path: Path) -> None:
+    """It starts, keeps a disk, answers and ends with what its installation brings and no more."""
+    text = (DEPLOY / "Containerfile.cache").read_text().replace("\\\n", " ")
+    (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.MULTILINE)
+    names = _installed("stratakv", *extras.split(","))
+    assert not names & {"torch", "numpy", "fastapi", "triton", "transformers"} and "grpcio" in names
+    _only_these(tmp_path / "site", names)
+    (command,) = re.findall(r"^CMD (\[.*\])$", text, re.MULTILINE)
+    words: list[str] = json.loads(command)
+    assert words[words.index("--host") + 1] == "0.0.0.0"
+    words[words.index("--host") + 1] = "127.0.0.1"  # or it would take TLS and credentials
+    words[words.index("--ssd-path") + 1] = str(tmp_path / "tier")
+    port, data_port = free_ports(2)
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "PYTHONPATH": str(tmp_path / "site"),
+        "PYTHONUNBUFFERED": "1",
+        "STRATAKV_CACHE_SERVER_CPU_BYTES": "1MiB",
+        "STRATAKV_CACHE_SERVER_SSD_BYTES": "16MiB",
+        "STRATAKV_CACHE_SERVER_SSD_CODEC": "lossless",
+        "STRATAKV_CACHE_SERVER_PORT": str(port),
+        "STRATAKV_CACHE_SERVER_DATA_PORT": str(data_port),
+    }
+    program = [sys.executable, "-S", "-m", "stratakv.engine.cli.main"]
+    options: dict[str, Any] = {"cwd": tmp_path, "env": environment, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    absent = "import importlib.util as u; print(u.find_spec('torch'), u.find_spec('numpy'))"
+    said = subprocess.check_output([sys.executable, "-S", "-c", absent], timeout=60, **options)
+    assert said == "None None\n"
+    with subprocess.Popen([*program, *words], **pipes, **options) as server:
+        try:
+            assert server.stdout is not None
+            assert "StrataKV cache server at" in server.stdout.readline()
+            ping = [*program, "ping", f"grpc://127.0.0.1:{port}"]
+            done = subprocess.run(ping, timeout=60, check=False, capture_output=True, **options)
+            assert done.returncode == 0, done.stdout + done.stderr
+        finally:
+            server.terminate()
+        assert server.wait(60) == 0
+    assert "USER 10001:10001" in text and "install -d -m 0700" in text

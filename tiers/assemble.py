@@ -24,6 +24,7 @@ from .policies.choice import policy_factory
 from .registry import TierRequest, open_tier
 from .ssd.several_disks import Disk, SeveralDisks
 from .ssd.store import SsdStore
+from .ssd.watched import WatchedStore
 from .standby import open_or_wait
 from .tier_settings import CpuSettings, SsdSettings, TierSettings
 
@@ -82,12 +83,12 @@ def open_ssd(
     if not ssd.paths:
         raise TierConfigError("the ssd tier needs a directory")
     if len(ssd.paths) == 1:
-        return open_one(ssd)
+        return _watched(open_one, ssd)
     share = ssd.capacity_bytes // len(ssd.paths)
     disks: list[Disk] = []
     try:
         for path in ssd.paths:
-            opener = partial(open_one, replace(ssd, path=path, capacity_bytes=share))
+            opener = partial(_watched, open_one, replace(ssd, path=path, capacity_bytes=share))
             name = f"ssd in {path}"
             store = opener() if require else open_or_wait(name, layout, opener)
             disks.append(Disk(str(path.resolve()), store))
@@ -97,10 +98,15 @@ def open_ssd(
     return SeveralDisks(disks, layout)
 
 
+def _watched(open_one: Callable[..., SsdStore], ssd: SsdSettings) -> WatchedStore:
+    return WatchedStore(lambda create: open_one(ssd, create=create), str(ssd.path))
+
+
 def _open_disk(
     layout: BlockLayout,
     ssd: SsdSettings,
     *,
+    create: bool,
     namespace: bytes,
     mac_key: MacKey | None,
     codecs: Mapping[str, CodecFactory] | None,
@@ -117,6 +123,7 @@ def _open_disk(
         policy=ssd.policy,
         io_threads=ssd.io_threads,
         queue_bytes=max(QUEUE_BYTES, 4 * layout.slot_bytes),
+        create=create,
     )
 
 

@@ -27,7 +27,7 @@ from .errors import TierConfigError
 from .mac_key import MacKey
 from .record import Seal
 from .ssd.disk.space import HEADER_PAGE_BYTES, SpacePlan, plan_slots
-from .ssd.folder import guard
+from .ssd.folder import guard, other_formats
 from .ssd.folder.directory import StoreDirectory
 from .ssd.folder.identity import key_name, read_note, unpack
 from .ssd.folder.opening import read_identity
@@ -192,6 +192,10 @@ class _Check:
         if fresh_folder(index).exists():
             notes.append("an index was about to be replaced; the next start ends that")
         notes += [f"{aside} is an index that was damaged" for aside in guard.set_aside(index)]
+        notes += [
+            f"{aside} is a store of another format, kept for the version that made it"
+            for aside in other_formats.kept(self._directory.path)
+        ]
 
     def _read_index(self) -> list[RowBatch] | None:
         """All rows; None where the index is lost."""

@@ -70,6 +70,11 @@ class StandbyStore(StoreTier):
         self._thread.start()
 
     @property
+    def opened(self) -> StoreTier | None:
+        """The store, once it is open."""
+        return self._store
+
+    @property
     def is_up(self) -> bool:
         return self._store is not None and self._store.is_up
 

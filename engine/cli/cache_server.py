@@ -20,7 +20,7 @@ import resource
 import signal
 import stat
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from ...tiers.codecs.choice import CODECS, NONE
 from ...tiers.errors import TierConfigError
 from ...tiers.settings import readers
-from ...tiers.settings.file import called, read_file
+from ...tiers.settings.file import called, read_file, read_ordinary
 from ...tiers.settings.format import one_line
 from ...tiers.settings.option import Option, flag_of, options_of
 from ...tiers.settings.suggestions import did_you_mean
@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 MAX_PORT = 65535
 DEFAULT_SECRET_NAME = "server.secret"  # noqa: S105 - of a file
 _EXIT_NOT_WRITTEN = 1
+_MOST_TEXT_BYTES = 16 * 1024**2  # of tenants or a token; more are for others to refuse
 _PR_SET_DUMPABLE = 4
 
 # M_MMAP_THRESHOLD (the most that glibc takes), M_TRIM_THRESHOLD, M_TOP_PAD.
@@ -93,13 +94,20 @@ _TIERS = (
 )  # fmt: skip
 _TABLE = (
     _option("cpu_bytes", readers.size, "memory for blocks, of all tenants", "SIZE", "1GiB"),
-    _option("ssd_path", readers.path, "directory for blocks on a disk", "PATH"),
+    _option(
+        "ssd_path", readers.path, "directory for blocks on a disk, or several by commas", "PATH"
+    ),
     _option("ssd_bytes", readers.size, "most bytes there, of all tenants", "SIZE"),
     _option(
         "ssd_mac_key_file", readers.path,
         "file with the key that seals blocks on a disk that others can write", "FILE",
     ),
     *_TIERS,
+    _option(
+        "require_tiers", readers.switch,
+        "refuse to start while a disk of --ssd-path cannot be used, instead of going on without",
+        "", False,
+    ),
     _option("host", readers.text, "address to listen on", "ADDRESS", "127.0.0.1"),
     _option("port", _port, "port of the calls; 0 takes a free one", "N", 9400),
     _option("data_port", _port, "port of the data connection; 0 takes a free one", "N"),
@@ -171,7 +179,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal (0, or 1 if not everything could be written down)."""
+    # A reload that is asked for during the start must not end it.
+    asked_early: list[int] = []
     try:
+        if args.new_token is None:
+            signal.signal(signal.SIGHUP, lambda number, _frame: asked_early.append(number))
         if args.new_token is not None:
             return _print_new_token(args.new_token)
         options = _read_options(args, os.environ)
@@ -180,9 +192,9 @@ def run(args: argparse.Namespace) -> int:
         _prepare_process()
 
         def read_again() -> ServerSettings:
-            return _server_settings(_read_options(args, os.environ), settings.own_token)
+            return _server_settings(_read_options(args, os.environ), settings)
 
-        return asyncio.run(_serve(settings, read_again))
+        return asyncio.run(_serve(settings, read_again, asked_early))
     except TierConfigError as error:
         raise ConfigError(str(error)) from error
 
@@ -226,29 +238,35 @@ def _variables(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _server_settings(options: Mapping[str, Any], own_token: str | None = None) -> ServerSettings:
-    """`own_token` is the one that this process has left for clients already. Raises ConfigError or
-    TierConfigError."""
+def _server_settings(
+    options: Mapping[str, Any], running: ServerSettings | None = None
+) -> ServerSettings:
+    """`running`: of a server that runs already, which keeps its secret, its key and the token that
+    it has left for clients; their files are not looked at, for they may be on a disk that is gone.
+    Raises ConfigError or TierConfigError."""
     from ...tiers.cache_server.key_salt import read_secret
     from ...tiers.cache_server.server import ServerSettings
 
     ssd_path: Path | None = options["ssd_path"]
     if (ssd_path is None) != (options["ssd_bytes"] is None):
         raise ConfigError("--ssd-path and --ssd-bytes go together; give both or neither")
-    if ssd_path is not None and "," in str(ssd_path):
-        raise ConfigError(
-            f"--ssd-path takes one directory, without a comma, not {ssd_path}; several disks are "
-            "for stratakv serve"
-        )
+    disks = SsdSettings(path=ssd_path).paths
+    if options["require_tiers"] and not disks:
+        raise ConfigError("--require-tiers is for blocks on a disk; give --ssd-path too")
     secret_file = options["secret_file"]
-    if secret_file is None and ssd_path is not None:
-        secret_file = ssd_path / DEFAULT_SECRET_NAME
-    tenants, own_token = _tenants(options, own_token)
+    if secret_file is None and disks:
+        secret_file = disks[0] / DEFAULT_SECRET_NAME
+    tenants, own_token = _tenants(options, None if running is None else running.own_token)
+    if running is not None:
+        secret, mac_key = running.secret, running.mac_key
+    else:
+        secret = os.urandom(32) if secret_file is None else read_secret(secret_file)
+        mac_key = _mac_key(options)
     shares_memory = options["shared_memory"]
     return ServerSettings(
         tenants=tenants,
         own_token=own_token,
-        secret=os.urandom(32) if secret_file is None else read_secret(secret_file),
+        secret=secret,
         host=options["host"],
         port=options["port"],
         data_port=_data_port(options),
@@ -257,7 +275,8 @@ def _server_settings(options: Mapping[str, Any], own_token: str | None = None) -
         metrics_port=options["metrics_port"],
         metrics_exposed=options["metrics_exposed"],
         ssd_path=ssd_path,
-        mac_key=_mac_key(options),
+        mac_key=mac_key,
+        require=options["require_tiers"],
         cpu=CpuSettings(policy=options["cpu_policy"]),
         ssd=_ssd_settings(options),
         tls=_tls(options),
@@ -290,10 +309,13 @@ def _ssd_settings(options: Mapping[str, Any]) -> SsdSettings:
 def _mac_key(options: Mapping[str, Any]) -> Any:
     from ...tiers.mac_key import read_mac_key
 
-    path, store = options["ssd_mac_key_file"], options["ssd_path"]
-    if path is not None and store is None:
+    path, disks = options["ssd_mac_key_file"], SsdSettings(path=options["ssd_path"]).paths
+    if path is None:
+        return None
+    if not disks:
         raise ConfigError("--ssd-mac-key-file is for blocks on a disk; give --ssd-path too")
-    return None if path is None else read_mac_key(path, flag_of("ssd_mac_key_file"), store)
+    keys = [read_mac_key(path, flag_of("ssd_mac_key_file"), disk) for disk in disks]
+    return keys[0]  # the same each time: what differs is the disk that it must not lie on
 
 
 def _limits(options: Mapping[str, Any]) -> Limits:
@@ -341,7 +363,12 @@ def _tenants(options: Mapping[str, Any], left_token: str | None) -> tuple[Tenant
         own_token = None
         if is_open and is_loopback(options["host"]):
             own_token = left_token or new_token()
-        tenant = only_tenant(cpu_bytes, ssd_bytes, token or own_token, has_client_ca=has_client_ca)
+        tenant = only_tenant(
+            cpu_bytes,
+            ssd_bytes,
+            own_token if token is None else token,
+            has_client_ca=has_client_ca,
+        )
         return tenant, own_token
     if token_file is not None:
         raise ConfigError("--token-file is for a server without --tenants; give one of the two")
@@ -357,6 +384,11 @@ def _tenants(options: Mapping[str, Any], left_token: str | None) -> tuple[Tenant
 
 def _token_of(path: Path) -> str:
     token = _text_of(path, "--token-file").strip()
+    if not token:  # never nobody's: that would let anybody in
+        raise ConfigError(
+            f"--token-file names {path}, which is empty; write a token there, which "
+            "`stratakv cache-server --new-token NAME` makes"
+        )
     mode = path.stat().st_mode
     if mode & (stat.S_IWGRP | stat.S_IRWXO):
         raise ConfigError(
@@ -368,7 +400,8 @@ def _token_of(path: Path) -> str:
 
 def _text_of(path: Path, flag: str) -> str:
     try:
-        return path.read_bytes().decode()
+        # An editor may have put a mark of UTF-8 in front.
+        return read_ordinary(path, _MOST_TEXT_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag} names {path}, which cannot be read as text ({error})") from error
 
@@ -415,7 +448,10 @@ def _keep_freed_memory() -> None:
             mallopt(parameter, value)
 
 
-async def _serve(settings: ServerSettings, read_again: Callable[[], ServerSettings]) -> int:
+async def _serve(
+    settings: ServerSettings, read_again: Callable[[], ServerSettings], asked_early: Sequence[int]
+) -> int:
+    """`asked_early` is not empty where SIGHUP came already."""
     from ...tiers.cache_server.server import CacheServer
 
     told, hung_up = asyncio.Event(), asyncio.Event()
@@ -423,14 +459,17 @@ async def _serve(settings: ServerSettings, read_again: Callable[[], ServerSettin
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, told.set)
     loop.add_signal_handler(signal.SIGHUP, hung_up.set)
+    if asked_early:
+        hung_up.set()
     server = CacheServer(settings)
     await server.start()
     logs.announce(_announcement(server))
     reloading = asyncio.create_task(_reload(server, hung_up, read_again))
     await told.wait()
     reloading.cancel()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.remove_signal_handler(number)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the shutdown goes on
     logger.info("ending within about %g s", settings.drain_seconds)
     return 0 if await server.drain() else _EXIT_NOT_WRITTEN
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
@@ -42,6 +43,7 @@ COMMANDS = {
     "trace": "explain what a step trace recorded",
     "plan": "say what a model takes and what fits",
 }
+_RELOADED = ("cache-server",)  # by SIGHUP, which is not to end them before they can be
 _USAGE = "usage: stratakv [--version] [--help] COMMAND ..."
 
 EXIT_FAILED = 1
@@ -115,6 +117,8 @@ def _run(words: list[str]) -> int:
         known = ("--version", "--help") if kind == "option" else COMMANDS
         near = did_you_mean(name, known) or f"; the commands are {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no {kind} {format_value(name)}{near}")
+    if name in _RELOADED:  # it has not read anything yet that it would have to read anew
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     command = importlib.import_module(f".{name.replace('-', '_')}", __package__)
     parser = Parser(prog=f"stratakv {name}", description=command.DESCRIPTION)
     command.add_arguments(parser)

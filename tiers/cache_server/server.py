@@ -221,7 +221,7 @@ class CacheServer:
             self.metrics_port = await self._endpoint.start(
                 settings.metrics_host, settings.metrics_port
             )
-        self.tenant_stores.start()
+        await asyncio.to_thread(self.tenant_stores.start)
         self._service = CacheService(
             self.boot_id,
             self.tenant_stores,

@@ -18,6 +18,7 @@ import hashlib
 import logging
 import os
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -167,7 +168,9 @@ class StoreSettings:
     """What all tenant stores of a server are made with; each has its own quota."""
 
     secret: bytes
-    ssd_path: Path | None = None  # the folder of all stores; None: tenant stores have memory only
+    # The folder of all stores, or those on several disks by commas; None: memory only.
+    ssd_path: Path | None = None
+    require: bool = False  # the start fails where a disk, or a store on it, cannot be opened
     mac_key: MacKey | None = None  # seals what lies there
     cpu: CpuSettings = field(default_factory=CpuSettings)  # but for the size
     ssd: SsdSettings = SERVER_SSD  # but for size and place
@@ -185,21 +188,39 @@ class TenantStores(ServedStores):
     ) -> None:
         self._places = {name: _Place(quota) for name, quota in quotas.items()}
         self._settings = settings
-        self._ssd_path = settings.ssd_path
+        self._ssd_paths = replace(settings.ssd, path=settings.ssd_path).paths
         self._clock = clock
         self._lock = threading.Lock()
         self._closed = False
         self._leaving: list[threading.Thread] = []  # that close the stores of tenants who left
 
     def start(self) -> None:
-        """Begin to make the tenant stores whose layout is known from the disk."""
+        """Begin to make the tenant stores whose layout is known from the disk. Where disks are
+        required, wait for them; raises TierConfigError for one that cannot be opened."""
+        if self._settings.require:
+            for path in self._ssd_paths:
+                _check_writable(path)
         self._make_known(list(self._places))
+        if self._settings.require:
+            self._wait_made()
+
+    def _wait_made(self) -> None:
+        with self._lock:
+            places = dict(self._places)
+        for name, place in places.items():
+            if place.maker is not None:
+                place.maker.join()
+            if place.failure is not None:
+                raise TierConfigError(
+                    f"what {name} has on the disk cannot be opened ({place.failure}); mend that, "
+                    "or start without --require-tiers"
+                ) from place.failure
 
     def _make_known(self, names: Iterable[str]) -> None:
         for name in names:
             place = self._places[name]
-            if self._ssd_path is not None and place.quota.ssd_bytes:
-                layout = read_layout_note(self._ssd_path, name)
+            if place.quota.ssd_bytes:
+                layout = self._layout_on_disk(name)
                 with self._lock:
                     if layout is not None and place.layout is None and not place.is_gone:
                         self._make(name, place, layout)
@@ -297,9 +318,10 @@ class TenantStores(ServedStores):
         return place.failure is None or self._clock() - place.failed_at >= RETRY_SECONDS
 
     def _how_to_begin_anew(self, name: str, place: _Place) -> str:
-        if self._ssd_path is None or not place.quota.ssd_bytes:
+        if not self._ssd_paths or not place.quota.ssd_bytes:
             return "; a restart of the server forgets them"
-        return f"; to begin anew, stop the server and remove {store_folder(self._ssd_path, name)}*"
+        folders = ", ".join(f"{store_folder(path, name)}*" for path in self._ssd_paths)
+        return f"; to begin anew, stop the server and remove {folders}"
 
     def _make(self, name: str, place: _Place, layout: BlockLayout) -> None:
         place.layout, place.failure = layout, None
@@ -364,32 +386,65 @@ class TenantStores(ServedStores):
         return TenantStore(slab, stores, salt, admission=admission, max_leases=limits.max_leases)
 
     def _stores(self, name: str, quota: Quota, layout: BlockLayout) -> list[StoreTier]:
-        if self._ssd_path is None or not quota.ssd_bytes:
+        if not self._ssd_paths or not quota.ssd_bytes:
             return []
-        opener = partial(self._open_store, self._ssd_path, name, quota, layout)
+        opener = partial(self._open_store, name, quota, layout)
         try:
-            return [open_or_wait(SSD, layout, opener)]
+            return [opener() if self._settings.require else open_or_wait(SSD, layout, opener)]
         except TierConfigError as error:
             raise NoDisk(str(error)) from error
 
-    def _open_store(
-        self, ssd_path: Path, name: str, quota: Quota, layout: BlockLayout
-    ) -> StoreTier:
+    def _open_store(self, name: str, quota: Quota, layout: BlockLayout) -> StoreTier:
         # With another secret nothing in the store could be found, so it is another namespace.
         (namespace,) = KeySalt(self._settings.secret, name).stored((bytes(40),))
-        folder = store_folder(ssd_path, name)
-        ssd = replace(self._settings.ssd, path=folder, capacity_bytes=quota.ssd_bytes)
-        store = open_ssd(layout, ssd, namespace=namespace, mac_key=self._settings.mac_key)
+        folders = ",".join(str(store_folder(path, name)) for path in self._ssd_paths)
+        ssd = replace(self._settings.ssd, path=Path(folders), capacity_bytes=quota.ssd_bytes)
+        store = open_ssd(
+            layout,
+            ssd,
+            namespace=namespace,
+            mac_key=self._settings.mac_key,
+            require=self._settings.require,
+        )
         try:
-            if read_layout_note(ssd_path, name) != layout:
-                write_layout_note(ssd_path, name, layout)
-        except OSError as error:
+            self._note_layout(name, layout)
+        except TierDown:
             store.close(0.0)
-            raise TierDown(f"{ssd_path} cannot be written to ({error}); make room there") from error
+            raise
         return store
 
+    def _note_layout(self, name: str, layout: BlockLayout) -> None:
+        """On every disk that is there; raises TierDown where no disk takes it."""
+        errors: list[str] = []
+        for path in self._ssd_paths:
+            try:
+                if read_layout_note(path, name) != layout:
+                    write_layout_note(path, name, layout)
+            except OSError as error:
+                errors.append(f"{path} cannot be written to ({error})")
+        if len(errors) == len(self._ssd_paths):
+            raise TierDown(f"{', '.join(errors)}; make room there")
+
+    def _layout_on_disk(self, name: str) -> BlockLayout | None:
+        """What the first disk says that knows."""
+        found = (read_layout_note(path, name) for path in self._ssd_paths)
+        return next((layout for layout in found if layout is not None), None)
+
     def _is_on_disk(self, name: str) -> bool:
-        return self._ssd_path is not None and read_layout_note(self._ssd_path, name) is not None
+        return self._layout_on_disk(name) is not None
+
+
+def _check_writable(path: Path) -> None:
+    """Raises TierDown for a folder that cannot be made or written in."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise TierDown(
+            f"--ssd-path {path} cannot be used ({error.strerror}); mount it or change its "
+            "permissions, or start without --require-tiers"
+        ) from error
 
 
 def _closing(tenant_store: TenantStore, seconds: float) -> threading.Thread:

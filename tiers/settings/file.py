@@ -7,6 +7,8 @@ made by a tag. Raises ConfigError with the file and the key.
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import stat
 import tomllib
@@ -40,6 +42,19 @@ def called(path: Path, key: str) -> str:
     """A key as messages name it: in one line, whatever it holds. After a colon there is a value,
     perhaps a secret, that YAML takes for a part of the key where no space stands before it."""
     return f"{format_name(key.partition(':')[0][:MAX_KEY_CHARACTERS])} of {path}"
+
+
+def read_ordinary(path: Path, most_bytes: int) -> bytes:
+    """What a file holds, the first `most_bytes` of it. Raises OSError, also for what is no ordinary
+    file: opening a pipe could wait for ever, and a device has no end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no ordinary file")
+        with open(descriptor, "rb", closefd=False) as stream:
+            return stream.read(most_bytes)
+    finally:
+        os.close(descriptor)
 
 
 def _text_of(path: Path) -> str:

@@ -128,6 +128,9 @@ class SsdStore(StoreTier):
     "async" once it is written, and then a power cut or a kill may take what came in the last two
     seconds. Neither ever serves a wrong byte.
 
+    A store of another format is set aside whole (`folder/other_formats.py`), beyond the capacity
+    and as long as the disk has room for it, and taken up again by the version that made it.
+
     With a `codec` blocks are encoded before they are written, where that saves a page: fewer bytes
     move, no more blocks fit. A store of a lossless codec may be opened without it and the other
     way round; blocks of one that loses something are for stores with the same codec only.
@@ -137,6 +140,8 @@ class SsdStore(StoreTier):
 
     `policy` names what chooses the blocks to evict (`policies/choice.py`). Of more than
     `opening.MOST_POLICY_SLOTS` slots it is "lru" whatever was named, and the log says so.
+
+    With `create` false only a store that is there already is opened.
 
     Raises TierConfigError where the path, the size or what lies there cannot be used.
     """
@@ -155,6 +160,7 @@ class SsdStore(StoreTier):
         mac_key: MacKey | None = None,
         policy: str = DEFAULT_SSD_POLICY,
         scan_timeout_seconds: float = 30.0,
+        create: bool = True,
     ) -> None:
         if io_threads < 1 or queue_bytes < 1:
             raise TierConfigError(
@@ -181,6 +187,7 @@ class SsdStore(StoreTier):
             codec,
             mac_key,
             policy,
+            create=create,
         )
         self._state = self._opened.state
         self._queue_blocks = queue_bytes // layout.page_bytes
@@ -195,8 +202,10 @@ class SsdStore(StoreTier):
             codec=codec,
             cleared_up_to=self._opened.cleared_up_to,
             note_cleared=self._opened.note_cleared,
+            forget_other_formats=self._opened.forget_other_formats,
         )
         self._closed = False
+        self._faults_seen = 0
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
         with self._state.lock:
@@ -298,6 +307,24 @@ class SsdStore(StoreTier):
             stats.blocks = len(self._state.index)
             stats.used_bytes = stats.blocks * self._state.slot_file.record_bytes
             return copy.deepcopy(stats)
+
+    def has_lost_disk(self) -> bool:
+        """Whether the disk is gone for this store: its path leads elsewhere, or nothing can be read
+        any more. Looks only where faults were met since the last look, and waits for the disk then.
+        For one thread."""
+        with self._state.lock:
+            faults = sum(self._state.stats.errors.values())
+            if self._closed or faults == self._faults_seen:
+                return False
+        self._faults_seen = faults
+        return not (self._opened.is_in_place() and self._state.slot_file.can_be_read())
+
+    def not_yet_forgotten(self) -> tuple[list[bytes], bool]:
+        """What was dropped or cleared and may still be on the disk: some keys, and whether it is
+        everything."""
+        with self._state.lock:
+            keys, are_all = self._state.index.dropped_keys()
+            return keys, self._writer.has_clear_to_note or not are_all
 
     def close(self, timeout_seconds: float) -> None:
         """See StoreTier. What is queued is written as far as the time allows."""

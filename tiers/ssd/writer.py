@@ -89,6 +89,7 @@ class Writer:
         codec: Codec | None = None,
         cleared_up_to: int = 0,
         note_cleared: Callable[[int], None] = lambda _generation: None,
+        forget_other_formats: Callable[[], None] = lambda: None,
     ) -> None:
         self.queue = WriteQueue()
         self._state = state
@@ -99,6 +100,7 @@ class Writer:
         self._generation = epoch << EPOCH_SHIFT
         self._cleared_up_to = self._noted = cleared_up_to  # by order; on the disk
         self._note_cleared = note_cleared
+        self._forget_other_formats = forget_other_formats
         self._promises: list[_Promise] = []
         self._is_over = False
         self._batch_blocks = max(1, min(BATCH_BYTES // state.layout.page_bytes, BATCH_BLOCKS))
@@ -132,6 +134,11 @@ class Writer:
         self.queue.cancel_all()
         self._cleared_up_to = self._generation
         self.wake()
+
+    @property
+    def has_clear_to_note(self) -> bool:
+        """Whether a clear is not on the disk yet."""
+        return self._cleared_up_to > self._noted
 
     def wait_forgotten(self, timeout_seconds: float) -> bool:
         """See StoreTier."""
@@ -344,6 +351,7 @@ class Writer:
             cleared_up_to, promises = self._cleared_up_to, list(self._promises)
         if cleared_up_to > self._noted:
             try:
+                self._forget_other_formats()
                 self._note_cleared(cleared_up_to)
                 self._noted = cleared_up_to
             except OSError as error:
@@ -371,6 +379,7 @@ class Writer:
         with self._state.lock:
             slots = index.take_dropped(self._noted)
         try:
+            self._forget_other_formats()
             self._state.slot_file.erase(slots)
             if slots:
                 self._state.slot_file.sync()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -82,12 +83,27 @@ def test_a_process_says_what_is_wrong() -> None:
             ["--ssd-path", "FOLDER", "--ssd-bytes", "1GiB", "--ssd-mac-key-file", "FOLDER/key"],
             "--ssd-mac-key-file names FOLDER/key, which lies in FOLDER, .* keep it elsewhere",
         ),
+        (["--require-tiers"], "--require-tiers is for blocks on a disk; give --ssd-path too"),
+        (
+            ["--ssd-path", "FOLDER/a,FOLDER/b/../a", "--ssd-bytes", "1GiB"],
+            "the ssd tier is given FOLDER/a twice; name each disk once",
+        ),
+        (
+            ["--ssd-path", "FOLDER,/dev/null", "--ssd-bytes", "1GiB", "--require-tiers"],
+            "--ssd-path /dev/null cannot be used",
+        ),
         (["--tls-cert", "x"], "--tls-cert and --tls-key go together"),
         (["--tenants", "FOLDER/tenants.toml"], "is no TOML"),
         (["--tenants", "FOLDER/tenants.toml", "--token-file", "x"], "give one of the two"),
         (["--tenants", "/no/such"], "cannot be read"),
         (["--tenants", "FOLDER/large.toml"], "cpu_bytes are 2147483648 .* raise --cpu-bytes"),
         (["--token-file", "FOLDER/config.toml"], "holds a space"),
+        # Which once let anybody in.
+        (["--token-file", "FOLDER/empty"], "FOLDER/empty, which is empty; write a token there"),
+        (["--token-file", "FOLDER/pipe"], "FOLDER/pipe, which cannot be .*no ordinary file"),
+        (["--tenants", "FOLDER/pipe"], "FOLDER/pipe, which cannot be .*no ordinary file"),
+        (["--tenants", "FOLDER"], "FOLDER, which cannot be read .*no ordinary file"),
+        (["--tls-cert", "FOLDER/pipe", "--tls-key", "x"], "FOLDER/pipe, .*no ordinary file"),
         (["--config", "FOLDER/config.toml"], "cpu_byte of .* is no option; did you mean cpu_bytes"),
         (["--cpu-bytes", "many"], "--cpu-bytes takes a number of bytes"),
         (["--call-seconds", "0"], "call_seconds must be a number above 0"),
@@ -104,6 +120,8 @@ def test_settings_that_cannot_work(
     (tmp_path / "large.toml").write_text(f'{entry}"\n')
     (tmp_path / "config.toml").write_text("cpu_byte = 5\n")
     (tmp_path / "config.toml").chmod(0o600)
+    (tmp_path / "empty").write_text("\n")
+    os.mkfifo(tmp_path / "pipe")
     words = [flag.replace("FOLDER", str(tmp_path)) for flag in flags]
     assert main(["cache-server", "--port", "0", *words]) == 2
     error = capsys.readouterr().err

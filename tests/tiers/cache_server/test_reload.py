@@ -5,9 +5,12 @@ is still there, and what is left as it was where the new ones cannot be.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import contextlib
 import datetime
 import re
+import shutil
 import signal
 import socket
 import ssl
@@ -23,6 +26,7 @@ import grpc
 import pytest
 import trustme
 
+from stratakv.engine.cli import cache_server
 from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.cache_server.access.shares import Shares
 from stratakv.tiers.cache_server.access.tenants import Tenant, Tenants, token_digest
@@ -398,3 +402,47 @@ def test_reloads_under_load(tmp_path: Path, scale: str) -> None:
     lines = [line for line in server.output.splitlines() if "SIGHUP" in line]
     assert len(lines) == reloads + 1
     assert re.search(r"tenants.toml is no TOML: .*; everything stays as it was", lines[-1])
+
+
+def test_a_signal_in_the_start_or_in_the_end_ends_nothing(tmp_path: Path) -> None:
+    """What is written meanwhile is in force; the order to end is obeyed in the orderly way."""
+    path = tmp_path / "token"
+    path.write_bytes(b"\xef\xbb\xbf" + token_of("ann").encode() + b"\r\n")  # of another system
+    path.chmod(0o600)
+    with server_process("--token-file", str(path), start=False) as server:
+        server.start(wait=False)
+        assert server.process is not None
+        number = server.process.pid
+
+        def takes_it() -> bool:
+            """It has come so far that the signal does not end it as it ends any program."""
+            status = Path(f"/proc/{number}/status").read_text()
+            masks = re.findall(r"^Sig(?:Ign|Cgt):\s*([0-9a-f]+)$", status, re.MULTILINE)
+            return any(int(mask, 16) & 1 for mask in masks)
+
+        wait_for(takes_it)
+        for _ in range(3):
+            server.process.send_signal(signal.SIGHUP)
+        server.wait_until_serving()
+        server.attach(server.stub(token_of("ann")))
+        path.write_text("")
+        server.process.send_signal(signal.SIGHUP)
+        assert refused(server.stub("x" * 20)), "an empty file lets nobody in"
+        server.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            while server.process.poll() is None:
+                server.process.send_signal(signal.SIGHUP)
+                time.sleep(0.01)
+        assert server.wait() == 0
+    assert "which is empty; write a token there" in server.output
+
+
+def test_a_disk_that_is_gone_is_not_asked_at_a_reload(tmp_path: Path) -> None:
+    """The secret lies there, and a token is to be refused nevertheless."""
+    flags = argparse.Namespace(config=None, ssd_path=str(tmp_path / "ssd"), ssd_bytes="16MiB")
+    options = cache_server._read_options(flags, {})
+    first = cache_server._server_settings(options)
+    shutil.rmtree(tmp_path / "ssd")
+    again = cache_server._server_settings(options, first)
+    assert again.secret == first.secret and again.own_token == first.own_token
+    assert not (tmp_path / "ssd").exists(), "and no other secret is made"

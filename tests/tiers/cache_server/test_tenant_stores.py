@@ -5,6 +5,7 @@ hold.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from stratakv.tiers import assemble
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.cache_server.access.tenants import Quota
 from stratakv.tiers.cache_server.tenant_store import TenantStore
@@ -23,8 +25,10 @@ from stratakv.tiers.cache_server.tenant_stores import (
 )
 from stratakv.tiers.check import check_store
 from stratakv.tiers.contract import make_keys, payload_of
-from stratakv.tiers.errors import TierClosed
+from stratakv.tiers.errors import TierClosed, TierConfigError, TierDown
 from stratakv.tiers.mac_key import MacKey
+from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.tier_settings import SsdSettings
 from stratakv.tiers.wire.frames import State
 from stratakv.tiers.wire.limits import Limits
 from stratakv.tiers.wire.status import NoDisk, NoMemory, NotAttached, NotReady, WrongLayout
@@ -233,3 +237,60 @@ def test_closing_while_a_room_is_being_made() -> None:
     assert tenant_stores.close(WAIT_SECONDS)
     with pytest.raises(TierClosed):
         tenant_stores.ready(NAMES[0])
+
+
+def _over_disks(*paths: Path, **settings: Any) -> TenantStores:
+    return _tenant_stores(Path(",".join(map(str, paths))), **settings)
+
+
+def test_several_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tenant has a share of every disk; without one of them a restart finds the others'."""
+    disks, keys = (tmp_path / "a", tmp_path / "b"), make_keys(12)
+    tenant_stores = _over_disks(*disks)
+    assert _store(_attach(tenant_stores), keys) == [State.KEPT] * 12
+    assert tenant_stores.close(WAIT_SECONDS)
+    blocks = [check_store(store_folder(disk, NAMES[0])).rows for disk in disks]
+    assert sum(blocks) == 12 and min(blocks) > 0
+    tenant_stores = _over_disks(*reversed(disks))
+    tenant_stores.start()
+    tenant_store = _wait(lambda: tenant_stores.ready(NAMES[0]))
+    assert _load(tenant_store, keys) == [payload_of(key, LAYOUT) for key in keys]
+    with pytest.raises(WrongLayout, match=f"{tmp_path}/b/.*, {tmp_path}/a/"):
+        tenant_stores.attach(NAMES[0], OTHER)
+    assert tenant_stores.close(WAIT_SECONDS)
+    shutil.rmtree(disks[0])
+    real = assemble._open_disk
+
+    def open_disk(layout: BlockLayout, ssd: SsdSettings, **options: Any) -> SsdStore:
+        if ssd.paths[0].is_relative_to(disks[0]):
+            raise TierDown("nothing is mounted there")
+        return real(layout, ssd, **options)
+
+    monkeypatch.setattr(assemble, "_open_disk", open_disk)
+    tenant_stores = _over_disks(*disks)
+    tenant_stores.start()  # the layout is known from the other one
+    found = _load(_wait(lambda: tenant_stores.ready(NAMES[0])), keys)
+    right = [payload_of(key, LAYOUT) for key in keys]
+    assert found.count(None) == blocks[0]
+    assert all(each in (None, expected) for each, expected in zip(found, right, strict=True))
+    assert tenant_stores.close(WAIT_SECONDS)
+
+
+def test_disks_that_are_required(tmp_path: Path) -> None:
+    """The start fails where one is not there, or what lies there cannot be opened."""
+    good = tmp_path / "a"
+    for bad in (Path("/proc/nothing"), Path("/dev/null")):
+        stores = _over_disks(good, bad, require=True)
+        with pytest.raises(TierConfigError, match=f"--ssd-path {bad} cannot be used"):
+            stores.start()
+        assert stores.close(WAIT_SECONDS)
+    stores = _over_disks(good, require=True)
+    stores.start()
+    _store(_attach(stores), make_keys(3))
+    assert stores.close(WAIT_SECONDS)
+    (store_folder(good, NAMES[0]) / "blocks").unlink()
+    (store_folder(good, NAMES[0]) / "blocks").mkdir()
+    stores = _over_disks(good, require=True)
+    with pytest.raises(TierConfigError, match="tenant:ann has on the disk cannot be opened"):
+        stores.start()
+    assert stores.close(WAIT_SECONDS)

@@ -19,6 +19,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import struct
 import subprocess
 import time
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ DISK_BYTES = 20 * MIB
 PLATTER_BYTES = 32 * MIB
 COMMAND_SECONDS = 30.0
 
+_SHUTDOWN = 0x8004587D  # of ext4: every later call fails, as on a disk that was pulled out
+_NO_FLUSH = 2
 _FIFREEZE = 0xC0045877
 _FITHAW = 0xC0045878
 
@@ -77,6 +80,40 @@ class LoopDisk:
         with mounted(platter, copy.with_suffix(".outer")) as outer:
             shutil.copyfile(outer / "disk", copy)
         platter.unlink()
+
+    def close(self) -> None:
+        self._undo.close()
+
+
+class PulledDisk:
+    """ext4 on a loop device in `folder`, mounted at `path`; `close` takes it down at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "mounted"
+        self._image = folder / "image"
+        self._undo = contextlib.ExitStack()
+        _make_ext4(self._image, DISK_BYTES, "-J", "size=4")
+        self._undo.enter_context(mounted(self._image, self.path))
+
+    def pull(self) -> None:
+        """Nothing that is open there can be read or written any more, nor opened anew."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.ioctl(descriptor, _SHUTDOWN, struct.pack("I", _NO_FLUSH))
+        finally:
+            os.close(descriptor)
+
+    def put_back(self) -> None:
+        """Mount what is on it again, at the same place, as soon as nobody has the old one open."""
+        deadline = time.monotonic() + COMMAND_SECONDS
+        command = ["umount", str(self.path)]
+        while subprocess.run(
+            command, check=False, timeout=COMMAND_SECONDS, capture_output=True
+        ).returncode:
+            assert time.monotonic() < deadline, "somebody keeps the old one open"
+            time.sleep(0.05)
+        command = ["mount", "-t", "ext4", "-o", "loop,noatime", str(self._image), str(self.path)]
+        subprocess.run(command, check=True, timeout=COMMAND_SECONDS, capture_output=True)
 
     def close(self) -> None:
         self._undo.close()

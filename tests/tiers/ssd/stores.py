@@ -9,7 +9,6 @@ from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.disk.space import plan_space
-from stratakv.tiers.ssd.index import index_file
 from stratakv.tiers.ssd.index.index_file import Row, RowBatch
 
 from ..blocks import SMALL
@@ -33,10 +32,7 @@ def capacity_for(slots: int, layout: BlockLayout = SMALL) -> int:
 
 def batch_of(rows: Sequence[Row]) -> RowBatch:
     """A batch of rows that are in the order of their slots."""
-    return RowBatch(
-        b"".join(index_file._SLOT.pack(row.slot) for row in rows),
-        b"".join(index_file._VALUE.pack(*row[1:]) for row in rows),
-    )
+    return RowBatch.of(rows)
 
 
 def store_keys(store: SsdStore) -> list[bytes]:

@@ -44,8 +44,10 @@ def test_a_kill_at_every_step_loses_nothing(
             verdict = Verdict(folder / "ssd", SMALLER if shrinks else CAPACITY)
             where = (folder / "log").read_text().splitlines()[-1]
             told = f"step {step} of {steps}, {where}, seed {seed}"
-            # What a smaller store has no room for is not lost.
-            assert ledger.within(verdict.stats.capacity_blocks) <= verdict.served, told
+            # What a smaller store has room for is not lost, unless a hotter block took its slot.
+            fits = ledger.within(verdict.stats.capacity_blocks)
+            assert shrinks or fits <= verdict.served, told
+            assert len(fits - verdict.served) <= len(verdict.served - fits), told
             assert len(verdict.served) == verdict.stats.blocks, told
             assert verdict.stats.rejected == verdict.stats.errors == {}, told
     # Threads may take a call less in one run than in another.

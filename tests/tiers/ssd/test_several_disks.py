@@ -28,6 +28,7 @@ from stratakv.tiers.memory import MemoryStore
 from stratakv.tiers.settings.values import ConfigError
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.several_disks import HUNG, Disk, SeveralDisks
+from stratakv.tiers.ssd.watched import WatchedStore
 from stratakv.tiers.standby import StandbyStore
 from stratakv.tiers.tag import Proof
 from stratakv.tiers.tier_settings import SsdSettings
@@ -246,6 +247,6 @@ def test_a_disk_of_another_store_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_one_path_is_what_it_was(tmp_path: Path) -> None:
     with closing(open_ssd(SMALL, settings(tmp_path / "a"), namespace=b"n")) as store:
-        assert isinstance(store, SsdStore)
+        assert isinstance(store, WatchedStore) and store.opened is not None
     assert SsdSettings(path=Path("~/x")).paths == (Path("~/x").expanduser(),)
     assert SsdSettings().paths == ()

@@ -20,6 +20,7 @@ from typing import Any
 import grpc
 
 from ...errors import TierConfigError
+from ...settings.file import read_ordinary
 
 log = logging.getLogger(__name__)
 
@@ -198,8 +199,7 @@ def _day(moment: datetime) -> str:
 
 def _read(path: Path, flag: str) -> bytes:
     try:
-        with path.open("rb") as file:
-            return file.read(_MAX_FILE_BYTES)
+        return read_ordinary(path, _MAX_FILE_BYTES)
     except OSError as error:
         raise TierConfigError(
             f"{flag} names {path}, which cannot be read ({error.strerror}); name a PEM file"

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 # over for those who wait behind it, a sync or a read. A little over 1 MiB, so that four blocks of
 # 256 KiB fit with their header pages.
 RUN_BYTES = 1024**2 + 64 * 1024
+_SHORTAGES = (errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.ENOBUFS)
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 
@@ -151,6 +152,21 @@ class SlotFile:
     def sync(self) -> None:
         """Return when everything written is on the disk. May raise OSError."""
         os.fdatasync(self._buffered)
+
+    def can_be_read(self) -> bool:
+        """Whether the disk gives any of a few records. Waits for it."""
+        descriptor = self._buffered if self._direct is None else self._direct
+        page = Scratch(1, 0).headers[0]
+        num_slots = os.fstat(self._buffered).st_size // self.record_bytes
+        for slot in {0, num_slots // 3, num_slots // 2, num_slots - 1}:
+            try:
+                os.preadv(descriptor, [page], max(0, slot) * self.record_bytes)
+            except OSError as error:
+                if error.errno in _SHORTAGES:
+                    return True  # which says nothing of the disk
+            else:
+                return True
+        return False
 
     def close(self) -> None:
         """Close the file; no call may be under way."""

@@ -7,6 +7,7 @@
     PATH/index/        the LMDB environment
     PATH/index.new/    one that is about to replace it
     PATH/index.bad-n/  an index that was damaged, kept for inspection
+    PATH/format-n/     a store of another format (`other_formats.py`)
 
 Files are 0600 and folders 0700, also where they were something else before; PATH itself is left as
 it is where somebody else made it. No symbolic link below PATH is followed.
@@ -109,6 +110,16 @@ class StoreDirectory:
     def used_bytes(self) -> int:
         """What the file system has given to everything of ours."""
         return sum(each.lstat().st_blocks * 512 for each in self._ours())
+
+    def is_in_place(self) -> bool:
+        """Whether `path` still leads to this very directory: it does not where a disk was
+        unmounted, or another one mounted."""
+        try:
+            there = (self.path / "lock").lstat()
+        except OSError:
+            return False
+        ours = os.fstat(self._lock)
+        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
 
     def close(self) -> None:
         """Let another process in."""

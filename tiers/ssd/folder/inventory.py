@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ...errors import TierConfigError
 from ..index.index_file import DATA_FILE
-from . import scan
+from . import other_formats, scan
 from .identity import NAME as IDENTITY
 from .identity import read_note
 
@@ -126,6 +126,8 @@ def _ours(path: Path, *, contents: bool = True) -> list[Path]:
             found.append(folder)
             if contents and not folder.is_symlink() and folder.is_dir():
                 found += folder.iterdir()
+    for folder in other_formats.kept(path):
+        found += [folder, *(folder.rglob("*") if contents else ())]
     return found
 
 

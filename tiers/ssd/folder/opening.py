@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import lmdb
@@ -37,9 +38,10 @@ from ..index.index_file import (
 )
 from ..index.slot_index import SlotIndex
 from ..state import StoreState
-from . import guard
+from . import guard, other_formats
 from .directory import StoreDirectory
 from .identity import Note, full_namespace, identity_of, make_note, read_note, refuse, write_note
+from .shrinking import num_slots_there, shrink
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +73,8 @@ class OpenedStore:
     epoch: int  # of this opening; no earlier one had it
     cleared_up_to: int  # the generation up to which everything is forgotten
     note_cleared: Callable[[int], None]  # has another one on the disk when it returns; OSError
+    forget_other_formats: Callable[[], None]  # so that nothing there comes back; OSError
+    is_in_place: Callable[[], bool]  # whether the path still leads here
     close: Callable[[], None]
 
 
@@ -83,43 +87,21 @@ def open_store(
     codec: Codec | None = None,
     mac_key: MacKey | None = None,
     policy: str = DEFAULT_SSD_POLICY,
+    *,
+    create: bool = True,
 ) -> OpenedStore:
-    """Raises TierConfigError with cause and cure, TierDown where the disk is the cause, and then
-    leaves nothing open."""
+    """With `create` false a directory without a store is refused. Raises TierConfigError with
+    cause and cure, TierDown where the disk is the cause, and then leaves nothing open."""
     make_policy = policy_factory(policy)  # first of all: an unknown one changes nothing
     plan = plan_space(layout, capacity_bytes)
     stats = TierStats(capacity_bytes=capacity_bytes, capacity_blocks=plan.num_slots)
     made_for = full_namespace(namespace, codec, mac_key)
     wanted = identity_of(FORMAT_VERSION, layout, made_for)
     with ExitStack() as undo:
-        directory = StoreDirectory(path)
+        directory = StoreDirectory(path, create=create)
         undo.callback(directory.close)
         try:
-            note = read_note(directory.path)
-            try:
-                if note is not None:
-                    _check_format(directory.path, note.identity, wanted)
-                index = _read_index(directory, plan, wanted, note, scan_timeout_seconds)
-            except _OtherFormat as other:
-                log.warning(
-                    "the SSD tier in %s has %s and this version has format %d; what it held is "
-                    "removed and the tier starts empty",
-                    directory.path,
-                    other,
-                    FORMAT_VERSION,
-                )
-                shutil.rmtree(directory.index, ignore_errors=True)
-                stats.errors[OTHER_FORMAT] = 1
-                index = None
-            except IndexDamaged as damage:
-                log.warning(
-                    "the index of the SSD tier is damaged (%s); it was moved to %s and the tier "
-                    "starts empty",
-                    damage,
-                    guard.move_aside(directory.index),
-                )
-                stats.errors[SET_ASIDE] = 1
-                index = None
+            note, index = _read_store(directory, plan, wanted, stats, scan_timeout_seconds)
             _check_free_space(directory, plan)
             cleared_up_to = 0
             if note is not None and note.identity.is_same(wanted):
@@ -131,6 +113,8 @@ def open_store(
                 index = SlotIndex(plan.num_slots)
             if cleared_up_to:
                 index.forget_up_to(cleared_up_to)
+            if index.num_slots > plan.num_slots:
+                index = shrink(directory, plan, index)
             if policy != LRU:
                 _choose_victims(index, policy, make_policy)
             index_file = _fit_index(directory, plan, wanted, index)
@@ -155,7 +139,57 @@ def open_store(
         seal = None if mac_key is None else made_for.seal(mac_key)
         state = StoreState(layout, slot_file, index, stats, seal)
         close = undo.pop_all().close
-        return OpenedStore(state, index_file, epoch, cleared_up_to, note_cleared, close)
+        forget = partial(other_formats.forget, directory.path)
+        return OpenedStore(
+            state,
+            index_file,
+            epoch,
+            cleared_up_to,
+            note_cleared,
+            forget,
+            directory.is_in_place,
+            close,
+        )
+
+
+def _read_store(
+    directory: StoreDirectory,
+    plan: SpacePlan,
+    wanted: Identity,
+    stats: TierStats,
+    scan_timeout_seconds: float,
+) -> tuple[Note | None, SlotIndex | None]:
+    """What identity file and index say; None where there is none. A store of another format and a
+    damaged index are out of the way then. Raises TierConfigError, OSError."""
+    path = directory.path
+    other_formats.finish_moves(path, wanted)
+    note = read_note(path)
+    try:
+        try:
+            if note is not None:
+                _check_format(path, note.identity, wanted)
+            return note, _read_index(directory, plan, wanted, note, scan_timeout_seconds)
+        except _OtherFormat as other:
+            stats.errors[OTHER_FORMAT] = 1
+            aside = other_formats.keep(path, other.number)
+            is_back = other_formats.bring_back(path, wanted)
+            log.warning(
+                "the SSD tier in %s has format %d and this version has format %d; it was set aside "
+                "in %s for a version that reads it, and the tier %s",
+                path, other.number, FORMAT_VERSION, aside.name,
+                "goes on with its store of that format" if is_back else "starts empty",
+            )  # fmt: skip
+            note = read_note(path)
+            return note, _read_index(directory, plan, wanted, note, scan_timeout_seconds)
+    except IndexDamaged as damage:
+        log.warning(
+            "the index of the SSD tier is damaged (%s); it was moved to %s and the tier starts "
+            "empty",
+            damage,
+            guard.move_aside(directory.index),
+        )
+        stats.errors[SET_ASIDE] = 1
+        return note, None
 
 
 def _choose_victims(index: SlotIndex, name: str, make: PolicyFactory) -> None:
@@ -174,15 +208,16 @@ def _choose_victims(index: SlotIndex, name: str, make: PolicyFactory) -> None:
 
 
 def _check_free_space(directory: StoreDirectory, plan: SpacePlan) -> None:
-    """Raises TierDown or TierConfigError where there is too little. A damaged index is kept for
-    inspection where there is room for it, and not instead of a tier."""
+    """Raises TierDown or TierConfigError where there is too little. A damaged index and a store of
+    another format are kept where there is room for them, and not instead of a tier."""
     try:
         directory.check_free_space(plan)
     except TierDown:
-        aside = guard.set_aside(directory.index)
+        aside = guard.set_aside(directory.index) + other_formats.kept(directory.path)
         if not aside:
             raise
-        log.warning("the disk has no room for %s, which is removed", aside[0])
+        names = ", ".join(map(str, aside))
+        log.warning("the disk has no room for %s as well, which is removed", names)
         for each in aside:
             shutil.rmtree(each)
         directory.check_free_space(plan)
@@ -202,7 +237,8 @@ def _read_index(
         # A crash right after the folder was made leaves nothing worth keeping.
         shutil.rmtree(directory.index, ignore_errors=True)
         return None
-    index = SlotIndex(plan.num_slots, guard.read_rows(directory.index, scan_timeout_seconds))
+    num_slots = max(plan.num_slots, num_slots_there(directory.slot_file, plan))
+    index = SlotIndex(num_slots, guard.read_rows(directory.index, scan_timeout_seconds))
     found = read_identity(directory.index)
     if found is None:
         if len(index):
@@ -231,6 +267,10 @@ def read_identity(folder: Path) -> Identity | None:
 class _OtherFormat(Exception):
     """The store is ours and of another version, which this one cannot read."""
 
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
 
 def _check_format(path: Path, found: Identity, wanted: Identity) -> None:
     """Raises _OtherFormat, TierConfigError where it is another's store as well. What an index of
@@ -239,7 +279,7 @@ def _check_format(path: Path, found: Identity, wanted: Identity) -> None:
         return
     if not found._replace(format_version=wanted.format_version).is_same(wanted):
         refuse(path, found, wanted)
-    raise _OtherFormat(f"format {found.format_version}")
+    raise _OtherFormat(found.format_version)
 
 
 def _fit_index(

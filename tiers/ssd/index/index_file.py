@@ -77,6 +77,12 @@ class RowBatch(NamedTuple):
     slots: bytes
     values: bytes
 
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> RowBatch:
+        """A batch of rows that come in the order of their slots."""
+        packed = [(_SLOT.pack(row.slot), _VALUE.pack(*row[1:])) for row in rows]
+        return cls(b"".join(slot for slot, _ in packed), b"".join(value for _, value in packed))
+
     def rows(self) -> Iterator[Row]:
         for (slot,), value in zip(
             _SLOT.iter_unpack(self.slots), _VALUE.iter_unpack(self.values), strict=True

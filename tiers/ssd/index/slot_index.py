@@ -288,6 +288,15 @@ class SlotIndex:
         self._dropped.extend(each for each in there if each[0] not in self._free)  # being read
         return [slot for slot, _ in there if slot in self._free]
 
+    def dropped_keys(self) -> tuple[list[bytes], bool]:
+        """Blocks forgotten by name whose rows or records may still be on the disk; False: of more
+        than that nobody knows any more."""
+        keys, generations = self._keys, self._generations
+        found = [
+            keys[slot] for slot, generation in self._dropped if generations[slot] == generation
+        ]
+        return [key for key in found if key is not None], len(self._dropped) < _MOST_DROPPED
+
     def make_room(self, count: int) -> int:
         """Evict until `count` slots will be free once what is leaving has left; return how many."""
         wanted = count - len(self._free)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a store smaller without losing its hottest blocks: those used last keep their place, or
+move down into slots of colder ones.
+
+    slots   0 ............ new end ............ old end
+                  cold  ◄──────────  hot
+
+Only here are payloads moved at an opening, for `MOST_SECONDS` at most; what is left then is lost,
+the coldest first. At every moment of a crash each row names a slot that holds its record: the row
+of a colder block goes first, then the record is copied and synced, then one commit gives the block
+its new slot and takes the old one away.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+
+from ...settings.sizes import rough_size
+from ..disk.space import SpacePlan
+from ..index.index_file import IndexFile, Row, RowBatch
+from ..index.slot_index import SlotIndex
+from .directory import StoreDirectory
+
+log = logging.getLogger(__name__)
+
+MOST_SECONDS = 20.0
+_COMMIT_BYTES = 64 * 1024**2  # copied before they are synced and committed
+_COMMIT_ROWS = 1024
+
+
+def num_slots_there(slot_file: Path, plan: SpacePlan) -> int:
+    """How many slots the disk has given to the file."""
+    try:
+        return slot_file.lstat().st_blocks * 512 // plan.record_bytes
+    except FileNotFoundError:
+        return 0
+
+
+def shrink(directory: StoreDirectory, plan: SpacePlan, index: SlotIndex) -> SlotIndex:
+    """The index of what is kept in the first `plan.num_slots` slots, where the disk says so too.
+    `index` has more. May raise OSError and lmdb.Error; nothing but cold blocks is lost then."""
+    began = time.monotonic()
+    by_heat = list(index.rows())[::-1]
+    stays = {row.slot: row for row in by_heat if row.slot < plan.num_slots}
+    hot = {row.slot for row in by_heat[: plan.num_slots]}
+    moves = [row for row in by_heat[: plan.num_slots] if row.slot >= plan.num_slots]
+    targets = (slot for slot in range(plan.num_slots) if slot not in hot)
+    moved = 0
+    if moves:
+        with _Mover(directory, plan) as mover:
+            step = max(1, min(_COMMIT_BYTES // plan.record_bytes, _COMMIT_ROWS))
+            for start in range(0, len(moves), step):
+                if time.monotonic() - began > MOST_SECONDS:
+                    break
+                rows = moves[start : start + step]
+                for row in mover.move(rows, list(islice(targets, len(rows)))):
+                    stays[row.slot] = row
+                moved += len(rows)
+    log.info(
+        "the SSD tier in %s is smaller than it was: %d of %d blocks are kept, of which %d (%s) "
+        "were moved in %.1f s",
+        directory.path, len(stays), len(by_heat), moved, rough_size(moved * plan.record_bytes),
+        time.monotonic() - began,
+    )  # fmt: skip
+    if moved < len(moves):
+        log.warning(
+            "%d blocks that were used lately are lost, since moving them would have taken longer "
+            "than %g s", len(moves) - moved, MOST_SECONDS,
+        )  # fmt: skip
+    return SlotIndex(plan.num_slots, [RowBatch.of(stays[slot] for slot in sorted(stays))])
+
+
+class _Mover:
+    """The files that are changed, open until its end."""
+
+    def __init__(self, directory: StoreDirectory, plan: SpacePlan) -> None:
+        self._size = plan.record_bytes
+        self._index = IndexFile(directory.index, 0)
+        try:
+            self._file = os.open(directory.slot_file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except BaseException:
+            self._index.close()
+            raise
+
+    def __enter__(self) -> _Mover:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+        self._index.close()
+
+    def move(self, rows: Sequence[Row], slots: Sequence[int]) -> Iterable[Row]:
+        """The rows at their new slots."""
+        self._index.delete(slots)
+        for row, slot in zip(rows, slots, strict=True):
+            self._copy(row.slot, slot)
+        os.fdatasync(self._file)
+        new = [row._replace(slot=slot) for row, slot in zip(rows, slots, strict=True)]
+        self._index.put(new, [row.slot for row in rows])
+        return new
+
+    def _copy(self, source: int, target: int) -> None:
+        record = os.pread(self._file, self._size, source * self._size)
+        view, offset = memoryview(record), target * self._size
+        while view:
+            count = os.pwrite(self._file, view, offset)
+            view, offset = view[count:], offset + count
