@@ -30,8 +30,10 @@ FILE_NAME = "libstratakv_cpu.so"  # as in kernels/cpu/library.py
 FLAGS = [
     "-O2", "-std=gnu++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
     "-fno-math-errno", "-ffp-contract=fast",
-    "-g0",  # what debuggers read is nine tenths of the file, and Python's own flags ask for it
 ]  # fmt: skip
+if "-g" not in os.environ.get("CFLAGS", "").split():
+    # What debuggers read is nine tenths of the file, and Python's own flags ask for it.
+    FLAGS.append("-g0")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 SOURCES = {
