@@ -23,6 +23,8 @@ export PIP_NO_INPUT := 1
 # What is imported is compiled once and kept. Where that is forbidden, each of the many processes
 # that the tests start compiles torch anew, which takes it five seconds.
 unexport PYTHONDONTWRITEBYTECODE
+# What setup.py has compiled once it takes from here; the tests build wheels.
+export KEEP_OBJECTS_IN := $(CURDIR)/build/objects
 
 # NVIDIA's library and headers, 2.4 MB: tests read them, and skip where they are not to be had. Torch
 # brings its own where it is built for CUDA.
@@ -30,7 +32,7 @@ CUDA_RUNTIME := nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
 
 PACKAGES := benchmarks connector engine kernels proto tiers
 
-.PHONY: help env demo test test-vllm check lint format names proto bench clean
+.PHONY: help env demo test test-vllm check lint format names proto bench dist clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -77,8 +79,15 @@ proto: $(STAMP) ## generate the code of proto/v1/*.proto again
 bench: $(STAMP) ## a benchmark in its full form; BENCH=name, BENCH_ARGS=options
 	$(BIN)/stratakv bench $(BENCH) --out build/bench/$(BENCH) $(BENCH_ARGS)
 
+# The wheel is made of the source distribution and not of the tree, so that both are known to work.
+dist: $(STAMP) ## source distribution and wheel, in dist/
+	rm -rf dist stratakv.egg-info && mkdir -p build dist
+	$(BIN)/python -c 'from setuptools.build_meta import build_sdist; build_sdist("dist")' >build/sdist.log
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz
+	@ls -l dist
+
 clean: ## remove what was built; .venv stays
-	rm -rf build stratakv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist stratakv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 $(STAMP):

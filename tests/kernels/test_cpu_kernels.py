@@ -190,6 +190,18 @@ def test_half_a_library_and_one_of_another_version(
 
 
 @NATIVE_ONLY
+def test_a_processor_without_what_the_variants_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = library._function
+    monkeypatch.setattr(
+        library,
+        "_function",
+        lambda file, name: (lambda _: 0) if name == "runs" else found(file, name),
+    )
+    assert open_library(PATH) == Missing("this processor has no AVX2 with FMA and F16C")
+    assert open_library(PATH, "avx2") == open_library(PATH)
+
+
+@NATIVE_ONLY
 def test_the_variable_names_a_variant() -> None:
     assert isinstance(open_library(PATH), CpuLibrary)
     assert open_library(PATH, "none") == Missing(f"{VARIABLE} says none")

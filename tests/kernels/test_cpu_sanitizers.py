@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled kernels of the CPU under AddressSanitizer and UndefinedBehaviorSanitizer."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "sanitize_cpu_kernels.py"
+LIMIT_SECONDS = 3600
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_SECONDS)
+@pytest.mark.skipif(
+    shutil.which("gcc") is None or platform.machine() != "x86_64", reason="needs GCC on x86-64"
+)
+def test_sanitizers_find_what_is_planted_and_nothing_else(scale: str) -> None:
+    if scale != "long":
+        pytest.skip("compiles for minutes of processor time: run with --scale long")
+    done = subprocess.run(
+        [sys.executable, str(TOOL)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
