@@ -24,8 +24,8 @@ from ..tiers.mailbox import Alarm
 MOST_TURNS = 4096
 # Reads of this kind hold at most this share of the slab at once.
 SHARE = 0.25
-# Stores keep blocks for this long and are asked again at half of it, so that a server is rid of what
-# an engine that was killed, or a job that has ended, had asked for.
+# Stores keep blocks for this long and are asked again at half of it, so that a server is soon rid
+# of what an engine that was killed, or a job that has ended, had asked for.
 LEASE_SECONDS = 30.0
 # They are asked again soon after a turn: what it computed is still being written.
 SETTLE_SECONDS = 1.0

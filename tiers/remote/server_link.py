@@ -152,7 +152,8 @@ class ServerLink:
 
     def lease(self, keys: Sequence[bytes], seconds: float) -> Future[int]:
         """Keep up to MAX_BLOCKS blocks from being evicted for so long, and no longer than a server
-        lends: how many of them, from the first on, the server has and keeps. Fails with RemoteError where it does not say."""
+        lends: how many of them, from the first on, the server has and keeps. Fails with
+        RemoteError where it does not say."""
         result: Future[int] = Future()
         lease_ms = max(1, int(1000 * min(seconds, MAX_LEASE_SECONDS)))
         request = messages.PinRequest(keys=pack_keys(keys), lease_ms=lease_ms)
