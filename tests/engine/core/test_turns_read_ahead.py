@@ -29,7 +29,7 @@ def turn(name: str, prompt: list[int], job: str, **extras: Any) -> AddRequest:
 
 
 def test_a_disk_is_read_before_the_turn_that_was_announced(
-    make_core: MakeCore, reference: Reference, tmp_path: Path
+    make_core: MakeCore, greedy_reference: Reference, tmp_path: Path
 ) -> None:
     core = make_core(
         scheduling_policy="continuum",
@@ -65,5 +65,5 @@ def test_a_disk_is_read_before_the_turn_that_was_announced(
     found = result.cached_tokens_by_tier or {}
     assert found["cpu"] >= num_read * BLOCK
     assert found.get("pool", 0) == 0
-    assert result.new_token_ids == reference(text, 6)
+    assert result.new_token_ids == greedy_reference(text, 6)
     assert counters(core)["kept_turns"] == 1, "of the first job"
