@@ -10,6 +10,7 @@ from typing import Any
 
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.wire import AddRequest, RequestExtras
+from stratakv.tiers.cpu import HELD_SHARE
 
 from ...stepping import WAIT_SECONDS
 from .conftest import MakeCore, Reference, prompt_of, request, run
@@ -34,20 +35,21 @@ def test_a_disk_is_read_before_the_turn_that_was_announced(
     core = make_core(
         scheduling_policy="continuum",
         kv_offload="cpu,ssd",
-        kv_offload_cpu_bytes="128KiB",
+        kv_offload_cpu_bytes="1MiB",
         kv_offload_ssd_path=str(tmp_path / "ssd"),
         kv_offload_ssd_bytes="16MiB",
     )
     slots = counters(core)["tiers"]["cpu"]["capacity_blocks"]
-    assert slots < 3 * PROMPT // BLOCK, "others can push a turn out of the slab"
-    # The first job's turn takes all that may be held in the slab; the second's is on the disk.
-    run(core, turn("first", prompt_of(PROMPT, 1), "first"))
+    blocks = PROMPT // BLOCK
+    # Other jobs' turns are all that may be held in the slab; this one's is on the disk in the end.
+    held = int(HELD_SHARE * slots) // blocks + 1
+    run(core, *[turn(f"h{n}", prompt_of(PROMPT, 100 + n), f"h{n}") for n in range(held)])
     text = prompt_of(PROMPT, 2)
     for name, tool in (("a", ""), ("b", TOOL)):  # the tool takes no time, as far as is known
         said = run(core, turn(name, text, "second", tool=tool))
         text = [*text, *said[name].new_token_ids, 7]
-    for number in range(4):
-        run(core, request(f"other{number}", prompt_of(PROMPT, 10 + number)))
+    others = slots // blocks + 2
+    run(core, *[request(f"o{n}", prompt_of(PROMPT, 200 + n)) for n in range(others)])
     assert core.call("reset_prefix_cache", "pool")
     before = counters(core)["blocks_read_ahead_of_turns"]
     core.call("tool_called", json.dumps({"job_id": "second", "tool": TOOL}))
@@ -66,4 +68,4 @@ def test_a_disk_is_read_before_the_turn_that_was_announced(
     assert found["cpu"] >= num_read * BLOCK
     assert found.get("pool", 0) == 0
     assert result.new_token_ids == greedy_reference(text, 6)
-    assert counters(core)["kept_turns"] == 1, "of the first job"
+    assert counters(core)["kept_turns"] == held, "of the other jobs"
