@@ -24,6 +24,11 @@ from ..tiers.mailbox import Alarm
 MOST_TURNS = 4096
 # Reads of this kind hold at most this share of the slab at once.
 SHARE = 0.25
+# Stores keep blocks for this long and are asked again at half of it, so that a server is soon rid
+# of what an engine that was killed, or a job that has ended, had asked for.
+LEASE_SECONDS = 30.0
+# They are asked again soon after a turn: what it computed is still being written.
+SETTLE_SECONDS = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +38,7 @@ class KeptTurn:
     keys: list[bytes]
     hold: Hold
     until: float  # monotonic
+    ask_at: float  # when stores are to be asked again
     due: float | None = None  # None: not known, or read already
     ticket: LoadTicket | None = None
     num_read: int = 0  # blocks that the ticket brings
@@ -67,9 +73,11 @@ class KeptTurns:
             self.end(next(iter(self._turns)))
         now = time.monotonic()
         hold = self._hierarchy.hold(keys, seconds)
-        turn = self._turns[job] = KeptTurn(list(keys), hold, now + seconds)
+        turn = KeptTurn(list(keys), hold, now + seconds, ask_at=now)
+        self._turns[job] = turn
         self.num_kept += 1
         self._alarm.at(turn.until)
+        self._ask_stores(turn, now, SETTLE_SECONDS)
         self._expect(turn, due_seconds, now)
 
     def expect(self, job: bytes, due_seconds: float) -> None:
@@ -92,6 +100,8 @@ class KeptTurns:
             if now >= turn.until:
                 self.end(job)
                 continue
+            if now >= turn.ask_at:
+                self._ask_stores(turn, now, LEASE_SECONDS / 2)
             if turn.ticket is not None and turn.ticket.done():
                 self._end_read(turn)
             if turn.due is not None and now >= turn.due:
@@ -102,6 +112,13 @@ class KeptTurns:
         """Keep nothing any longer."""
         for job in list(self._turns):
             self.end(job)
+
+    def _ask_stores(self, turn: KeptTurn, now: float, again_seconds: float) -> None:
+        """Have the stores keep what they have of a turn for a while, and ask again."""
+        self._hierarchy.ask_stores(turn.keys, min(LEASE_SECONDS, turn.until - now))
+        turn.ask_at = now + again_seconds
+        if turn.ask_at < turn.until:
+            self._alarm.at(turn.ask_at)
 
     def _expect(self, turn: KeptTurn, due_seconds: float | None, now: float) -> None:
         if due_seconds is None or not self._reads_ahead or now + due_seconds >= turn.until:

@@ -19,6 +19,7 @@ from stratakv.connector.base import (
 )
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.transfer import CopySignal
+from stratakv.tiers.base import StoreTier
 from stratakv.tiers.block import BlockLayout, pack_key
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
@@ -54,13 +55,14 @@ def request(name: str, *numbers: int, num_tokens: int = 0) -> FakeRequest:
 
 
 class Rig:
-    """The side, a real slab and a store in memory; the test is worker and engine."""
+    """The side, a real slab and a store in memory, or `store` instead; the test is worker and
+    engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: StoreTier | None = None) -> None:
         self.slab = CpuSlab(LAYOUT, 16 * LAYOUT.slot_bytes, populate_threads=1)
         self.store = MemoryStore(LAYOUT, 1000 * LAYOUT.page_bytes, name="ssd")
         self.signal = CopySignal()
-        self.hierarchy = Hierarchy(self.slab, [self.store], wakeup=self.signal.wake)
+        self.hierarchy = Hierarchy(self.slab, [store or self.store], wakeup=self.signal.wake)
         self.side = OffloadScheduler(self.hierarchy, LAYOUT.block_size, self.signal)
         self.woken = threading.Event()
         self.side.set_wakeup(self.woken.set)

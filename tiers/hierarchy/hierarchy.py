@@ -441,11 +441,15 @@ class Hierarchy:
         done(self._slab.keep(keys, seconds))
 
     def hold(self, keys: Sequence[bytes], seconds: float) -> Hold:
-        """Keep blocks of this engine, given head first, for so long: in the slab, those on their
-        way in too, and as each store leases them. The slab's hold ends with `release` too."""
+        """Keep blocks of this engine, given head first, in the slab for so long, those on their way
+        in too; `release` ends it sooner."""
+        return self._slab.hold(keys, seconds)
+
+    def ask_stores(self, keys: Sequence[bytes], seconds: float) -> None:
+        """Have each store keep blocks, given head first, for so long, as far as it has them and
+        leases any. It ends by itself."""
         for store in self._stores:
             store.lease(keys, seconds, _ignore)
-        return self._slab.hold(keys, seconds)
 
     def release(self, hold: Hold) -> None:
         """End a hold before its time. It may have ended by itself."""
@@ -487,4 +491,4 @@ class Hierarchy:
 
 
 def _ignore(_kept: list[bool]) -> None:
-    """A hold goes as far as a store keeps it, and nobody is told how far that is."""
+    """A store keeps what it can, and nobody is told how much that is."""

@@ -24,7 +24,7 @@ import grpc
 from ...proto.v1 import cache_service_pb2 as messages
 from ..block import BlockLayout
 from ..errors import TierConfigError
-from ..wire.frames import MAX_KEYS, State, pack_keys
+from ..wire.frames import MAX_KEYS, MAX_LEASE_SECONDS, State, pack_keys
 from ..wire.messages import layout_message
 from ..wire.rpc import Stub
 from ..wire.sockets import ConnectionLost
@@ -151,10 +151,12 @@ class ServerLink:
         return futures
 
     def lease(self, keys: Sequence[bytes], seconds: float) -> Future[int]:
-        """Keep up to MAX_BLOCKS blocks from being evicted for so long: how many of them, from the
-        first on, the server has and keeps. Fails with RemoteError where it does not say."""
+        """Keep up to MAX_BLOCKS blocks from being evicted for so long, and no longer than a server
+        lends: how many of them, from the first on, the server has and keeps. Fails with
+        RemoteError where it does not say."""
         result: Future[int] = Future()
-        request = messages.PinRequest(keys=pack_keys(keys), lease_ms=int(1000 * seconds))
+        lease_ms = max(1, int(1000 * min(seconds, MAX_LEASE_SECONDS)))
+        request = messages.PinRequest(keys=pack_keys(keys), lease_ms=lease_ms)
 
         def done(call: Any) -> None:
             try:
