@@ -39,6 +39,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     return Reader(home)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_does_what_it_says(reader: Reader, page: str) -> None:
     done = 0
@@ -51,6 +52,7 @@ def test_a_page_does_what_it_says(reader: Reader, page: str) -> None:
     assert done >= 2
 
 
+@pytest.mark.slow
 def test_the_tier_that_is_kept_is_gone_when_the_page_says_so(reader: Reader) -> None:
     """After `docs/upgrading.md`."""
     assert not (reader.home / "tier" / "format-2").exists()
