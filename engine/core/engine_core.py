@@ -430,7 +430,7 @@ class EngineCore:
         return make_block_hasher(root, cache.block_size, cache.block_hash)
 
     def _dispatch(self) -> None:
-        output = self.scheduler.schedule()
+        output = self.scheduler.schedule(self._grammars.held())
         if self._in_flight:
             self._sample(self._in_flight[-1])
         elif self._grammars:  # all tokens are known, so masks can be made beside the forward pass

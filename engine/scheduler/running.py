@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from ..config import SchedulerConfig
 from ..request import Request
 from .places import Places
@@ -23,10 +25,11 @@ class RunningRound:
         self._pressure = pressure
         self._chunk_limit = config.most_step_tokens
 
-    def run(self, step: StepBuilder) -> None:
-        """Send back whom memory has no room for, then let the others go on."""
+    def run(self, step: StepBuilder, held: Set[str] = frozenset()) -> None:
+        """Send back whom memory has no room for, then let the others go on but those `held`, by
+        request id, which sit this step out where they are."""
         self._relieve(step)
-        self._go_on(step)
+        self._go_on(step, held)
 
     def _relieve(self, step: StepBuilder) -> None:
         """Send back whom the policy says while too much of the pool is held; never the only one."""
@@ -42,7 +45,7 @@ class RunningRound:
                 if victim.request_id in places.loading:
                     return  # its blocks come back when a copy to them has ended
 
-    def _go_on(self, step: StepBuilder) -> None:
+    def _go_on(self, step: StepBuilder, held: Set[str]) -> None:
         running = self._places.running
         loading, progress = self._places.loading, self._places.progress
         allocate = self._places.manager.allocate_slots
@@ -55,6 +58,8 @@ class RunningRound:
             if step.budget <= len(decodes):
                 break
             if preempted and request.request_id in preempted:
+                continue
+            if held and request.request_id in held:
                 continue
             computed = request.num_computed_tokens
             num_tokens = request.num_tokens - computed + request.num_placeholders

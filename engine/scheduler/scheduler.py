@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from enum import Enum
 from typing import NamedTuple
 
@@ -277,8 +277,9 @@ class Scheduler:
         self._stalled = False
         return outputs
 
-    def schedule(self) -> SchedulerOutput:
-        """The next step. Raises RuntimeError while as many as may be are in flight."""
+    def schedule(self, held: Set[str] = frozenset()) -> SchedulerOutput:
+        """The next step. Running requests that are `held`, by their ids, are left out of it. Raises
+        RuntimeError while as many as may be are in flight."""
         if len(self._in_flight) >= self._max_steps_in_flight:
             raise RuntimeError("the first step must be updated or failed before the next is made")
         now = time.monotonic()
@@ -309,7 +310,7 @@ class Scheduler:
         num_loading = places.loading.num_waiting
         retry = False
         if self._paused is not Pause.ALL:
-            self._running.run(step)
+            self._running.run(step, held)
             if not step.pressed:
                 only_known = self._paused is Pause.NEW
                 retry = self._admission.admit(step, now, only_known=only_known)

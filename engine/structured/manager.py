@@ -10,7 +10,7 @@ one, its grammar begins behind that. Called by the engine's step thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from .compiler import (
     TooManyGrammars,
 )
 from .limited_thread import Limit
-from .masks import MASK_LIMIT, Follower, MaskJob, MaskMaker
+from .masks import MASK_LIMIT, SLOW_SECONDS, AheadMaker, Follower, MaskJob, MaskMaker
 from .vocabulary import Vocabulary
 
 _NO_DRAFTS: Mapping[str, Sequence[int]] = {}
@@ -151,6 +151,7 @@ class GrammarManager:
             limit=compile_limit,
         )
         self._maker = MaskMaker(vocab_size, mask_limit)
+        self._ahead = AheadMaker(vocab_size, mask_limit, self._wake_up)
         self._waiting: dict[str, Waiting] = {}
         self._followed: dict[str, _Followed] = {}
         self._begun: list[_Followed] = []
@@ -171,7 +172,9 @@ class GrammarManager:
 
     @property
     def is_due(self) -> bool:
-        """Whether `take_compiled` would have something."""
+        """Whether `take_compiled` would have something, or a request need sit out no longer."""
+        if self._ahead.is_due:
+            return True
         if not self._waiting:
             return False
         self._compiler.collect()
@@ -180,7 +183,7 @@ class GrammarManager:
     @property
     def idle_seconds(self) -> float:
         """After which to ask `is_due` again, at the latest; no limit where nobody waits."""
-        return POLL_SECONDS if self._waiting else float("inf")
+        return POLL_SECONDS if self._waiting or self._ahead.num_open else float("inf")
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """`wakeup` is called, from any thread, when `is_due` may have become True."""
@@ -234,6 +237,23 @@ class GrammarManager:
             has_own_ends,
             has_own_ends or thought.opener is not None or params.min_tokens > 0,
         )
+
+    def held(self) -> Set[str]:
+        """The requests that are to sit out the next step: their masks may take long and are being
+        made, or wait for a token that is under way."""
+        self._ahead.take_note()
+        held: set[str] = set()
+        for name, each in self._followed.items():
+            follower, request = each.follower, each.request
+            if follower.row_seconds <= SLOW_SECONDS and follower.ahead is None:
+                continue
+            output = request.output_token_ids
+            start = each.thought.find_end(output)
+            if start is None or request.is_finished:
+                continue
+            if request.num_placeholders or not self._ahead.is_ready(follower, output, start):
+                held.add(name)
+        return held
 
     def begin(
         self, requests: Iterable[Request], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
@@ -318,6 +338,7 @@ class GrammarManager:
         """End the threads. Idempotent."""
         self._waiting.clear()
         self._maker.close()
+        self._ahead.close()
         self._compiler.close()
 
     def _wake_up(self) -> None:

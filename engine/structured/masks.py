@@ -18,6 +18,7 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -35,6 +36,8 @@ MASK_LIMIT = Limit(cpu_seconds=1.0)
 # A hand-over costs the step 0.3 to 0.9 ms.
 QUICK_SECONDS = 0.0003
 MOST_QUICK_SECONDS = 0.001
+# What takes longer is made between steps, which its request sits out.
+SLOW_SECONDS = 0.001
 _POLL_SECONDS = 0.02
 _CLOSE_SECONDS = 5.0
 HANGS = "the grammar of this request takes too long to follow; make it simpler"
@@ -53,6 +56,8 @@ class Follower:
         self.num_taken = 0  # output tokens that have been accepted, or lie before the grammar
         # What a row of it has taken: the last one, or longer ones before; at first nobody knows.
         self.row_seconds = math.inf
+        self.ahead: _Ahead | None = None  # its next row, while that is made between steps
+        self.failed = ""  # why that could not be made
 
     @property
     def matcher(self) -> Matcher:
@@ -102,6 +107,8 @@ class MaskJob:
 
     def run(self, rows: npt.NDArray[np.int32]) -> None:
         """Fill `rows` `[num_rows, words]`. Raises GrammarError."""
+        if self.follower.failed:
+            raise GrammarError(self.follower.failed)
         matcher = self.follower.matcher
         for token in self.new_tokens:
             if not matcher.accept(token):
@@ -138,8 +145,10 @@ class _Batch:
         assert self._is_done is not None
         self._is_done.set()
 
-    def run(self, place: int, clock: Callable[[], float]) -> None:
-        """Do a job, and note how long it took. What it raises is its error."""
+    def run(self, place: int, *, by_wall: bool) -> None:
+        """Do a job, and note how long it took, by the clock on the wall or the thread's own. What
+        it raises is its error."""
+        clock = time.perf_counter if by_wall else time.thread_time
         job, end = self.jobs[place], self.ends[place]
         follower = job.follower
         num_rows = 1 + len(job.drafts)
@@ -148,7 +157,9 @@ class _Batch:
             if follower.first_words is not None and job.take_first(self.rows[end - num_rows]):
                 return
             job.run(self.rows[end - num_rows : end])
-            follower.note_seconds((clock() - began) / num_rows)
+            seconds = (clock() - began) / num_rows
+            # By the clock on the wall it may have been interrupted: the thread finds out.
+            follower.note_seconds(min(seconds, SLOW_SECONDS) if by_wall else seconds)
         except GrammarError as caught:
             self.errors[place] = str(caught)
         except Exception as caught:
@@ -199,7 +210,7 @@ class MaskMaker:
         assert batch is not None
         self._batch = None
         for place in self._quick:
-            batch.run(place, time.perf_counter)
+            batch.run(place, by_wall=True)
         while not batch.wait(_POLL_SECONDS):
             if self._thread is not None and self._thread.leave(self._limit):
                 self._left.add(self._thread)
@@ -236,9 +247,10 @@ def _divide(jobs: Sequence[MaskJob]) -> tuple[list[int], list[int]]:
     left = MOST_QUICK_SECONDS
     for place, job in enumerate(jobs):
         follower = job.follower
+        if job.is_made:
+            quick.append(place)
+            continue
         seconds = follower.row_seconds * (1 + len(job.drafts))
-        if seconds == math.inf and job.is_made:
-            seconds = 0.0
         if seconds <= QUICK_SECONDS and seconds <= left and follower.is_bounded:
             left -= seconds
             quick.append(place)
@@ -257,5 +269,121 @@ def _work(thread: LimitedThread, batch: _Batch) -> None:
     for at in range(batch.at, len(batch.places)):
         if not thread.next_piece(note):
             return
-        batch.run(batch.places[at], time.thread_time)
+        batch.run(batch.places[at], by_wall=False)
     batch.set_done()
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """A row that is made between steps. What the thread writes is read once `is_done`."""
+
+    job: MaskJob
+    row: Words
+    error: str = ""
+    is_done: bool = False
+
+
+class AheadMaker:
+    """Rows that may take long, made between steps: a step waits for none of them, and the request
+    sits out until its row is there. Called by the step's thread; `wakeup` by its own."""
+
+    def __init__(self, vocab_size: int, limit: Limit, wakeup: Callable[[], None]) -> None:
+        self._num_words = -(-vocab_size // BITS)
+        self._limit = limit
+        self._wakeup = wakeup
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread: LimitedThread | None = None
+        self._left = LeftBehind()
+        self._open: deque[_Ahead] = deque()  # in the order in which they are made
+        self.num_made = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a row has come, or can be given up, of which nobody has taken note."""
+        open_rows = self._open
+        return bool(open_rows) and (open_rows[0].is_done or self._hangs())
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def is_ready(self, follower: Follower, output: Sequence[int], start: int) -> bool:
+        """Whether a step need not wait for the row behind `output`, which begins at `start`: it is
+        there, it cannot be made, or it is quick. Else it is made from now on."""
+        ahead = follower.ahead
+        if ahead is not None:
+            if not ahead.is_done:
+                return False
+            follower.ahead = None
+            if ahead.error:
+                follower.failed = ahead.error
+            else:
+                follower.first_words = ahead.row
+        if follower.failed or follower.row_seconds <= SLOW_SECONDS:
+            return True
+        new = output[max(start, follower.num_taken) :]
+        if not new and follower.first_words is not None:
+            return True
+        follower.first_words = None
+        follower.num_taken = len(output)
+        self._begin(follower, new)
+        return False
+
+    def take_note(self) -> None:
+        """Of what is made, whoever wanted it. A row that takes too long fails, and another thread
+        makes the others."""
+        while self._open and self._open[0].is_done:
+            self._open.popleft()
+            self.num_made += 1
+        if self._open and self._thread is not None and self._thread.leave(self._limit):
+            self._left.add(self._thread)
+            self._thread = None
+            hung = self._open.popleft()
+            hung.error, hung.is_done = HANGS, True
+            for ahead in self._open:
+                self._put(ahead)
+
+    def close(self) -> None:
+        """End the thread, unless it hangs. Idempotent."""
+        self._open.clear()
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(_CLOSE_SECONDS)
+            self._thread = None
+
+    def _begin(self, follower: Follower, new: Sequence[int]) -> None:
+        ahead = _Ahead(MaskJob(follower, new), np.zeros(self._num_words, np.int32))
+        follower.ahead = ahead
+        if self._left.are_too_many:
+            ahead.error, ahead.is_done = TOO_MANY_HANG, True
+            return
+        self._open.append(ahead)
+        self._put(ahead)
+
+    def _put(self, ahead: _Ahead) -> None:
+        if self._thread is None:
+            self._jobs = queue.SimpleQueue()
+            self._thread = LimitedThread("stratakv-masks-ahead", self._jobs)
+        self._jobs.put(lambda thread: self._make(thread, ahead))
+
+    def _make(self, thread: LimitedThread, ahead: _Ahead) -> None:
+        """On the thread."""
+        began, error = time.thread_time(), ""
+        try:
+            ahead.job.run(ahead.row.reshape(1, -1))
+        except GrammarError as caught:
+            error = str(caught)
+        except Exception as caught:
+            logger.exception("a grammar's matcher failed")
+            error = f"{type(caught).__name__}: {caught}"
+
+        def note() -> None:
+            ahead.job.follower.note_seconds(time.thread_time() - began)
+            ahead.error = error
+            ahead.is_done = True
+
+        if thread.next_piece(note):
+            self._wakeup()
+
+    def _hangs(self) -> bool:
+        return self._thread is not None and self._thread.is_over(self._limit)

@@ -197,7 +197,10 @@ def test_a_grammar_that_does_not_compile_is_its_request_s_error(
 
 
 class _Stubborn(Backend):
-    """Grammars that allow everything; those named `dies` for three tokens only, `raises` break."""
+    """Grammars that allow everything; those named `dies` for three tokens only, `raises` break,
+    `slow` waits for `slow_rows` behind its first token."""
+
+    slow_rows = threading.Event()
 
     def __init__(self, gate: Any = None) -> None:
         self._gate = gate
@@ -232,6 +235,8 @@ class _AnyMatcher(Matcher):
     def fill(self, words: Words) -> None:
         if self.count == 3 and self.text == "dies":
             raise GrammarError("there is a limit")
+        if self.count == 1 and self.text == "slow":
+            assert _Stubborn.slow_rows.wait(60)
         if self.count == 2 and self.text == "raises":
             raise RuntimeError("out of luck")
         words[:] = -1
@@ -354,3 +359,27 @@ def test_random_aborts_leave_nothing_behind(make_core: MakeCore, rng: random.Ran
     assert run(core, request("free", prompt_of(3)))["free"].finish_reason == "length"
     core._grammars.begin([])
     assert not core._grammars
+
+
+def test_a_request_whose_mask_takes_long_sits_out_and_holds_up_nobody(
+    make_core: MakeCore, tiny_model: Path, greedy_reference: Reference
+) -> None:
+    core = make_core()
+    with_backend(core, tiny_model, _Stubborn())
+    _Stubborn.slow_rows.clear()
+    prompt = prompt_of(20)
+    outputs = core.add(following("slow", prompt, {"regex": "slow"}, max_tokens=6))
+    outputs += core.add(request("free", prompt_of(30)))
+    others = finish(core, outputs, 1)
+    assert others["free"].new_token_ids == greedy_reference(prompt_of(30), 6)
+    # It has its first token, and another request comes and goes.
+    later = finish(core, core.add(request("later", prompt_of(40))), 1)
+    assert later["later"].new_token_ids == greedy_reference(prompt_of(40), 6)
+    assert [each.request_id for each in core.scheduler.requests.values()] == ["slow"]
+    for _ in range(3):  # in which it turns out that there is nothing to do
+        if core.has_work():
+            assert core.step() == []
+    assert not core.has_work()  # nobody asks again and again
+    _Stubborn.slow_rows.set()
+    last = finish(core, [], 1)
+    assert last["slow"].finish_reason == "length"
