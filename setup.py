@@ -44,7 +44,9 @@ SOURCES = {
         *AVX512, "-mprefer-vector-width=512", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
     ],
 }  # fmt: skip
-HEADERS = ("attention.h", "crew.h", "matrix.h", "network.h", "step.h", "vectors.h")
+HEADERS = (
+    "attention.h", "context.h", "crew.h", "matrix.h", "network.h", "step.h", "tiles.h", "vectors.h",
+)  # fmt: skip
 MACHINES = ("x86_64", "amd64")
 OBJECTS = "KEEP_OBJECTS_IN"
 COMPILER_SECONDS = 60  # to say its version

@@ -7,12 +7,16 @@ would stall the requests that meet it. `kernels/shipped.py` lists what the table
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 MIN_SPLIT_TOKENS = 256  # a shorter split costs more to combine than it saves
+# What a program costs beside its tiles, in tiles: its start, the first loads, its partial result.
+# Derived from the machine code, not measured.
+PROGRAM_TILES = 1
 PROGRAMS_PER_MULTIPROCESSOR = 4  # as many 16-bit DOT programs fit side by side
 MAX_SPLITS = 256
 DOT_ROWS = 16  # the fewest rows of a matrix product; groups are padded to it
@@ -98,11 +102,22 @@ def choose_launch(
     return Launch(*row, group_pad, max(DOT_ROWS, _power_of_two(head_dim)))
 
 
-def choose_splits(pairs: int, max_tokens: int, multiprocessors: int) -> int:
+@functools.lru_cache(4096)
+def choose_splits(pairs: int, max_tokens: int, multiprocessors: int, tile: int) -> int:
     """Into how many parts contexts of up to `max_tokens` are cut, for `pairs` of (request, kv
-    head): enough to fill the device, none shorter than it is worth."""
-    wanted = -(-PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // pairs)
-    return max(1, min(wanted, max_tokens // MIN_SPLIT_TOKENS, MAX_SPLITS))
+    head), none shorter than it is worth: those that take the least time. A device runs programs in
+    waves, and a last one of a few programs takes as long as a full one."""
+    slots = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
+    tiles = max(1, -(-max_tokens // tile))
+    most = max(1, min(max_tokens // MIN_SPLIT_TOKENS, MAX_SPLITS))
+    best, least = 1, 0
+    for splits in range(1, most + 1):
+        share = -(-tiles // splits)
+        programs = pairs * -(-tiles // share)
+        time = -(-programs // slots) * (share + PROGRAM_TILES)
+        if splits == 1 or time < least:
+            best, least = splits, time
+    return best
 
 
 def _power_of_two(least: int) -> int:

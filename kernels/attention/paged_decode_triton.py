@@ -248,7 +248,9 @@ def paged_decode_triton(
     seen = max_tokens if window is None else min(max_tokens, window + launch.tile)
     min_tiles = 1
     if num_splits is None:
-        num_splits = choose_splits(requests * kv_heads, seen, _multiprocessors(q.device))
+        num_splits = choose_splits(
+            requests * kv_heads, seen, _multiprocessors(q.device), launch.tile
+        )
         min_tiles = launch.min_tiles
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
     one_split = num_splits == 1

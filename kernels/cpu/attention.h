@@ -10,49 +10,9 @@
 // Numbers are added up in the type of the pool, 16-bit ones in float32.
 #pragma once
 
-#include "step.h"
-#include "vectors.h"
+#include "tiles.h"
 
 namespace {
-
-constexpr int64_t SPLIT = 256;        // tokens of a part of a context
-constexpr int64_t CHUNK = 16;         // of them whose values all heads weigh before the next ones
-constexpr int64_t AHEAD = 16;         // tokens between what is computed and what is sent for
-constexpr int64_t FEW_VECTORS = 32;   // heads of a group times rows, up to which context is split
-constexpr int64_t TILE_KEYS = 64;     // keys against which many rows are multiplied at once
-constexpr int64_t TILE_VECTORS = 96;  // of heads of a group times rows
-constexpr int64_t MIN_TILE_VECTORS = 24;
-// Below, waking another thread costs more than it does: products for each thread, numbers to copy.
-constexpr int64_t WORTH_A_THREAD = 1 << 19;
-constexpr int64_t WORTH_A_COPY = 1 << 18;
-
-constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
-inline int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
-inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// One request's rows and what they see.
-struct Request {
-    int64_t first_row, rows, length;
-
-    int64_t position(int64_t row) const { return length - rows + row; }
-    // The keys of a row are `first_key` ... `end_key - 1`; none for a position below 0.
-    int64_t first_key(int64_t row, int64_t window) const {
-        return window ? at_least(position(row) - window + 1, 0) : 0;
-    }
-    int64_t end_key(int64_t row) const { return at_least(position(row) + 1, 0); }
-};
-
-inline Request request_of(const Step &step, int64_t index) {
-    Request request;
-    request.first_row = step.query_starts ? step.query_starts[index] : index;
-    request.rows = step.query_starts ? step.query_starts[index + 1] - request.first_row : 1;
-    request.length = step.seq_lens[index];
-    return request;
-}
-
-inline bool has_few_rows(const Step &step, const Request &request) {
-    return request.rows == 1 || request.rows * (step.heads / step.kv_heads) <= FEW_VECTORS;
-}
 
 // How a call is cut into tasks, and where in the workspace everything lies.
 struct Layout {
@@ -130,19 +90,14 @@ Layout lay_out(const Step &step, int64_t threads, char *base, bool is_crew = fal
         (2 * SPLIT + AHEAD) * int64_t(sizeof(void *));
     const int64_t vectors = rows * group;
     const int64_t many =
-        (vectors * (2 * dim + TILE_KEYS + 2) + 2 * TILE_KEYS * dim) * int64_t(sizeof(A));
+        (vectors * (2 * dim + TILE_KEYS + 2) + TILE_KEYS * (dim + round_up(dim, PANEL<A>))) *
+        int64_t(sizeof(A));
     layout.scratch_bytes = round_up(at_least(few, tiled_rows ? many : 0), 64) + 64;
     layout.partials = base + bookkeeping;
     layout.scratch = layout.partials + round_up(partials * int64_t(sizeof(A)), 64);
     layout.bytes = bookkeeping + round_up(partials * int64_t(sizeof(A)), 64) +
                    layout.threads * layout.scratch_bytes;
     return layout;
-}
-
-template <class E> inline const E *block_of(const Step &step, const void *plane, int64_t request,
-                                            int64_t token) {
-    int64_t id = step.tables[request * step.table_stride + token / step.block_size];
-    return (const E *)plane + id * step.block_stride;
 }
 
 inline void prefetch(const void *from, int64_t bytes) {
@@ -258,47 +213,6 @@ inline void weigh_group(const E *const *values, int64_t offset, int64_t count, c
 #undef WEIGH
 }
 
-// Scores of a row become weights, `first` ... `end - 1` of them, zeros elsewhere up to `width`
-// (whole vectors). Their sum is returned; `top` becomes the largest score, which was taken off.
-template <class A>
-inline A weights_of(A *scores, int64_t first, int64_t end, int64_t width, A scale, A softcap,
-                    A *top) {
-    if (softcap > 0) {
-        for (int64_t t = 0; t < width; t += LANES<A>)
-            store(scores + t, softcap * tangent(load(scores + t) * (scale / softcap)));
-        scale = 1;
-    }
-    for (int64_t t = 0; t < first; t++) scores[t] = -__builtin_inf();
-    for (int64_t t = at_least(end, first); t < width; t++) scores[t] = -__builtin_inf();
-    V<A> best = all_of(*top);
-    for (int64_t t = 0; t < width; t += LANES<A>) {
-        V<A> score = load(scores + t) * scale;
-        store(scores + t, score);
-        best = score > best ? score : best;
-    }
-    *top = largest<A>(best);
-    const A taken = *top == -(A)__builtin_inf() ? A(0) : *top;
-    V<A> total = {};
-    for (int64_t t = 0; t < width; t += LANES<A>) {
-        V<A> weight = exponential(load(scores + t) - taken);
-        store(scores + t, weight);
-        total += weight;
-    }
-    return sum<A>(total);
-}
-
-template <class E, class A> inline void give(const A *from, A total, int64_t dim, E *to) {
-    A share = total == 0 ? A(0) : 1 / total;
-    for (int64_t d = 0; d < dim; d++) narrow(from[d] * share, to + d);
-}
-
-template <class E> inline E *out_of(const Step &step, const Request &request, int64_t head,
-                                    int64_t vector) {
-    const int64_t group = step.heads / step.kv_heads;
-    return (E *)step.out + (request.first_row + vector / group) * step.out_row +
-           (head * group + vector % group) * step.out_head;
-}
-
 // What one part of a request's context gives, for all its rows and heads: results, largest scores
 // and sums of weights go to `partial`; or, where it is null, the results to their place in the end.
 template <class E>
@@ -390,131 +304,6 @@ void join_parts(const Step &step, const Request &request, int64_t parts,
         }
         give(out, total, dim, out_of<E>(step, request, v / vectors, v % vectors));
     }
-}
-
-// c `[MR, NV vectors]` = or += a `[MR, depth]` times b `[depth, NV vectors]`.
-template <int MR, int NV, class A>
-inline void multiply_block(const A *a, int64_t a_row, const A *b, int64_t b_row, A *c,
-                           int64_t c_row, int64_t depth, bool adds) {
-    V<A> acc[MR][NV];
-#pragma GCC unroll 12
-    for (int m = 0; m < MR; m++)
-#pragma GCC unroll 2
-        for (int j = 0; j < NV; j++) acc[m][j] = V<A>{};
-    for (int64_t k = 0; k < depth; k++) {
-        V<A> right[NV];
-#pragma GCC unroll 2
-        for (int j = 0; j < NV; j++) right[j] = load(b + k * b_row + j * LANES<A>);
-#pragma GCC unroll 12
-        for (int m = 0; m < MR; m++) {
-            V<A> left = all_of(a[m * a_row + k]);
-#pragma GCC unroll 2
-            for (int j = 0; j < NV; j++) acc[m][j] += left * right[j];
-        }
-    }
-#pragma GCC unroll 12
-    for (int m = 0; m < MR; m++)
-#pragma GCC unroll 2
-        for (int j = 0; j < NV; j++) {
-            A *to = c + m * c_row + j * LANES<A>;
-            store(to, adds ? load(to) + acc[m][j] : acc[m][j]);
-        }
-}
-
-// c `[rows, columns]`, columns in whole vectors.
-template <class A>
-void multiply(const A *a, int64_t a_row, const A *b, int64_t b_row, A *c, int64_t c_row,
-              int64_t rows, int64_t columns, int64_t depth, bool adds) {
-    constexpr int MR = VECTOR_BYTES == 64 ? 12 : 6;
-    for (int64_t n = 0; n < columns;) {
-        const bool is_pair = n + 2 * LANES<A> <= columns;
-        int64_t m = 0;
-#define BLOCKS(MB)                                                                               \
-    for (; m + MB <= rows; m += MB)                                                              \
-        if (is_pair)                                                                             \
-            multiply_block<MB, 2>(a + m * a_row, a_row, b + n, b_row, c + m * c_row + n, c_row,  \
-                                  depth, adds);                                                  \
-        else                                                                                     \
-            multiply_block<MB, 1>(a + m * a_row, a_row, b + n, b_row, c + m * c_row + n, c_row,  \
-                                  depth, adds);
-        BLOCKS(MR)
-        BLOCKS(4)
-        BLOCKS(1)
-#undef BLOCKS
-        n += (is_pair ? 2 : 1) * LANES<A>;
-    }
-}
-
-// Rows `first_row` ... of a request under one kv head, over all the keys they see.
-template <class E>
-void attend_rows(const Step &step, int64_t index, const Request &request, int64_t first_row,
-                 int64_t rows, int64_t head, char *scratch) {
-    typedef typename Wide<E>::A A;
-    const int64_t group = step.heads / step.kv_heads, dim = step.head_dim;
-    const int64_t vectors = rows * group;
-    A *q = (A *)scratch;
-    A *out = q + vectors * dim;
-    A *scores = out + vectors * dim;
-    A *keys = scores + vectors * TILE_KEYS;  // [dim, TILE_KEYS]
-    A *values = keys + TILE_KEYS * dim;      // [TILE_KEYS, dim]
-    A *tops = values + TILE_KEYS * dim;
-    A *totals = tops + vectors;
-    for (int64_t m = 0; m < vectors; m++) {
-        const E *from = (const E *)step.q +
-                        (request.first_row + first_row + m / group) * step.q_row +
-                        (head * group + m % group) * step.q_head;
-        for (int64_t d = 0; d < dim; d += LANES<A>) {
-            store(q + m * dim + d, load(from + d));
-            store(out + m * dim + d, V<A>{});
-        }
-        tops[m] = -__builtin_inf();
-        totals[m] = 0;
-    }
-    const int64_t begin = request.first_key(first_row, step.window);
-    const int64_t end = request.end_key(first_row + rows - 1);
-    for (int64_t tile = begin / TILE_KEYS * TILE_KEYS; tile < end; tile += TILE_KEYS) {
-        const int64_t count = at_most(TILE_KEYS, end - tile);
-        const int64_t width = round_up(count, LANES<A>);
-        for (int64_t t = 0; t < width; t++) {
-            const int64_t token = tile + t;
-            A *value = values + t * dim;
-            if (token < begin || t >= count) {
-                for (int64_t d = 0; d < dim; d++) keys[d * TILE_KEYS + t] = 0;
-                for (int64_t d = 0; d < dim; d += LANES<A>) store(value + d, V<A>{});
-                continue;
-            }
-            const int64_t offset =
-                token % step.block_size * step.token_stride + head * step.head_stride;
-            const E *key = block_of<E>(step, step.keys, index, token) + offset;
-            const E *from = block_of<E>(step, step.values, index, token) + offset;
-            for (int64_t d = 0; d < dim; d++) keys[d * TILE_KEYS + t] = widened(key[d]);
-            for (int64_t d = 0; d < dim; d += LANES<A>) store(value + d, load(from + d));
-        }
-        multiply(q, dim, keys, TILE_KEYS, scores, TILE_KEYS, vectors, width, dim, false);
-        for (int64_t m = 0; m < vectors; m++) {
-            const int64_t row = first_row + m / group;
-            const int64_t from = at_least(request.first_key(row, step.window) - tile, 0);
-            const int64_t to = at_least(at_most(request.end_key(row) - tile, count), 0);
-            A *of_row = scores + m * TILE_KEYS;
-            if (from >= to) {
-                for (int64_t t = 0; t < width; t += LANES<A>) store(of_row + t, V<A>{});
-                continue;
-            }
-            const A before = tops[m];
-            const A total = weights_of(of_row, at_most(from, width), to, width, A(step.scale),
-                                       A(step.softcap), tops + m);
-            if (tops[m] != before) {
-                const A share = exponential(all_of(before - tops[m]))[0];
-                totals[m] *= share;
-                for (int64_t d = 0; d < dim; d += LANES<A>)
-                    store(out + m * dim + d, share * load(out + m * dim + d));
-            }
-            totals[m] += total;
-        }
-        multiply(scores, TILE_KEYS, values, dim, out, dim, vectors, dim, count, true);
-    }
-    for (int64_t m = 0; m < vectors; m++)
-        give(out + m * dim, totals[m], dim, out_of<E>(step, request, head, first_row * group + m));
 }
 
 struct Team {

@@ -14,7 +14,6 @@
 
 namespace {
 
-template <class A> constexpr int PANEL = 2 * LANES<A>;
 constexpr int MOST_ROWS = VECTOR_BYTES == 64 ? 12 : 6;  // of a block of accumulators
 constexpr int MOST_PANELS = 4;
 // Rows that share what is read of a matrix, in a task: with usual sizes they stay in the cache.

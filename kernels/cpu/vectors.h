@@ -29,6 +29,7 @@ template <> struct Of<double> {
 };
 template <class A> using V = typename Of<A>::V;
 template <class A> constexpr int LANES = VECTOR_BYTES / int(sizeof(A));
+template <class A> constexpr int PANEL = 2 * LANES<A>;  // columns of a matrix that lie together
 
 struct BFloat16 {
     uint16_t bits;
@@ -124,15 +125,24 @@ inline void narrow_vector(FloatVector value, Float16 *to) {
 // NaN in `b` is passed over; the weights computed from it are NaN all the same.
 template <class X> inline X larger(X a, X b) { return b > a ? b : a; }
 
+// Lanes are taken in pairs that are half as far from each other each time.
 template <class A> inline A largest(V<A> value) {
-    A best = value[0];
-    for (int i = 1; i < LANES<A>; i++) best = larger(best, A(value[i]));
-    return best;
+    A best[LANES<A>];
+    store(best, value);
+#pragma GCC unroll 4
+    for (int half = LANES<A> / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < half; i++) best[i] = larger(best[i], best[i + half]);
+    return best[0];
 }
 template <class A> inline A sum(V<A> value) {
-    A total = value[0];
-    for (int i = 1; i < LANES<A>; i++) total += value[i];
-    return total;
+    A total[LANES<A>];
+    store(total, value);
+#pragma GCC unroll 4
+    for (int half = LANES<A> / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < half; i++) total[i] += total[i + half];
+    return total[0];
 }
 
 #if defined(__clang__)
@@ -140,6 +150,61 @@ template <class A> inline A sum(V<A> value) {
 #else
 #define TWO(a, b, ...) __builtin_shuffle(a, b, I{__VA_ARGS__})
 #endif
+
+// The first halves of two vectors in turns, and the second ones.
+inline DoubleVector low_halves(DoubleVector a, DoubleVector b) {
+    typedef LongVector I;
+    (void)sizeof(I);
+#if VECTOR_BYTES == 32
+    return TWO(a, b, 0, 4, 1, 5);
+#else
+    return TWO(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+#endif
+}
+inline DoubleVector high_halves(DoubleVector a, DoubleVector b) {
+    typedef LongVector I;
+    (void)sizeof(I);
+#if VECTOR_BYTES == 32
+    return TWO(a, b, 2, 6, 3, 7);
+#else
+    return TWO(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#endif
+}
+inline FloatVector low_halves(FloatVector a, FloatVector b) {
+    typedef IntVector I;
+    (void)sizeof(I);
+#if VECTOR_BYTES == 32
+    return TWO(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+#else
+    return TWO(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+#endif
+}
+inline FloatVector high_halves(FloatVector a, FloatVector b) {
+    typedef IntVector I;
+    (void)sizeof(I);
+#if VECTOR_BYTES == 32
+    return TWO(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+    return TWO(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#endif
+}
+
+// As many vectors as one has lanes change rows for columns. Each round moves one bit of a row's
+// number to a column's and one the other way.
+template <class A> inline void transpose(V<A> *v) {
+    constexpr int N = LANES<A>;
+#pragma GCC unroll 4
+    for (int round = 1; round < N; round *= 2) {
+        V<A> next[N];
+#pragma GCC unroll 8
+        for (int i = 0; i < N / 2; i++) {
+            next[2 * i] = low_halves(v[i], v[i + N / 2]);
+            next[2 * i + 1] = high_halves(v[i], v[i + N / 2]);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < N; i++) v[i] = next[i];
+    }
+}
 
 // The sums of as many vectors as one has lanes, in their order: vectors are added in pairs, and
 // each step leaves half as many, in whose lanes twice as many sums are begun.

@@ -23,7 +23,9 @@ from stratakv.kernels.attention.paged_decode import MAX_GROUP, paged_decode
 from stratakv.kernels.attention.paged_decode_launch import (
     HEAD_SIZES,
     MAX_SPLITS,
+    MIN_SPLIT_TOKENS,
     NEWEST,
+    PROGRAMS_PER_MULTIPROCESSOR,
     choose_launch,
     choose_splits,
 )
@@ -260,18 +262,34 @@ def test_a_planted_fault_is_caught(device, mutate, fault, tmp_path):
 
 def test_the_device_decides_how_many_splits(device):
     """Chosen by the table's width; a short request beside a long one uses fewer of them."""
-    assert choose_splits(2, 608, 1) == 2
+    assert choose_splits(1, 608, 1, 64) == 2
     case = make_case(device, [600, 100], kv_heads=1)
     assert_right(case, case.run(TRITON))
 
 
 def test_splits_fill_the_device_and_are_worth_their_combination():
-    assert choose_splits(8, 131072, 132) == 66
-    assert choose_splits(8 * 64, 1024, 132) == 2
-    assert choose_splits(8 * 256, 131072, 132) == 1
-    assert choose_splits(8, 1024, 132) == 4
-    assert choose_splits(1, 255, 132) == 1
-    assert choose_splits(1, 2**20, 132) == MAX_SPLITS
+    assert choose_splits(8, 131072, 132, 64) == 64
+    assert choose_splits(8 * 64, 1024, 132, 64) == 1
+    assert choose_splits(8 * 256, 131072, 132, 64) > 1
+    assert choose_splits(8, 1024, 132, 64) == 4
+    assert choose_splits(1, 255, 132, 64) == 1
+    assert choose_splits(1, 2**20, 132, 64) == MAX_SPLITS
+
+
+def test_no_wave_is_wasted_where_there_is_work_for_every_program():
+    """By the model of waves alone: the tiles that there are, over those that a full device would
+    have done meanwhile, for one of the largest devices and requests of a model of 8 kv heads."""
+    slots = 132 * PROGRAMS_PER_MULTIPROCESSOR
+    for requests in range(1, 257):
+        for max_tokens in (8192, 16384, 32768, 65536, 131072):
+            pairs, tiles = 8 * requests, max_tokens // 64
+            splits = choose_splits(pairs, max_tokens, 132, 64)
+            share = -(-tiles // splits)
+            programs = pairs * -(-tiles // share)
+            if pairs * max_tokens < slots * MIN_SPLIT_TOKENS:
+                continue
+            used = pairs * tiles / (slots * -(-programs // slots) * share)
+            assert used >= 0.9, (requests, max_tokens, splits)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), None])
