@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +22,11 @@ def test_a_lease_without_an_answer_promises_no_more_than_is_known(
     num_there: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = [Answer.HIT] * num_there + [Answer.MISS] * (len(KEYS) - num_there)
+    leased: list[Callable[[list[bool]], None]] = []
     hierarchy: Any = SimpleNamespace(
         shared_version=(0, 0),
         shared=lambda _keys, **_options: answers,
-        lease=lambda *_facts: None,  # nobody answers
+        lease=lambda _keys, _seconds, done: leased.append(done),  # nobody answers
     )
     alarm: Any = SimpleNamespace(at=lambda _moment: None)
     now = 1000.0
@@ -37,3 +39,6 @@ def test_a_lease_without_an_answer_promises_no_more_than_is_known(
     hand_overs.collect()
     assert hand_overs.take() == [("p", KEYS[num_there:])]
     assert not len(hand_overs)
+    [answer] = leased
+    answer([True] * len(KEYS))  # after all, when nobody waits for it
+    assert not hand_overs.has_ended

@@ -198,6 +198,23 @@ def test_what_failed_for_another_reason_is_compiled_when_asked_for_again(
     assert sorted(pool.asked) == ["no", "the machine is busy", "the machine is busy"]
 
 
+def test_a_large_one_that_hangs_when_it_is_built_holds_up_no_other(threads_end: None) -> None:
+    backend, pool = Spinner(compiles=False), SlowPool()
+    backend.build = lambda spec, form: backend.compile(spec)
+    pool.go.set()
+    compiler = GrammarCompiler(lambda: backend, lambda: None, vocab_size=40, pool=pool, limit=SHORT)
+    try:
+        hanging = compiler.ask(spec("spin"))
+        wait_for(lambda: (compiler.collect(), hanging.is_done)[1])
+        assert "more than 0.05 s" in hanging.error
+        other = compiler.ask(spec("b"))
+        wait_for(lambda: (compiler.collect(), other.is_done)[1])
+        assert other.grammar is not None, other.error
+    finally:
+        backend.stop.set()
+        compiler.close()
+
+
 def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled(
     slow_pool: tuple[GrammarCompiler, SlowPool],
 ) -> None:
@@ -220,14 +237,14 @@ def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled(
 def test_those_that_nobody_waits_for_do_not_heap_up(
     slow_pool: tuple[GrammarCompiler, SlowPool],
 ) -> None:
-    compiler, _ = slow_pool
-
-    def ask_and_leave() -> None:
-        for number in range(MOST_WAITING + NUM_PROCESSES + 1):
-            compiler.give_up(compiler.ask(spec(f"{number}")))
-
+    compiler, pool = slow_pool
+    for number in range(NUM_PROCESSES):
+        compiler.ask(spec(f"running {number}"))
+    wait_for(lambda: len(pool.asked) == NUM_PROCESSES)  # no thread takes another one now
+    for number in range(MOST_WAITING):
+        compiler.give_up(compiler.ask(spec(f"{number}")))
     with pytest.raises(TooManyGrammars, match=f"{MOST_WAITING} grammars wait"):
-        ask_and_leave()
+        compiler.ask(spec("one more"))
 
 
 def test_a_grammar_whose_place_cannot_be_told_leaves_nothing_behind(
