@@ -34,6 +34,7 @@ from stratakv.engine.request import Request
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.scheduler import places as places_module
 from stratakv.engine.scheduler import scheduler as scheduler_module
+from stratakv.engine.scheduler.output import SchedulerOutput
 from stratakv.engine.scheduler.pins import PIN_SECONDS, Pin
 from stratakv.engine.scheduler.scheduler import Pause
 
@@ -108,6 +109,7 @@ class Life:
         self.wishes: dict[str, tuple[list[int], int]] = {}
         self.expected: dict[str, list[int]] = {}
         self.cut_short: set[str] = set()
+        self.order: list[str] = []  # of those that have never run nor loaded, as they were added
         # Of those that run, by name and the times that they were sent back.
         self.tables: dict[tuple[str, int], Sequence[Sequence[int]]] = {}
         self.num_steps = self.num_tokens = self.num_aborted = 0
@@ -122,6 +124,8 @@ class Life:
                         self.keep(name, group)
         self.find = self.engine.manager.get_computed_blocks
         self.engine.manager.get_computed_blocks = self.checked_hit  # type: ignore[method-assign]
+        self.schedule = self.scheduler.schedule
+        self.scheduler.schedule = self.checked_order  # type: ignore[method-assign]
 
     def keep(self, name: bytes, group: int) -> None:
         held = self.engine.names[name]
@@ -165,6 +169,7 @@ class Life:
             is_last_step=is_last and bool(job),
         )
         self.scheduler.add_request(request)
+        self.order.append(name)
         unread = ", without reading the cache" if skips else ""
         turn = f", {'the last turn' if is_last else 'a turn'} of {job}" if job else ""
         note(f"add {name}: {len(prompt)} tokens, {max_tokens=}, {priority=}{unread}{turn}")
@@ -263,6 +268,25 @@ class Life:
                 break
         assert num_tokens == expected
         return hits, num_tokens
+
+    def checked_order(self) -> SchedulerOutput:
+        """Who begins overtakes no equal, unless that one stands aside."""
+        output, places = self.schedule(), self.scheduler._places
+        aside = {each.request_id for queue in (places.deferred, places.skipped) for each in queue}
+        aside |= places.loading._waiting.keys()
+        self.order = [name for name in self.order if name in places.requests and name not in aside]
+        for name in (each.request_id for each in output.new_requests):
+            if name in self.order:
+                at = self.order.index(name)
+                one = places.requests[self.order.pop(at)]
+                assert not any(
+                    self.are_equal(places.requests[other], one) for other in self.order[:at]
+                )
+        return output
+
+    def are_equal(self, one: Request, other: Request) -> bool:
+        policy = self.scheduler.config.policy
+        return policy == "fcfs" or (policy == "priority" and one.priority == other.priority)
 
     def now(self) -> dict[str, Sequence[Sequence[int]]]:
         """The tables of all who may hold blocks."""
