@@ -103,6 +103,7 @@ def choose_launch(
 
 
 @functools.lru_cache(4096)
+@functools.lru_cache(maxsize=1024)  # all layers of a step ask for the same
 def choose_splits(pairs: int, max_tokens: int, multiprocessors: int, tile: int) -> int:
     """Into how many parts contexts of up to `max_tokens` are cut, for `pairs` of (request, kv
     head), none shorter than it is worth: those that take the least time. A device runs programs in

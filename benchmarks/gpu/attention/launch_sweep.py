@@ -75,7 +75,9 @@ def sweep_splits(place: Place, results: Results, case: Case) -> None:
     if place.is_rehearsal:
         counts = counts[:3]
     pairs = len(case.chunks) * case.kv_heads
-    chosen = paged_decode_launch.choose_splits(pairs, max(case.lengths), _multiprocessors(place))
+    chosen = paged_decode_launch.choose_splits(
+        pairs, max(case.lengths), _multiprocessors(place), _launch(case).tile
+    )
     trial = _Trials(place, results, batch, "splits", {"num_splits": chosen})
     for count in counts:
         given = chosen if count is None else count
@@ -86,11 +88,9 @@ def sweep_decode_rows(place: Place, results: Results, case: Case) -> None:
     """Tiles, warps and stages in place of the table's."""
     path = DOT_TOKEN_SCALES if case.scales == "token" else DOT
     size = next(s for s in paged_decode_launch.HEAD_SIZES if case.head_dim <= s)
-    capability = probe_hardware().capability or paged_decode_launch.NEWEST
+    capability = _capability()
     key = (path, case.pool_dtype.itemsize, size)
-    launch = paged_decode_launch.choose_launch(
-        capability, case.group, case.head_dim, case.pool_dtype, case.scales == "token"
-    )
+    launch = _launch(case)
     chosen = paged_decode_launch.Row(launch.tile, launch.num_warps, launch.num_stages)
     trial = _Trials(place, results, make_batch(place, case), "decode table", chosen._asdict())
     for row in _chosen_first(chosen, place.choose(DECODE_ROWS, (), DECODE_ROWS[:2])):
@@ -148,6 +148,16 @@ class _Trials:
 
 def _chosen_first(chosen: Any, others: tuple[Any, ...]) -> list[Any]:
     return [chosen, *(other for other in others if other != chosen)]
+
+
+def _capability() -> tuple[int, int]:
+    return probe_hardware().capability or paged_decode_launch.NEWEST
+
+
+def _launch(case: Case) -> paged_decode_launch.Launch:
+    return paged_decode_launch.choose_launch(
+        _capability(), case.group, case.head_dim, case.pool_dtype, case.scales == "token"
+    )
 
 
 def _multiprocessors(place: Place) -> int:

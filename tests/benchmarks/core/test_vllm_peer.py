@@ -26,6 +26,7 @@ from stratakv.benchmarks.core.command import (
     fill_report,
     peer_plan,
 )
+from stratakv.benchmarks.core.traced_steps import Spent, TraceRound, add_trace_ratios
 from stratakv.benchmarks.core.vllm_cases import PEERS, Seconds, VllmPeer
 from stratakv.benchmarks.harness.peer import PeerFailed
 from stratakv.benchmarks.harness.report import Report
@@ -154,6 +155,7 @@ def test_ratios_from_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report("core", "probe", environment={})
     report.figures["peer"] = {"version": "0.33.0", "algorithm": "sha256"}
     fill_report(report, cases, rounds)
+    add_trace_ratios(report, [TraceRound(*[Spent(1.0, 1.0)] * 3)])
     assert {*RATIOS, *STEP_OVER_DEVICE, *PEERS} <= report.ratios.keys()
     assert report.ratios["peer_steps"] == 7.0
     assert report.ratios["peer_cycles"] == report.ratios["peer_hash"] == 1.0
