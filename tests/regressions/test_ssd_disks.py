@@ -22,6 +22,7 @@ from stratakv.tiers.check import check_store
 from stratakv.tiers.errors import TierConfigError, TierDown
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.folder import opening
+from stratakv.tiers.ssd.watched import WatchedStore
 from stratakv.tiers.tier_settings import CpuSettings, SsdSettings
 from stratakv.tiers.wire.frames import State
 
@@ -275,9 +276,10 @@ def test_t07_a_room_answers_when_it_is_durable(tmp_path: Path) -> None:
     for start in range(0, 40, 4):
         keep(tenant_store, keys[start : start + 4])
         wait_until(lambda: not tenant_store._hierarchy._write_backs.in_flight)
-    [store] = tenant_store._stores
-    assert isinstance(store, SsdStore)
-    assert store.stats().blocks
+    [watched] = tenant_store._stores
+    assert isinstance(watched, WatchedStore)
+    store = watched.opened
+    assert store is not None and store.stats().blocks
     assert tenant_store.drop(keys[:10]) == 10
     rows = list(store._opened.index_file.rows())
     known = {row.key for row in rows}
@@ -295,9 +297,10 @@ def test_t07_a_reset_of_the_engine_answers_when_it_is_durable(path: Path) -> Non
         cpu=CpuSettings(capacity_bytes=64 * SMALL.slot_bytes, populate_threads=1), ssd=ssd
     )
     scheduler, worker = build_offload(SMALL, settings, namespace=b"test")
-    [store] = scheduler._hierarchy.stores
-    assert isinstance(store, SsdStore)
-    assert all(put(store, make_keys(20)))
+    [watched] = scheduler._hierarchy.stores
+    assert isinstance(watched, WatchedStore)
+    store = watched.opened
+    assert store is not None and all(put(store, make_keys(20)))
     last = max(row.generation for row in store._opened.index_file.rows())
     scheduler.reset()
     assert opening.read_note(path).cleared_up_to >= last
