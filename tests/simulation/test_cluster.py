@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import pytest
@@ -90,14 +90,14 @@ def test_the_same_seed_gives_the_same_trace(seed: int) -> None:
     assert len(set(hashes)) == len(hashes)
 
 
-def name_too_early(self: Scheduler) -> SchedulerOutput:
+def name_too_early(self: Scheduler, held: Set[str]) -> SchedulerOutput:
     """The end of a prompt has its name before it was computed."""
     for request in self._places.running:
         if request.hands_over and request.num_computed_tokens < request.num_prompt_tokens:
-            held = self.manager.get_block_ids(request.request_id)[0]
-            if len(held) * self.manager.block_size >= request.num_prompt_tokens:
+            blocks = self.manager.get_block_ids(request.request_id)[0]
+            if len(blocks) * self.manager.block_size >= request.num_prompt_tokens:
                 self.manager.name_tail(request)
-    return schedule(self)
+    return schedule(self, held)
 
 
 def ask_nobody(
