@@ -47,7 +47,7 @@ async def rest_of(stream: AsyncIterator[TokenOutput]) -> list[TokenOutput]:
 def test_a_core_that_breaks_is_the_end_of_its_client(
     long_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken() -> None:
+    def broken(*_: object) -> None:
         raise KeyError("a fault of the scheduler")
 
     async def run() -> None:
