@@ -16,6 +16,7 @@ import socket
 import ssl
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -41,6 +42,7 @@ from stratakv.tiers.wire.frames import State
 from stratakv.tiers.wire.rpc import Stub
 from stratakv.tiers.wire.sockets import ConnectionLost
 
+from ...free_ports import free_ports
 from .rig import (
     LAYOUT,
     WAIT_SECONDS,
@@ -409,7 +411,9 @@ def test_a_signal_in_the_start_or_in_the_end_ends_nothing(tmp_path: Path) -> Non
     path = tmp_path / "token"
     path.write_bytes(b"\xef\xbb\xbf" + token_of("ann").encode() + b"\r\n")  # of another system
     path.chmod(0o600)
-    with server_process("--token-file", str(path), start=False) as server:
+    [port] = free_ports(1)
+    flags = ("--token-file", str(path), "--metrics-port", str(port))
+    with server_process(*flags, start=False) as server:
         server.start(wait=False)
         assert server.process is not None
         number = server.process.pid
@@ -427,6 +431,7 @@ def test_a_signal_in_the_start_or_in_the_end_ends_nothing(tmp_path: Path) -> Non
         server.attach(server.stub(token_of("ann")))
         path.write_text("")
         server.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: 'reloads_total{result="refused"} 1.0' in metrics_at(port))
         assert refused(server.stub("x" * 20)), "an empty file lets nobody in"
         server.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(ProcessLookupError):
@@ -435,6 +440,12 @@ def test_a_signal_in_the_start_or_in_the_end_ends_nothing(tmp_path: Path) -> Non
                 time.sleep(0.01)
         assert server.wait() == 0
     assert "which is empty; write a token there" in server.output
+
+
+def metrics_at(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS) as read:
+        text: str = read.read().decode()
+    return text
 
 
 def test_a_disk_that_is_gone_is_not_asked_at_a_reload(tmp_path: Path) -> None:
