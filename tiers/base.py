@@ -27,7 +27,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import NamedTuple
 
@@ -87,6 +87,16 @@ class TierStats:
     # Of a slab, now: blocks that are being read, and slots that are being filled.
     pinned_blocks: int = 0
     reserved_blocks: int = 0
+
+    def add(self, more: TierStats) -> None:
+        """Add every number of `more`."""
+        for each in fields(TierStats):
+            mine, theirs = getattr(self, each.name), getattr(more, each.name)
+            if isinstance(mine, dict):
+                for kind, count in theirs.items():
+                    mine[kind] = mine.get(kind, 0) + count
+            else:
+                setattr(self, each.name, mine + theirs)
 
 
 class StoreTier(ABC):

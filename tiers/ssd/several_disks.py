@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import fields
 from typing import Any, NamedTuple, TypeVar
 
 import xxhash
@@ -207,14 +206,7 @@ class SeveralDisks(StoreTier):
         """Their sums."""
         total = TierStats()
         for store in self._stores:
-            stats = store.stats()
-            for each in fields(TierStats):
-                mine, theirs = getattr(total, each.name), getattr(stats, each.name)
-                if isinstance(mine, dict):
-                    for kind, count in theirs.items():
-                        mine[kind] = mine.get(kind, 0) + count
-                else:
-                    setattr(total, each.name, mine + theirs)
+            total.add(store.stats())
         with self._lock:
             found = dict(self._failures)
             if self._times_hung:

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import fields
 from typing import TypeVar
 
 from ..base import Answer, ReadSample, Stored, StoreTier, TierStats
@@ -121,7 +120,7 @@ class WatchedStore(StoreTier):
     def stats(self) -> TierStats:
         with self._lock:
             stats = self._inner.stats()
-            _add(stats, self._past)
+            stats.add(self._past)
             return stats
 
     def close(self, timeout_seconds: float) -> None:
@@ -176,7 +175,7 @@ class WatchedStore(StoreTier):
             for name in _GAUGES:
                 setattr(past, name, 0)
             past.errors[GONE] = past.errors.get(GONE, 0) + 1
-            _add(self._past, past)
+            self._past.add(past)
         old.close(_CLOSE_SECONDS)
 
     def _open_again(self) -> StoreTier:
@@ -186,13 +185,3 @@ class WatchedStore(StoreTier):
             raise
         except TierConfigError as error:  # an empty mount point, or another disk: until it is back
             raise TierDown(str(error)) from error
-
-
-def _add(total: TierStats, more: TierStats) -> None:
-    for each in fields(TierStats):
-        mine, theirs = getattr(total, each.name), getattr(more, each.name)
-        if isinstance(mine, dict):
-            for kind, count in theirs.items():
-                mine[kind] = mine.get(kind, 0) + count
-        else:
-            setattr(total, each.name, mine + theirs)
