@@ -182,10 +182,9 @@ def run(args: argparse.Namespace) -> int:
     # A reload that is asked for during the start must not end it.
     asked_early: list[int] = []
     try:
-        if args.new_token is None:
-            signal.signal(signal.SIGHUP, lambda number, _frame: asked_early.append(number))
         if args.new_token is not None:
             return _print_new_token(args.new_token)
+        signal.signal(signal.SIGHUP, lambda number, _frame: asked_early.append(number))
         options = _read_options(args, os.environ)
         settings = _server_settings(options)
         logs.set_up(options["log_level"], json=options["log_json"])

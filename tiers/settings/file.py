@@ -59,11 +59,7 @@ def read_ordinary(path: Path, most_bytes: int) -> bytes:
 
 def _text_of(path: Path) -> str:
     try:
-        # Not a pipe or a device: opening one could wait for ever.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise ConfigError(f"the configuration file {path} is no ordinary file; give one")
-        with path.open("rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
+        data = read_ordinary(path, MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise ConfigError(
                 f"the configuration file {path} has more than {MAX_BYTES // 1024} KiB, and options "

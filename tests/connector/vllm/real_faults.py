@@ -352,19 +352,8 @@ def _each(act: Callable[[FaultProxy], None]) -> Act:
     return do
 
 
-def _dark(proxy: FaultProxy) -> None:
-    proxy.swallow(True)
-    proxy.freeze()
-
-
 def _light(proxy: FaultProxy) -> None:
-    proxy.swallow(False)
-    proxy.thaw()
-    proxy.reset()
-
-
-def _gone(proxy: FaultProxy) -> None:
-    proxy.refuse(True)
+    proxy.black_hole(False)
     proxy.reset()
 
 
@@ -388,10 +377,10 @@ def _at_full_pace(proxy: FaultProxy) -> None:
 RESET = "connections are reset"
 NETWORK: dict[str, tuple[Act, Act]] = {
     RESET: (_each(FaultProxy.reset), nothing),
-    "nothing gets through": (_each(_dark), _each(_light)),
+    "nothing gets through": (_each(lambda proxy: proxy.black_hole(True)), _each(_light)),
     "connections are half-open": (_each(FaultProxy.vanish), _each(FaultProxy.reset)),
     "a byte a second": (_each(lambda proxy: proxy.pace(1, 1.0)), _each(_at_full_pace)),
-    "nobody listens": (_each(_gone), _each(lambda proxy: proxy.refuse(False))),
+    "nobody listens": (_each(FaultProxy.leave), _each(lambda proxy: proxy.refuse(False))),
     "bits are flipped": (_each(_damaging("flip")), _each(_whole)),
     "pieces are lost": (_each(_damaging("drop")), _each(_whole)),
     "pieces come twice": (_each(_damaging("duplicate")), _each(_whole)),

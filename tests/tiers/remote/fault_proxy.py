@@ -143,6 +143,19 @@ class FaultProxy:
 
         self._do(mute)
 
+    def black_hole(self, on: bool) -> None:
+        """Nothing gets through, and nothing comes back."""
+        self.swallow(on)
+        if on:
+            self.freeze()
+        else:
+            self.thaw()
+
+    def leave(self) -> None:
+        """Nobody listens any more, and no connection is left."""
+        self.refuse(True)
+        self.reset()
+
     def reset(self) -> None:
         """End the connections that there are with RST."""
 

@@ -65,28 +65,13 @@ def behind_proxies(*ports: int) -> Iterator[list[FaultProxy]]:
 Fault = tuple[Callable[[FaultProxy], None], Callable[[FaultProxy], None]]
 
 
-def _dark(proxy: FaultProxy) -> None:
-    proxy.swallow(True)
-    proxy.freeze()
-
-
-def _light(proxy: FaultProxy) -> None:
-    proxy.swallow(False)
-    proxy.thaw()
-
-
-def _gone(proxy: FaultProxy) -> None:
-    proxy.refuse(True)
-    proxy.reset()
-
-
 NETWORK_FAULTS: dict[str, Fault] = {
     "reset": (FaultProxy.reset, lambda proxy: None),
-    "black hole": (_dark, _light),
+    "black hole": (lambda proxy: proxy.black_hole(True), lambda proxy: proxy.black_hole(False)),
     "half-open": (FaultProxy.vanish, lambda proxy: None),
     "one byte a second": (lambda proxy: proxy.pace(1, 1.0), FaultProxy.pace),
     "delay": (lambda proxy: proxy.pace(0, 0.05), FaultProxy.pace),
-    "nobody listens": (_gone, lambda proxy: proxy.refuse(False)),
+    "nobody listens": (FaultProxy.leave, lambda proxy: proxy.refuse(False)),
 }
 
 
