@@ -6,12 +6,15 @@ The first question of a step is answered for all chunks behind it at once, and r
 something in the tiers changes or a load fails. MISS is also the answer for
 - chunks that are quicker to compute than to load,
 - chunks whose load has just failed, so that nobody waits for them again,
+- chunks whose answer a request has waited for too long: a server whose answers are damaged is
+  asked again and again,
 - what would not fit into vLLM's region beside what waits there for other requests: promoted chunks
   would evict each other before they are loaded.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,6 +26,8 @@ from ..economics import Economics
 from . import versions
 from .identity import GROUP_BYTES, ChunkKeys
 
+# A request waits for answers of stores that are far away so long at most, in all.
+MOST_RETRY_SECONDS = 5.0
 # The same chunk is loaded for the same request so often at most.
 MAX_LOADS = 2
 # The share of vLLM's region that chunks may take which wait there for their requests.
@@ -48,6 +53,7 @@ class Asked:
     declined: set[bytes] = field(default_factory=set)  # ours, that are to be computed
     loads: dict[bytes, int] = field(default_factory=dict)  # how often each was
     is_announced: bool = False
+    retry_until: float | None = None  # monotonic; None: it has not waited for an answer
 
 
 class Lookups:
@@ -85,6 +91,8 @@ class Lookups:
             self._ask(asked, host_key, context)
             found = asked.answers[host_key]
         if found is Found.HIT and not self._accept(asked, host_key, context):
+            return Found.MISS
+        if found is Found.RETRY and not _may_wait(asked):
             return Found.MISS
         return found
 
@@ -180,3 +188,11 @@ class Lookups:
         asked.accepted.add(key)
         self._waiting[context.req_id] = asked
         return True
+
+
+def _may_wait(asked: Asked) -> bool:
+    """Whether the request may wait for an answer, from its first question on."""
+    now = time.monotonic()
+    if asked.retry_until is None:
+        asked.retry_until = now + MOST_RETRY_SECONDS
+    return now < asked.retry_until

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 import torch
 
-from stratakv.connector.vllm import metrics
+from stratakv.connector.vllm import lookups, metrics
 from stratakv.connector.vllm.settings import OPTIONS, read_settings
 from stratakv.connector.vllm.versions import NEWEST, OLDEST, check_version
 from stratakv.engine.cli.main import main
 from stratakv.tiers.errors import TierConfigError
+from stratakv.tiers.hierarchy.hierarchy import Prefix
 from stratakv.tiers.settings.values import ConfigError
 
 from ...threads import WAIT_SECONDS
@@ -358,6 +359,20 @@ def test_a_request_whose_load_found_no_room_is_not_offered_it_again(
     assert engine.find(keys, context) == 0
     engine.tier.on_request_finished(context)
     slab.commit(others, [False] * len(others))
+
+
+def test_a_store_whose_answers_never_come_is_not_waited_for_for_ever(
+    live: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where each answer of a server is damaged on its way, and each is asked for again."""
+    monkeypatch.setattr(lookups, "MOST_RETRY_SECONDS", 0.1)
+    engine, keys = live(extra()), host_keys(6)
+    hierarchy = engine.tier._tiers.lookups._hierarchy
+    monkeypatch.setattr(hierarchy, "find", lambda _keys: Prefix([], False, True))
+    context = engine.request(keys)
+    assert engine.tier.lookup(keys[0], context).name == "RETRY"
+    assert engine.find(keys, context) == 0
+    engine.tier.on_request_finished(context)
 
 
 def test_a_hung_disk_holds_up_nobody(live: Any, tmp_path: Path) -> None:
