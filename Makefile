@@ -90,13 +90,16 @@ clean: ## remove what was built; .venv stays
 	rm -rf build dist stratakv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
+# In a new environment the library is compiled while pip downloads, and pip finds its objects.
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "StrataKV needs Python 3.11 or newer and $(PYTHON) is not; name one: make PYTHON=python3.12" >&2; \
 	  exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) setuptools
-	$(PIP_INSTALL) --no-build-isolation -e '.[test]'
+	@mkdir -p build
+	@test -x $(BIN)/stratakv || $(BIN)/python setup.py -q build_ext --build-lib build/library >build/library.log 2>&1 & \
+	  $(PIP_INSTALL) --no-build-isolation -e '.[test]'
 	@$(BIN)/pip show --quiet nvidia-cuda-runtime 2>/dev/null \
 	  || $(PIP_INSTALL) --quiet --retries 0 --timeout 20 --no-deps $(CUDA_RUNTIME) \
 	  || echo "without NVIDIA's runtime: tests/connector/device/test_cudart.py will skip" >&2

@@ -17,6 +17,7 @@ import os
 import platform
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,9 @@ class BuildLibrary(build_ext):
             self._give_up(error)
 
     def _build(self, target: Path) -> None:
-        objects = [self._object(name, [*FLAGS, *flags]) for name, flags in SOURCES.items()]
+        with ThreadPoolExecutor() as compilers:
+            made = [compilers.submit(self._object, name, FLAGS + SOURCES[name]) for name in SOURCES]
+        objects = [each.result() for each in made]
         # Put in its place as a whole: a build that is broken off leaves nothing that is half there.
         begun = target.with_name(f"{target.name}.{os.getpid()}")
         self.compiler.link_shared_object(

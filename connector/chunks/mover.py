@@ -17,7 +17,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -165,7 +165,11 @@ class ChunkMover(ABC):
             return copied
         shares = [wanted[i::num_shares] for i in range(num_shares)]
         others = [self._helpers.submit(self._bring_some, share) for share in shares[1:]]
-        copied.damaged.extend(self._bring_some(shares[0]))
+        try:
+            copied.damaged.extend(self._bring_some(shares[0]))
+        finally:
+            # A load that fails has ended for the host, which may use its memory for something else.
+            wait(others)
         for other in others:
             copied.damaged.extend(other.result())
         return copied

@@ -110,6 +110,35 @@ def test_a_load_that_threads_share_is_compared_whole(
     assert tiers.damaged == 2
 
 
+def test_nobody_writes_into_the_hosts_memory_after_a_load_has_failed(
+    tiers: ChunkTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mover, "SHARE_BYTES", LAYOUT.page_bytes)
+    assert all(put(tiers, range(8)))
+    bring, driver = ChunkTiers._bring_some, tiers._thread
+    failed, go_on = threading.Event(), threading.Event()
+
+    def bring_some(self: ChunkTiers, arrived: Any) -> list[bytes]:
+        if threading.current_thread() is driver:
+            failed.set()
+            _fails()
+        go_on.wait(WAIT_SECONDS)
+        return bring(self, arrived)
+
+    monkeypatch.setattr(ChunkTiers, "_bring_some", bring_some)
+    targets = [bytearray(LAYOUT.page_bytes) for _ in range(8)]
+    asked = tiers.load(keys(*range(8)), [[memoryview(each)] for each in targets])
+    assert failed.wait(WAIT_SECONDS)
+    with pytest.raises(TimeoutError):
+        asked.result(0.2)
+    go_on.set()
+    assert not any(asked.result(WAIT_SECONDS))
+    then = [bytes(each) for each in targets]
+    assert any(map(any, then)), "the other thread wrote nothing at all"
+    tiers._helpers.shutdown(wait=True)
+    assert [bytes(each) for each in targets] == then
+
+
 def _fails(*_: Any) -> Any:
     raise RuntimeError("on purpose")
 
