@@ -142,9 +142,7 @@ def _make_folders(paths: Sequence[Path], is_each_required: bool) -> None:
         except OSError as error:
             refused.append(f"{path} cannot be made ({error.strerror})")
     if refused and (is_each_required or len(refused) == len(paths)):
-        raise ConfigError(
-            f"ssd_path {', '.join(refused)}; give a directory that can be written"
-        )
+        raise ConfigError(f"ssd_path {', '.join(refused)}; give a directory that can be written")
 
 
 def check_servers(
