@@ -91,9 +91,7 @@ def as_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Noti
 
 
 @pytest.mark.slow
-def test_a_life(
-    tiny_model: Path, small_tiers: dict[str, str], as_service: NotifySocket
-) -> None:
+def test_a_life(tiny_model: Path, small_tiers: dict[str, str], as_service: NotifySocket) -> None:
     """Ready, an answer, Ctrl-C: exit code 0, and the blocks are there in the next life."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in small_tiers.items()]
     body = {"prompt": [7] * 100, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
