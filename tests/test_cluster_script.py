@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from .deploy_scripts import DEPLOY, children_of, end, run, started
+from .pages import check_form, find_block
 
 COMMAND = [str(DEPLOY / "cluster.sh"), "--demo"]
 ROW = re.compile(r"^ *(\d+) \| +(\d+) \| +(\d+) \| +(\d+) \| +\d+ ms \| +\d+ ms$", re.MULTILINE)
@@ -34,6 +35,7 @@ def test_the_demonstration() -> None:
         assert by_prefill == prompt
         assert loaded + by_decode == prompt
         assert by_decode <= BLOCK_TOKENS
+    check_form(find_block("deploy/README.md", "prompt | computed").text, done.stdout)
     assert done.stdout.endswith("All 3 answers through the cluster are those of one node.\n")
 
 

@@ -109,6 +109,12 @@ def test_a_service_is_exposed_to_little(name: str) -> None:
     assert done.returncode == 0, done.stdout[-300:] + done.stderr
 
 
+def test_both_tell_systemd_when_they_are_ready() -> None:
+    """As `tests/engine/cli/test_serve.py` and `tests/tiers/cache_server/test_reload.py` hear."""
+    for unit in UNITS.values():
+        assert "\nType=notify\n" in unit and re.search(r"^TimeoutStartSec=\d+min$", unit, re.M)
+
+
 def test_the_cache_server_is_reloaded_by_the_signal_that_it_takes() -> None:
     assert "\nExecReload=/bin/kill -HUP $MAINPID\n" in CACHE_UNIT
 

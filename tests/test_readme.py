@@ -10,12 +10,14 @@ would.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import trustme
 
-from .pages import ROOT, Reader, blocks
+from .pages import ROOT, Reader, blocks, check_form, find_block
 from .real_models import LLAMA_3_1_8B, QWEN3_8B, write_config, write_small
 
 # Half a minute on a quiet machine.
@@ -38,6 +40,11 @@ SUBSTITUTES = (
         "the defaults, 4 and 20 GiB, are taken at the start",
     ),
     ("--cpu-bytes 64GiB", "--cpu-bytes 256MiB", "more memory than this machine need have"),
+    (
+        "--ssd-path /mnt/nvme/cache --ssd-bytes 1TiB",
+        "--ssd-path {home}/cache --ssd-bytes 64MiB",
+        "the same",
+    ),
     ("make ", "make -n ", "the demo takes a minute and the suite would run this test"),
 )
 # What a reader takes away from a command: words that its output holds.
@@ -49,6 +56,7 @@ EXPECTED: Mapping[str, tuple[str, ...]] = {
     "stratakv plan ./Qwen3-8B": ("in bfloat16", "24", "40,960"),
     "stratakv check": ("0 ",),
     "stratakv config show": ("block_size: 16",),
+    "stratakv doctor": ("certificate",),
     "curl -s localhost:8000/metrics": ("vllm:",),
 }
 
@@ -57,6 +65,9 @@ def test_u01_every_block_of_the_readme_runs(tmp_path: Path) -> None:
     """In order, as one reader would: what one writes to the disk another looks at."""
     write_small(tmp_path / "Llama-3.1-8B", LLAMA_3_1_8B | NARROW)
     write_config(tmp_path / "Qwen3-8B", QWEN3_8B)
+    issued = trustme.CA().issue_cert("localhost")
+    issued.cert_chain_pems[0].write_to_path(tmp_path / "server.pem")
+    issued.private_key_pem.write_to_path(tmp_path / "server.key")
     reader = Reader(tmp_path, [(old, new) for old, new, _ in SUBSTITUTES])
     seen: list[str] = []
     try:
@@ -84,6 +95,9 @@ def _run(reader: Reader, command: str) -> None:
     start = max((each for each in EXPECTED if command.startswith(each)), key=len, default="")
     for words in EXPECTED.get(start, ()):
         assert words in reader.said, f"{command}\n{reader.said}"
+    if "--kv-offload cpu,ssd" in command:
+        said = "\n".join(re.findall(r"offload: .*", reader.said))
+        check_form(find_block("docs/tiers.md", "offload: prefill").text, said)
     if "/v1/completions" in command:
         assert json.loads(answer)["choices"][0]["text"] is not None
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from .deploy_scripts import DEPLOY, children_of, end, run, started
+from .pages import check_form, find_block
 
 COMMAND = [str(DEPLOY / "two-engines.sh"), "--port", "0", "--cache-port", "0"]
 COMMAND += ["--cache-bytes", "64MiB"]
@@ -34,6 +35,7 @@ def test_the_demonstration() -> None:
     # The last full block of the continuation is the first one's last but for the new words.
     assert int(second[2]) >= int(first[1]) - 16
     assert second[3] == f'{{"remote": {second[2]}}}'
+    check_form(find_block("deploy/README.md", "first engine: ").text, done.stdout)
 
 
 @pytest.mark.usefixtures("no_nursery")  # all are to end, also those that it would start

@@ -98,6 +98,7 @@ def _answer(listener: socket.socket, alive: set[int]) -> Job | None:
 def _import_engine() -> None:
     for name in ENGINE_MODULES:
         importlib.import_module(f"stratakv.engine.{name}")
+    importlib.import_module(".page_program", __package__)
     gc.collect()
     gc.freeze()  # a child collects only what is its own
 

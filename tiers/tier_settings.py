@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -96,6 +96,10 @@ class SsdSettings:
         if self.path is None:
             return ()
         return tuple(Path(part.strip()).expanduser() for part in str(self.path).split(","))
+
+    def below(self, folder: str) -> SsdSettings:
+        """The same in a folder below each directory."""
+        return replace(self, path=Path(",".join(str(path / folder) for path in self.paths)))
 
 
 def _check_apart(paths: Sequence[Path]) -> None:

@@ -98,28 +98,24 @@ def open_chunk_tiers(
     """The tiers for chunks of one layout; `folder` is theirs below the directory of the ssd tier.
     Raises ConfigError or TierConfigError for what cannot work; nothing stays open then."""
     layout, tiers, own = chunk_layout(chunk_bytes), settings.tiers(), settings.own
+    above = () if tiers.ssd is None else tiers.ssd.paths
     if tiers.ssd is not None:
-        assert tiers.ssd.path is not None
-        tiers = replace(tiers, ssd=replace(tiers.ssd, path=Path(tiers.ssd.path) / folder))
+        tiers = replace(tiers, ssd=tiers.ssd.below(folder))
     if tiers.cpu.capacity_bytes < LEAST_SLOTS * layout.slot_bytes:
         raise ConfigError(
             f"cpu_bytes is to hold {LEAST_SLOTS} chunks of {show_size(layout.slot_bytes)} at "
             f"least, not {show_size(tiers.cpu.capacity_bytes)} in all; make it "
             f"{show_size(LEAST_SLOTS * layout.slot_bytes)} or more"
         )
-    if tiers.ssd is not None and tiers.ssd.capacity_bytes < layout.slot_bytes + ALIGNMENT:
+    if tiers.ssd is not None and tiers.ssd.capacity_bytes // len(above) < (
+        layout.slot_bytes + ALIGNMENT
+    ):
+        where = "" if len(above) == 1 else f" on each of {len(above)} disks"
         raise ConfigError(
-            f"ssd_bytes holds not one chunk of {show_size(layout.slot_bytes)}; make it more"
+            f"ssd_bytes holds not one chunk of {show_size(layout.slot_bytes)}{where}; make it more"
         )
     check_servers(tiers.addresses, layout, tiers.remote.credentials())
-    if tiers.ssd is not None and tiers.ssd.path is not None:
-        try:
-            tiers.ssd.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"ssd_path {tiers.ssd.path.parent} cannot be made ({error.strerror}); give a "
-                "directory that can be written"
-            ) from error
+    _make_folders(above, tiers.require)
     # What that engine was told is kept is written at once, not when room is short, and is not
     # evicted before it is.
     assembly = assemble(
@@ -134,6 +130,19 @@ def open_chunk_tiers(
         folder,
     )
     return ChunkTiers(assembly, Limits(own.lookup_seconds, own.read_seconds, own.store_seconds))
+
+
+def _make_folders(paths: Sequence[Path], is_each_required: bool) -> None:
+    """The directories of the ssd tier. Raises ConfigError where none can be made, or where one that
+    is required cannot: of several disks one that is not there is waited for."""
+    refused = []
+    for path in paths:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            refused.append(f"{path} cannot be made ({error.strerror})")
+    if refused and (is_each_required or len(refused) == len(paths)):
+        raise ConfigError(f"ssd_path {', '.join(refused)}; give a directory that can be written")
 
 
 def check_servers(

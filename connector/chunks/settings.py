@@ -157,11 +157,6 @@ class Host(Generic[Own]):
         has_ssd = settings.ssd.path is not None
         if not has_ssd and any(name.startswith("ssd_") for name in given):
             raise ConfigError("settings of the ssd tier have no effect without ssd_path; give it")
-        if len(settings.ssd.paths) > 1:
-            raise ConfigError(
-                f"ssd_path is one directory below {self.name}, not {settings.ssd.path}; several "
-                "disks are for stratakv serve"
-            )
         if self.needs_store and not has_ssd and not settings.own.servers:
             raise ConfigError(
                 f"StrataKV below {self.name} needs a place for chunks: give ssd_path (a "

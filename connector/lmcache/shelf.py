@@ -74,7 +74,8 @@ class Shelf:
     def _open(self) -> None:
         tiers = None
         try:
-            check_folders(self._settings.ssd.path, self.folder, self._layouts)
+            for path in self._settings.ssd.paths:
+                check_folders(path, self.folder, self._layouts)
             identity = self.identity
             tiers = open_chunk_tiers(
                 self._settings, identity.chunk_bytes, identity.namespace(), HOST, self.folder
@@ -112,12 +113,12 @@ def identity_text(identity: ChunkIdentity) -> str:
     return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in parts)
 
 
-def check_folders(path: Path | None, folder: str, layouts: int) -> None:
+def check_folders(path: Path, folder: str, layouts: int) -> None:
     """Raises ConfigError where the directory holds as many other layouts as it may: what they take
     of the disk counts too."""
-    if path is None or not Path(path).is_dir():
+    if not path.is_dir():
         return
-    held = sorted(each.name for each in Path(path).iterdir() if _FOLDER.fullmatch(each.name))
+    held = sorted(each.name for each in path.iterdir() if _FOLDER.fullmatch(each.name))
     others = [name for name in held if name != folder]
     if len(others) >= layouts:
         raise ConfigError(

@@ -37,6 +37,7 @@ from ...tiers.tier_settings import SERVER_SSD, CpuSettings, SsdSettings
 from .. import logs
 from ..logs import LOG_LEVELS
 from ..settings.environment import CACHE_SERVER_PREFIX, MAX_NAME_CHARACTERS, is_service_link
+from . import systemd
 from .args import add_options
 
 if TYPE_CHECKING:
@@ -453,18 +454,21 @@ async def _serve(
     """`asked_early` is not empty where SIGHUP came already."""
     from ...tiers.cache_server.server import CacheServer
 
-    told, hung_up = asyncio.Event(), asyncio.Event()
+    told = asyncio.Event()
+    hung_up: asyncio.Queue[float] = asyncio.Queue()  # when SIGHUP came
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, told.set)
-    loop.add_signal_handler(signal.SIGHUP, hung_up.set)
+    loop.add_signal_handler(signal.SIGHUP, lambda: hung_up.put_nowait(loop.time()))
     if asked_early:
-        hung_up.set()
+        hung_up.put_nowait(loop.time())
     server = CacheServer(settings)
     await server.start()
     logs.announce(_announcement(server))
+    systemd.tell_ready()
     reloading = asyncio.create_task(_reload(server, hung_up, read_again))
     await told.wait()
+    systemd.tell_stopping()
     reloading.cancel()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.remove_signal_handler(number)
@@ -474,24 +478,31 @@ async def _serve(
 
 
 async def _reload(
-    server: CacheServer, hung_up: asyncio.Event, read_again: Callable[[], ServerSettings]
+    server: CacheServer, hung_up: asyncio.Queue[float], read_again: Callable[[], ServerSettings]
 ) -> None:
     """Once for each SIGHUP, or for several that came meanwhile."""
     while True:
-        await hung_up.wait()
-        hung_up.clear()
+        heard = await hung_up.get()
+        while not hung_up.empty():
+            hung_up.get_nowait()
+        systemd.tell_reloading()
         try:
             left = await server.reload(read_again)
         except (ConfigError, TierConfigError) as error:
             logger.error("SIGHUP: %s; everything stays as it was", one_line(str(error)))
-            continue
         except Exception:  # without this task the next signal would do nothing
             logger.exception("SIGHUP: tenants and certificates could not be read anew")
-            continue
-        names = ", ".join(tenant.name for tenant in server.settings.tenants)
-        logger.info("SIGHUP: tenants and certificates were read anew; tenants %s", names)
-        for sentence in left:
-            logger.warning("SIGHUP: %s", sentence)
+        else:
+            seconds = asyncio.get_running_loop().time() - heard
+            names = ", ".join(tenant.name for tenant in server.settings.tenants)
+            logger.info(
+                "SIGHUP: tenants and certificates were read anew in %.3f s; tenants %s",
+                seconds,
+                names,
+            )
+            for sentence in left:
+                logger.warning("SIGHUP: %s", sentence)
+        systemd.tell_ready()
 
 
 def _announcement(server: CacheServer) -> str:

@@ -30,6 +30,7 @@ from ..options import model_aliases
 from ..sampling.loading import ParamsCheck, make_params_check
 from ..settings.resolve import Settings
 from ..settings.server import ServerConfig, server_config
+from . import systemd
 from .args import add_engine_arguments, add_server_arguments, engine_config_of, settings_of
 
 if TYPE_CHECKING:
@@ -218,7 +219,9 @@ async def _serve_app(
     figures = asyncio.ensure_future(StatsLog(client).run()) if server.log_stats else None
     try:
         _tell_start(config, server, client.ready, sock)
+        systemd.tell_ready()
         await asyncio.wait((running, dead, asking), return_when=asyncio.FIRST_COMPLETED)
+        systemd.tell_stopping()
         in_flight = app.state.in_flight
         logger.info(
             "shutting down; %d requests are being answered and have %g s to end",

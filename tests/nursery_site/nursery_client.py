@@ -88,6 +88,7 @@ class Nursery:
         *,
         stdin: int | None = None,
         stdout: int | None = None,
+        stderr: int | None = None,
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
         text: bool = False,
@@ -97,12 +98,12 @@ class Nursery:
     ) -> Any:
         """`subprocess.Popen`, as the product and tests call it, of `python -m stratakv.MODULE`,
         which gets a session of its own; another program is started by `subprocess` itself. With a
-        plan it is a worker that goes wrong so."""
+        plan it is a worker that goes wrong so. `stderr` is a descriptor or `STDOUT`."""
         options: dict[str, Any] = {"env": env, "cwd": cwd, "text": text, "pass_fds": pass_fds}
         words = [word for word in command[1:3] if word != "-P"]
         if command[0] != sys.executable or words[0] != "-m":
             options |= {"start_new_session": start_new_session}
-            return subprocess.Popen(command, stdin=stdin, stdout=stdout, **options)
+            return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, **options)
         module, *arguments = command[command.index("-m") + 1 :]
         job = {
             "module": module,
@@ -127,6 +128,8 @@ class Nursery:
                 given[place] = theirs[-1]
             elif wanted is not None:
                 given[place] = wanted
+        if stderr is not None:
+            given[2] = given[1] if stderr == subprocess.STDOUT else stderr
         try:
             return Child(self, self.ask(job, [*given, *pass_fds]), pipes)
         finally:

@@ -11,7 +11,8 @@ import errno
 import mmap
 import os
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +52,23 @@ def mount_of(path: Path, mounts: Path = MOUNTS) -> Mount | None:
         if real.is_relative_to(point) and (best is None or len(point) >= len(best.point)):
             best = Mount(point, kind, source)
     return best
+
+
+def check_disks(
+    ssd: SsdSettings, check: Callable[[SsdSettings], Iterator[Finding]]
+) -> Iterator[Finding]:
+    """`check` for each disk with its share, and whether they are disks of their own."""
+    share = ssd.capacity_bytes // max(1, len(ssd.paths))
+    devices: dict[int, Path] = {}
+    for path in ssd.paths:
+        yield from check(replace(ssd, path=path, capacity_bytes=share))
+        there = next(each for each in (path, *path.parents) if each.exists())
+        other = devices.setdefault(there.stat().st_dev, path)
+        if other != path:
+            yield warning(
+                "ssd disk", f"{path} and {other} are on one disk, which gains nothing",
+                f"findmnt --target {path} shows where it lies; give one directory on each disk",
+            )  # fmt: skip
 
 
 def check_ssd(ssd: SsdSettings, namespace: bytes, host: str) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ import platform
 import resource
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from ....tiers.settings.values import ConfigError
 from ....tiers.tier_settings import SsdSettings
 from ....tiers.wire.listen import check_free
 from .base import Check, Finding, ok, problem, warning
-from .disk import check_folder
+from .disk import check_disks, check_folder
 from .machine import check_clock, check_huge_pages, check_memory
 
 MACHINES = ("x86_64", "aarch64")  # what the code is built and tested for
@@ -136,19 +136,8 @@ def check_limits(case: HostCase) -> Iterator[Finding]:
 
 def check_disk(case: HostCase) -> Iterator[Finding]:
     """Where the SSD tier is to lie."""
-    if case.ssd is None:
-        return
-    share = case.ssd.capacity_bytes // max(1, len(case.ssd.paths))
-    devices: dict[int, Path] = {}
-    for path in case.ssd.paths:
-        yield from check_folder(replace(case.ssd, path=path, capacity_bytes=share))
-        there = next(each for each in (path, *path.parents) if each.exists())
-        other = devices.setdefault(there.stat().st_dev, path)
-        if other != path:
-            yield warning(
-                "ssd disk", f"{path} and {other} are on one disk, which gains nothing",
-                f"findmnt --target {path} shows where it lies; give one directory on each disk",
-            )  # fmt: skip
+    if case.ssd is not None:
+        yield from check_disks(case.ssd, check_folder)
 
 
 def check_ports(case: HostCase) -> Iterator[Finding]:

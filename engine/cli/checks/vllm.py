@@ -27,7 +27,7 @@ from ....tiers.settings.sizes import rough_size
 from ....tiers.settings.values import ConfigError
 from . import python as python_checks
 from .base import Check, Finding, ok, problem, warning
-from .disk import check_ssd
+from .disk import check_disks, check_ssd
 from .machine import (
     SHARED_MEMORY,
     check_clock,
@@ -257,7 +257,7 @@ def check_disk(case: VllmCase) -> Iterator[Finding]:
     """Where the SSD tier is to lie."""
     settings = case.settings
     if settings is not None and settings.ssd.path is not None:
-        yield from check_ssd(settings.ssd, NAMESPACE, "vLLM")
+        yield from check_disks(settings.ssd, lambda disk: check_ssd(disk, NAMESPACE, "vLLM"))
 
 
 def check_remote(case: VllmCase) -> Iterator[Finding]:

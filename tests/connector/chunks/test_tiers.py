@@ -14,6 +14,8 @@ import pytest
 from stratakv.connector.chunks import build, mover
 from stratakv.connector.chunks.settings import chunk_host
 from stratakv.connector.chunks.tiers import ChunkTiers
+from stratakv.tiers.contract import make_keys
+from stratakv.tiers.settings.values import ConfigError
 
 from ...tiers.rig import LAYOUT, WAIT_SECONDS, HeldStore, content, keys
 
@@ -148,3 +150,40 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def test_disks_of_which_one_cannot_be_made(tmp_path: Path) -> None:
+    """It is waited for and the other serves; where it is required, or none can be made, it is
+    named."""
+    names = make_keys(64)
+    both = f"{tmp_path}/a,/proc/stratakv"
+
+    def opened(path: str, **more: Any) -> ChunkTiers:
+        given = {"cpu_bytes": "1MiB", "ssd_path": path, "ssd_bytes": "32MiB", **more}
+        settings = chunk_host("a host").read(given)
+        return build.open_chunk_tiers(settings, LAYOUT.page_bytes, b"test", "a host", "folder")
+
+    for refused in ({"path": both, "require_tiers": True}, {"path": "/proc/stratakv"}):
+        with pytest.raises(ConfigError, match="/proc/stratakv cannot be made"):
+            opened(**refused)
+    made = opened(both)
+    try:
+        chunks = [[memoryview(content(name))] for name in names]
+        assert all(made.store(names, chunks).result(WAIT_SECONDS))
+    finally:
+        made.close(WAIT_SECONDS)
+    assert [each.name for each in (tmp_path / "a").iterdir()] == ["folder"]
+    again = opened(both)
+    try:
+        there = again.lookup(names).result(WAIT_SECONDS)
+    finally:
+        again.close(WAIT_SECONDS)
+    assert 0 < there.count(True) < 64
+
+
+def test_the_share_of_a_disk_holds_a_chunk(tmp_path: Path) -> None:
+    named = ",".join(str(tmp_path / str(number)) for number in range(16))
+    given = {"cpu_bytes": "16MiB", "ssd_path": named, "ssd_bytes": "16MiB"}
+    settings = chunk_host("a host").read(given)
+    with pytest.raises(ConfigError, match="on each of 16 disks; make it more"):
+        build.open_chunk_tiers(settings, 1 << 20, b"test", "a host", "folder")

@@ -7,6 +7,7 @@ import ctypes
 import os
 import random
 import select
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -165,6 +166,33 @@ def test_chunks_outlive_the_daemon(adapters: Callable[..., Any], tmp_path: Path)
     assert lookup(second, keys) == [True] * 24
     assert read_equal(second, keys, values) == [True] * 24
     assert second.get_usage().total_bytes_used
+
+
+def test_several_disks(adapters: Callable[..., Any], tmp_path: Path) -> None:
+    """Each chunk lies on one of them, and of two one serves on alone."""
+    keys, values = [key(i) for i in range(24)], objects(range(24))
+    disks = [tmp_path / "a", tmp_path / "b"]
+    named = ",".join(map(str, disks))
+    first = adapters(ssd_path=named)
+    assert store(first, keys, values) == 24 * CHUNK_BYTES
+    first.close()
+    (folder,) = {each.name for disk in disks for each in disk.iterdir()}
+    second = adapters(ssd_path=named)
+    assert read_equal(second, keys, values) == [True] * 24
+    assert lookup(second, [key(1, model_name="n")]) == [False]
+    second.close()
+    shutil.rmtree(disks[1] / folder)
+    third = adapters(ssd_path=named)
+    found = lookup(third, keys)
+    assert 0 < found.count(True) < 24
+    there = [number for number, is_there in enumerate(found) if is_there]
+    assert all(read_equal(third, [keys[i] for i in there], [values[i] for i in there]))
+    third.close()
+    (disks[1] / "00000000deadbeef").mkdir()
+    fourth = adapters(ssd_path=named)
+    assert read_equal(fourth, keys, values) == [False] * 24
+    (layout,) = fourth.report_status()["layouts"]
+    assert f"{disks[1]} holds chunks of 1 other layouts" in layout["refused_because"]
 
 
 def test_who_asks_is_in_the_key(adapters: Callable[..., Any], tmp_path: Path) -> None:

@@ -93,19 +93,24 @@ def test_the_interface_is_the_recorded_one(storages: Callable[..., Any], tmp_pat
     assert ["storage_config", "kwargs"] in RECORD["calls"]["backend_class"]
 
 
-def test_pages_outlive_the_engine(storages: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("disks", [("a",), ("a", "b")])
+def test_pages_outlive_the_engine(
+    storages: Callable[..., Any], tmp_path: Path, disks: tuple[str, ...]
+) -> None:
     pool = Pool()
-    first = storages(pool, ssd_path=str(tmp_path))
+    named = ",".join(str(tmp_path / disk) for disk in disks)
+    first = storages(pool, ssd_path=named)
     data = pool.fill(1)
     assert first.batch_exists(KEYS) == 0
     assert first.batch_set_v1(KEYS, ALL) == [True] * PAGES
     assert first.batch_exists([*KEYS, "f" * 64]) == PAGES
     first.close()
     pool.fill(2)
-    second = storages(pool, ssd_path=str(tmp_path))
+    second = storages(pool, ssd_path=named)
     assert second.exists(KEYS[3])
     assert second.batch_get_v1(KEYS, ALL) == [True] * PAGES
     assert pool.memory.raw == data
+    assert sorted(each.name for each in tmp_path.iterdir()) == list(disks)
 
 
 def test_another_engine_gets_nothing(storages: Callable[..., Any], tmp_path: Path) -> None:

@@ -246,8 +246,10 @@ def test_chunks_come_back_as_they_were(live: Any) -> None:
     assert engine.find([key[:-4] + (1).to_bytes(4, "big") for key in keys]) == 0
 
 
-def test_they_come_from_the_disk_after_a_restart(live: Any, tmp_path: Path) -> None:
-    given = extra(ssd_path=str(tmp_path / "ssd"), ssd_bytes="16MiB", ssd_admission="all")
+@pytest.mark.parametrize("disks", [1, 2])
+def test_they_come_from_the_disk_after_a_restart(live: Any, tmp_path: Path, disks: int) -> None:
+    named = ",".join(str(tmp_path / f"ssd{number}") for number in range(disks))
+    given = extra(ssd_path=named, ssd_bytes="32MiB", ssd_admission="all")
     keys = host_keys(9)
     first = live(given)
     content = first.fill(keys, seed=1)
@@ -256,6 +258,7 @@ def test_they_come_from_the_disk_after_a_restart(live: Any, tmp_path: Path) -> N
     rows, result = second.load(keys)
     assert result.success
     assert np.array_equal(rows, content)
+    assert all((tmp_path / f"ssd{number}" / "blocks").exists() for number in range(disks))
 
 
 def test_what_is_stored_is_on_the_disk_before_any_stop(live: Any, tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from stratakv.engine.settings.server import ServerConfig
 from stratakv.engine.wire import Ready
 from stratakv.tiers.settings.values import ConfigError
 
+from ...notify_socket import NotifySocket
+
 FLAGS = ["--port", "0", "--num-blocks", "60", "--num-threads", "1", "--log-level", "warning"]
 READY = re.compile(r"StrataKV serves tiny at (http://127\.0\.0\.1:\d+) ")
 
@@ -80,21 +82,32 @@ def children(pid: int) -> list[int]:
     return found
 
 
+@pytest.fixture
+def as_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NotifySocket]:
+    """What starts in the test is started by a systemd that hears it here."""
+    with NotifySocket(str(tmp_path / "notify")) as listening:
+        monkeypatch.setenv("NOTIFY_SOCKET", listening.path)
+        yield listening
+
+
 @pytest.mark.slow
-def test_a_life(tiny_model: Path, small_tiers: dict[str, str]) -> None:
+def test_a_life(tiny_model: Path, small_tiers: dict[str, str], as_service: NotifySocket) -> None:
     """Ready, an answer, Ctrl-C: exit code 0, and the blocks are there in the next life."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in small_tiers.items()]
     body = {"prompt": [7] * 100, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
     answers = []
     for number in (signal.SIGINT, signal.SIGTERM):
         with serving(tiny_model, *flags) as process:
+            assert as_service.next() == {"READY": "1"}
             url = wait_ready(process)
             assert ask(url, "/v1/models")["data"][0]["id"] == "tiny"
+            assert as_service.is_quiet()
             answers.append(ask(url, "/v1/completions", body))
             process.send_signal(number)
             assert process.wait(20) == 0
             assert process.stderr is not None
             assert "Traceback" not in process.stderr.read()
+            assert as_service.next() == {"STOPPING": "1"} and as_service.is_quiet()
     first, second = answers
     assert first["choices"][0]["token_ids"] == second["choices"][0]["token_ids"]
     details = [answer["usage"]["prompt_tokens_details"] for answer in answers]

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import importlib
-import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from stratakv.engine.sampling.processors.builtin import (
 from stratakv.engine.sampling.processors.thinking import ThinkingBudget
 from stratakv.engine.sampling.sampler import BUILT_IN
 
+from ...pages import find_block
 from .processor_contract import check_processor
 
 UNKNOWN = 999  # beyond the vocabulary
@@ -159,14 +158,15 @@ def test_the_contract_notices(broken, rng):
 
 
 @pytest.mark.parametrize(
-    ("index", "name", "args"),
-    [(0, "NoRepeat", {"no_repeat": True}), (1, "Countdown", {"countdown": 2})],
+    ("module", "name", "args"),
+    [
+        ("processors", "NoRepeat", {"no_repeat": True}),
+        ("countdown", "Countdown", {"countdown": 2}),
+    ],
 )
-def test_the_examples_of_the_page_keep_the_promise(index, name, args, rng, tmp_path, monkeypatch):
-    page = Path(__file__).resolve().parents[3] / "docs" / "logits-processors.md"
-    code = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(code) == 2
-    (tmp_path / f"example_{index}.py").write_text(code[index])
+def test_the_examples_of_the_page_keep_the_promise(module, name, args, rng, tmp_path, monkeypatch):
+    block = find_block("docs/logits-processors.md", f"# mypackage/{module}.py")
+    (tmp_path / f"example_of_{module}.py").write_text(block.text)
     monkeypatch.syspath_prepend(tmp_path)
-    example = importlib.import_module(f"example_{index}")
+    example = importlib.import_module(f"example_of_{module}")
     check_processor(getattr(example, name), [{"extra_args": args}], rng)

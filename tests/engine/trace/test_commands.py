@@ -6,10 +6,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stratakv import LLM, SamplingParams
 from stratakv.engine.cli.main import main
+from stratakv.engine.trace.records import (
+    VERSION,
+    DecisionRecord,
+    EventRecord,
+    HitRecord,
+    StartRecord,
+)
+
+from ...pages import find_block
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +63,38 @@ def test_requests_are_listed_and_explained(path: Path, capsys: pytest.CaptureFix
     assert "It found 80 in the KV pool." in out
     assert "It computed 4 tokens in 4 steps." in out
     assert "with 4 tokens: it had as many tokens as it may have." in out
+
+
+def test_the_example_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`docs/step-trace.md` shows what is said of a trace like this one."""
+    late, early = "cmpl-5a1f", "cmpl-5a07"
+    hit = HitRecord(850, 12.716, late, "", 320, 640, {"cpu": 640}, 1200, 1200, "cpu", True)
+    steps = [239, *[1] * 64]
+    records = [
+        StartRecord(VERSION, "2026-11-24T10:00:00Z", "m", 16, 1000, "cpu"),
+        EventRecord(811, 12.0, early, "queued", "", 4000),
+        EventRecord(811, 12.1, early, "waits", "room", 4000),
+        EventRecord(812, 12.204, late, "queued", "", 1200),
+        EventRecord(840, 12.634, early, "scheduled", "", 4000),
+        EventRecord(840, 12.634, late, "waits", "seats", 1200),
+        hit,
+        EventRecord(850, 12.716, late, "loading", "", 1200),
+        EventRecord(852, 12.737, late, "loaded", "", 1200),
+        EventRecord(852, 12.737, late, "scheduled", "", 1200),
+        *(
+            DecisionRecord(852 + step, 12.737, [], [], [late], [], {late: count}, count)
+            for step, count in enumerate(steps)
+        ),
+        EventRecord(901, 13.9, late, "preempted", early, 1250),
+        EventRecord(901, 13.9, late, "resumed", "", 1250),
+        EventRecord(917, 14.514, late, "finished", "length", 1264),
+    ]
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in records))
+    code, out, _ = run(["explain", str(path), "cmpl-5a1"], capsys)
+    summary, _, events = out.partition("\n\n")
+    assert code == 0 and len(events.splitlines()) == 8
+    assert f"{summary}\n" == find_block("docs/step-trace.md", f"{late}: ").text
 
 
 def test_the_snapshots_know_both_kinds_of_blocks(path: Path) -> None:

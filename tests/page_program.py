@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a Python program of the documentation in a process of the nursery's:
+`python -m tests.page_program FILE`."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+
+def main() -> int:
+    sys.path.insert(0, os.getcwd())  # as `python FILE` does where the file lies there
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
