@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block tables of one cache group: what each request holds, and under which names.
+"""The block tables of cache groups that share blocks (often just one): what each request holds, and
+under which names.
 
 Token `i` of a request lies in block `i // block_size` of its table. A table only ever grows at its
 end. Where the layers of a group do not see all that came before a token, blocks that none will read
@@ -21,17 +22,19 @@ from ..models.layer_attention import LayerAttention
 from ..request import Request
 from .block_pool import BlockPool
 from .kv_block import KVCacheBlock
+from .page_names import page_ids
 
 
 class GroupManager(Protocol):
-    """The tables of one group by request id; a request without blocks has none.
+    """One table for all of its groups by request id; a request without blocks has none. Counts are
+    of blocks, whatever their pages.
 
     `num_computed` counts tokens whose K and V are there, or will be once a load has ended; the next
     one to be computed comes behind them. `hits` lie before everything else in a table, and may be
     given only while it is empty. Called by one thread.
     """
 
-    group_id: int
+    group_id: int  # the first of its groups
     attention: LayerAttention
 
     def table(self, request_id: str) -> Sequence[KVCacheBlock]:
@@ -147,8 +150,9 @@ class GroupTables:
             if pool.observer is not None:
                 # Null blocks come before all others.
                 ids = [block.block_id for block in blocks if not block.is_null]
-                if ids:
-                    pool.observer.named(request, self.group_id, full - len(ids), ids)
+                for place in range(pool.width if ids else 0):
+                    group_id, pages = self.group_id + place, page_ids(ids, place)
+                    pool.observer.named(request, group_id, full - len(ids), pages)
 
     def name_tail(self, request_id: str, num_tokens: int, digest: bytes) -> None:
         block = self._tables[request_id][(num_tokens - 1) // self._block_size]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coordinators: the cache groups of a model, treated as one.
+"""The coordinators: the cache groups of a model, treated as one. Groups that share blocks
+(`group_spec.pages_per_block`) have one manager, and count as one but for the ids of their pages.
 
     none      blocks are never found again
-    unitary   one group, which decides alone
+    unitary   one manager, which decides alone
     hybrid    a hit needs every group
 
 A hybrid hit is found by going round: each group shortens the length to one that is a hit for it,
@@ -18,20 +19,21 @@ from itertools import chain, zip_longest
 
 from ..models.layer_attention import LayerAttention
 from ..request import Request
-from .block_pool import BlockPool, group_suffix
+from .block_pool import BlockPool
 from .full_attention_manager import FullAttentionManager
 from .group_manager import GroupManager
 from .kv_block import BlockIds, KVCacheBlock
 from .local_attention_manager import LocalAttentionManager
+from .page_names import group_suffix, page_ids
 
-# One list of blocks for each cache group.
+# One list of blocks for all cache groups that share them, in the order of the first of these.
 GroupBlocks = tuple[list[KVCacheBlock], ...]
 NO_HITS: tuple[KVCacheBlock, ...] = ()
 
 
 class KVCacheCoordinator:
-    """Calls every group in turn; the order of the groups is the order of all tuples. This one finds
-    nothing and names nothing."""
+    """Calls every manager in turn; their order is that of all `GroupBlocks`. This one finds nothing
+    and names nothing."""
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class KVCacheCoordinator:
         self._hashes_per_block = hashes_per_block
         self._is_plain = hashes_per_block == 1
         self._drops_last_hit = drops_last_hit
-        self._group_ids = tuple(range(len(attention)))
+        self._width = width = pool.width
         self._groups: tuple[GroupManager, ...] = tuple(
             (FullAttentionManager if kind.is_full else LocalAttentionManager)(
                 pool,
@@ -60,7 +62,7 @@ class KVCacheCoordinator:
                 most_step_tokens=most_step_tokens,
                 hashes_per_block=hashes_per_block,
             )
-            for group_id, kind in enumerate(attention)
+            for group_id, kind in list(enumerate(attention))[::width]
         )
         self.no_blocks: GroupBlocks = tuple([] for _ in self._groups)
         self._full_ids = tuple(g.group_id for g in self._groups if g.attention.is_full)
@@ -74,12 +76,12 @@ class KVCacheCoordinator:
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that a request of `num_tokens` holds at once, in all groups, when nothing is
         shared."""
-        return sum(group.most_blocks(num_tokens) for group in self._groups)
+        return self._width * sum(group.most_blocks(num_tokens) for group in self._groups)
 
     def num_missing(self, request_id: str, num_tokens: int, hits: GroupBlocks | None) -> int:
         """Free blocks that a request takes, at most, until `num_tokens` have been computed."""
         given = self.no_blocks if hits is None else hits
-        return sum(
+        return self._width * sum(
             group.num_missing(request_id, num_tokens, blocks)
             for group, blocks in zip(self._groups, given, strict=True)
         )
@@ -87,7 +89,7 @@ class KVCacheCoordinator:
     def num_reserved(self, wanted: Mapping[str, int]) -> int:
         """Free blocks that these holders take, at most, until each has had so many tokens computed,
         whatever they share."""
-        return sum(
+        return self._width * sum(
             [
                 group.num_reserved(request_id, num_tokens)
                 for group in self._groups
@@ -99,7 +101,8 @@ class KVCacheCoordinator:
         """What `num_reserved` would be more, and the free blocks fewer, with one more holder."""
         given = self.no_blocks if hits is None else hits
         both = zip(self._groups, given, strict=True)
-        return sum([group.num_to_reserve(num_tokens, blocks) for group, blocks in both])
+        blocks = sum([group.num_to_reserve(num_tokens, found) for group, found in both])
+        return self._width * blocks
 
     def find_longest_prefix(
         self, digests: Sequence[bytes], max_tokens: int
@@ -122,7 +125,7 @@ class KVCacheCoordinator:
         given = self.no_blocks if hits is None else hits
         with_hits = list(zip(self._groups, given, strict=True))
         needs = [g.need(request_id, num_slots, num_computed, h, -1) for g, h in with_hits]
-        taken = sum([fewer for _, fewer in needs])
+        taken = self._width * sum([fewer for _, fewer in needs])
         if taken > 0 and taken > num_spare:
             return None
         for group, blocks in with_hits:
@@ -159,8 +162,9 @@ class KVCacheCoordinator:
         """The names of the blocks of every group, head first in each, as the pool keeps them:
         those that the token behind the first `num_tokens`, or any later one, reads."""
         return [
-            digest + group_suffix(group.group_id)
+            digest + group_suffix(group.group_id + place)
             for group in self._groups
+            for place in range(self._width)
             for digest in digests[group.first_needed(num_tokens) :]
         ]
 
@@ -169,8 +173,8 @@ class KVCacheCoordinator:
         `KVCacheManager.revoke`."""
         groups = self._groups
         self._pool.revoke_names([b for g in groups for b in g.named_beyond(request_id, num_tokens)])
-        for group, count in zip(groups, counts, strict=True):
-            group.take_back(request_id, num_tokens, count)
+        for group in groups:
+            group.take_back(request_id, num_tokens, counts[group.group_id])
 
     def free(self, request_id: str) -> None:
         """Give all blocks of a request back: of all groups the last ones first, since a hit needs
@@ -200,8 +204,15 @@ class KVCacheCoordinator:
             self._pool.offer(group.table(request_id))
 
     def block_ids(self, request_id: str) -> BlockIds:
-        """The block table of each group."""
-        return tuple([[b.block_id for b in g.table(request_id)] for g in self._groups])
+        """The block table of each group, as ids of pages."""
+        return self.page_ids([group.table(request_id) for group in self._groups])
+
+    def page_ids(self, blocks: Sequence[Sequence[KVCacheBlock]]) -> BlockIds:
+        """The pages of such blocks in each group."""
+        ids = [[block.block_id for block in each] for each in blocks]
+        if self._width == 1:
+            return tuple(ids)
+        return tuple([page_ids(each, place) for each in ids for place in range(self._width)])
 
     def of_blocks(self, digests: Sequence[bytes]) -> Sequence[bytes]:
         """Of digests that come more often than blocks, those that name one: the last of each."""
@@ -210,7 +221,7 @@ class KVCacheCoordinator:
 
 
 class UnitaryCoordinator(KVCacheCoordinator):
-    """One group."""
+    """One group, or several that share all blocks."""
 
     def find_longest_prefix(
         self, digests: Sequence[bytes], max_tokens: int
@@ -238,6 +249,7 @@ class UnitaryCoordinator(KVCacheCoordinator):
     ) -> GroupBlocks | None:
         group = self._groups[0]
         found = NO_HITS if hits is None else hits[0]
+        num_spare //= self._width
         count, taken = group.need(request_id, num_slots, num_computed, found, num_spare)
         if taken > num_spare and taken > 0:
             return None
@@ -299,7 +311,7 @@ def make_coordinator(
     """The coordinator of these groups; `options` as `KVCacheCoordinator` takes them."""
     kind: Callable[..., KVCacheCoordinator] = KVCacheCoordinator
     if pool.enable_caching:
-        kind = UnitaryCoordinator if len(attention) == 1 else HybridCoordinator
+        kind = UnitaryCoordinator if len(attention) == pool.width else HybridCoordinator
     return kind(pool, block_size, attention, **options)
 
 
