@@ -42,8 +42,8 @@ def check_references(core: EngineCore) -> None:
     """The references to blocks are tables, and what nobody holds is in the queue."""
     manager = core.scheduler.manager
     references: Counter[int] = Counter()
-    for group in manager._coordinator._groups:
-        for table in group._tables.values():
+    for tables in manager._coordinator._tables.values():
+        for table in tables:
             references.update(block.block_id for block in table)
     del references[0]  # the null block
     blocks = manager.pool.blocks
@@ -89,7 +89,7 @@ def check_ended(scheduler: Scheduler, side: Any) -> None:
     block is held, and the slab's slots are free, or whole and not pinned."""
     places, manager = scheduler._places, scheduler.manager
     assert manager.pool.is_idle
-    assert all(group._tables == {} for group in manager._coordinator._groups)
+    assert manager._coordinator._tables == {}
     assert not (places.requests or places.progress or places.running or places.loaded)
     assert not (len(places.waiting) or len(places.skipped) or len(places.deferred))
     assert not (places.loading.num_waiting or places.loading.num_overlapped)

@@ -254,7 +254,9 @@ class BlockPool:
             if found is not block:
                 self._add_duplicate(key, block, found)
         if not computed:
-            self._uncomputed.update(dict.fromkeys(blocks, self._step_id))
+            uncomputed, step_id = self._uncomputed, self._step_id
+            for block in blocks:
+                uncomputed[block] = step_id
 
     def name_computed(self, digest: bytes, block: KVCacheBlock, group_id: int = 0) -> None:
         """Name a held block after it was computed, so that it is offered as others are. It keeps

@@ -15,25 +15,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain, islice
 
 from ..models.layer_attention import LayerAttention
 from ..request import Request
 from .block_pool import BlockPool
 from .full_attention_manager import FullAttentionManager
-from .group_manager import GroupManager
+from .group_manager import GroupManager, num_free
 from .kv_block import BlockIds, KVCacheBlock
 from .local_attention_manager import LocalAttentionManager
 from .page_names import group_suffix, page_ids
 
 # One list of blocks for all cache groups that share them, in the order of the first of these.
 GroupBlocks = tuple[list[KVCacheBlock], ...]
-NO_HITS: tuple[KVCacheBlock, ...] = ()
 
 
 class KVCacheCoordinator:
-    """Calls every manager in turn; their order is that of all `GroupBlocks`. This one finds nothing
-    and names nothing."""
+    """Calls every manager in turn; their order is that of all `GroupBlocks`. Tables of one request
+    are equally long, and as many of their first blocks have had names. This one finds
+    nothing."""
 
     def __init__(
         self,
@@ -53,18 +53,18 @@ class KVCacheCoordinator:
         self._is_plain = hashes_per_block == 1
         self._drops_last_hit = drops_last_hit
         self._width = width = pool.width
+        rest = (block_size, most_step_tokens)
         self._groups: tuple[GroupManager, ...] = tuple(
-            (FullAttentionManager if kind.is_full else LocalAttentionManager)(
-                pool,
-                block_size,
-                group_id,
-                kind,
-                most_step_tokens=most_step_tokens,
-                hashes_per_block=hashes_per_block,
-            )
+            FullAttentionManager(group_id, kind, *rest)
+            if kind.is_full
+            else LocalAttentionManager(group_id, kind, *rest, null=pool.null_block)
             for group_id, kind in list(enumerate(attention))[::width]
         )
+        self._num_pages = len(attention)  # of a block in all groups
+        self._all_needed = (0,) * len(self._groups)
         self.no_blocks: GroupBlocks = tuple([] for _ in self._groups)
+        self._tables: dict[str, GroupBlocks] = {}
+        self._num_cached: dict[str, int] = {}  # leading blocks that have had their names
         self._full_ids = tuple(g.group_id for g in self._groups if g.attention.is_full)
         kinds: dict[LayerAttention, list[GroupManager]] = {}
         for group in self._groups:
@@ -72,6 +72,10 @@ class KVCacheCoordinator:
                 kinds.setdefault(group.attention, []).append(group)
         # Groups that attend alike are asked as one: what one needs, all need.
         self._local = tuple(map(tuple, kinds.values()))
+
+    def tables(self, request_id: str) -> GroupBlocks:
+        """The blocks of a request; not to be changed."""
+        return self._tables.get(request_id, self.no_blocks)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that a request of `num_tokens` holds at once, in all groups, when nothing is
@@ -82,8 +86,10 @@ class KVCacheCoordinator:
         """Free blocks that a request takes, at most, until `num_tokens` have been computed."""
         given = self.no_blocks if hits is None else hits
         return self._width * sum(
-            group.num_missing(request_id, num_tokens, blocks)
-            for group, blocks in zip(self._groups, given, strict=True)
+            group.num_missing(table, num_tokens, blocks)
+            for group, table, blocks in zip(
+                self._groups, self.tables(request_id), given, strict=True
+            )
         )
 
     def num_reserved(self, wanted: Mapping[str, int]) -> int:
@@ -91,9 +97,9 @@ class KVCacheCoordinator:
         whatever they share."""
         return self._width * sum(
             [
-                group.num_reserved(request_id, num_tokens)
-                for group in self._groups
+                group.num_reserved(table, num_tokens)
                 for request_id, num_tokens in wanted.items()
+                for group, table in zip(self._groups, self.tables(request_id), strict=True)
             ]
         )
 
@@ -122,40 +128,119 @@ class KVCacheCoordinator:
         """Blocks until `num_slots` tokens have a place, behind `num_computed`, of which `hits` hold
         the first. Those added, or None where the free ones would become fewer by more than
         `num_spare`, and nothing has changed."""
-        given = self.no_blocks if hits is None else hits
-        with_hits = list(zip(self._groups, given, strict=True))
-        needs = [g.need(request_id, num_slots, num_computed, h, -1) for g, h in with_hits]
-        taken = self._width * sum([fewer for _, fewer in needs])
-        if taken > 0 and taken > num_spare:
-            return None
-        for group, blocks in with_hits:
-            group.attach(request_id, num_computed, blocks)
-        # One take for all of them, and each gets its part.
-        new = self._pool.get_new_blocks(sum([count for count, _ in needs]))
-        added: list[list[KVCacheBlock]] = []
-        start = 0
-        for group, (count, _) in zip(self._groups, needs, strict=True):
-            part = new[start : start + count]
-            added.append(group.extend(request_id, part, num_computed))
-            start += count
-        return tuple(added)
+        tables = self._tables.get(request_id) or tuple([[] for _ in self._groups])
+        num_hits = 0 if hits is None else len(hits[0])
+        held, num_blocks = len(tables[0]) + num_hits, -(-num_slots // self.block_size)
+        more = num_blocks - held if num_blocks > held else 0
+        firsts, first = self._all_needed, 0
+        if self._local:
+            firsts = [group.first_needed(num_computed) for group in self._groups]
+            first = max(firsts)
+        if (more + num_hits) * self._num_pages > num_spare:
+            # Only if it could matter is it counted what hits take, and what is given back.
+            taken = self._num_taken(tables, num_blocks, firsts, hits)
+            if taken > 0 and taken > num_spare:
+                return None
+        if hits is not None and num_hits:
+            self._begin(request_id, tables, firsts, hits)
+        elif first:
+            for group, table, unread in zip(self._groups, tables, firsts, strict=True):
+                if unread and (gone := group.prune(table, unread)):
+                    self._pool.free_blocks(gone)
+        added = self.no_blocks
+        if first > held:
+            added = self._new_behind_gaps(held, num_blocks, firsts)
+        elif more:
+            # One take for all of them, and each gets its part.
+            new = self._pool.get_new_blocks(more * len(tables))
+            added = (new,)
+            if len(tables) > 1:
+                added = tuple([new[i : i + more] for i in range(0, len(new), more)])
+        for table, blocks in zip(tables, added, strict=True):
+            table += blocks
+        self._tables[request_id] = tables
+        return added
+
+    def _num_taken(
+        self,
+        tables: GroupBlocks,
+        num_blocks: int,
+        firsts: Sequence[int],
+        hits: GroupBlocks | None,
+    ) -> int:
+        """By how much the free blocks become fewer where tables begin with hits, or are pruned, and
+        then get `num_blocks`."""
+        taken = 0
+        each = zip(self._groups, tables, firsts, hits or self.no_blocks, strict=True)
+        for group, table, first, found in each:
+            taken += max(0, num_blocks - max(first, len(table) + len(found)))
+            taken += num_free(found[first:]) - group.num_given_back(table, first)
+        return taken * self._width
+
+    def _begin(
+        self, request_id: str, tables: GroupBlocks, firsts: Sequence[int], hits: GroupBlocks
+    ) -> None:
+        """Hold hits, but for what is not read of them. In all groups before any of them takes new
+        blocks, which may be the hits of another."""
+        if any(tables):
+            raise RuntimeError(f"request {request_id} has blocks, so no hits can go before them")
+        null = self._pool.null_block
+        for table, first, found in zip(tables, firsts, hits, strict=True):
+            read = found[first:]
+            self._pool.touch(read)
+            table += [null] * (len(found) - len(read)) + read
+        self._num_cached[request_id] = len(hits[0])
+
+    def _new_behind_gaps(self, held: int, num_blocks: int, firsts: Sequence[int]) -> GroupBlocks:
+        """New blocks for tables of `held`, and null blocks before the first that is read."""
+        starts = [max(held, first) for first in firsts]
+        counts = [max(0, num_blocks - start) for start in starts]
+        new = iter(self._pool.get_new_blocks(sum(counts)))
+        null = self._pool.null_block
+        both = zip(starts, counts, strict=True)
+        return tuple([[null] * (start - held) + list(islice(new, count)) for start, count in both])
 
     def can_go_on(self, request_id: str, num_computed: int) -> bool:
         """Whether the tables have all that the token behind `num_computed` reads."""
-        return all(group.can_go_on(request_id, num_computed) for group in self._groups)
+        both = zip(self._groups, self.tables(request_id), strict=True)
+        return all(group.can_go_on(table, num_computed) for group, table in both)
 
     def cache(self, request: Request, num_tokens: int, computed: bool = False) -> None:
-        """Name the full blocks among the first `num_tokens`."""
+        """Name the full blocks among the first `num_tokens` that have no name yet; none where the
+        request has no digests."""
+        request_id, digests = request.request_id, request.block_hashes
+        each, known = self._hashes_per_block, self._num_cached.get(request_id, 0)
+        full = min(num_tokens // self.block_size, len(digests) // each)
+        if full > known and self._pool.enable_caching:
+            wanted = digests[(known + 1) * each - 1 : full * each : each]
+            for group, table in zip(self._groups, self._tables[request_id], strict=True):
+                blocks = table[known:full]
+                self._pool.cache_full_blocks(wanted, blocks, group.group_id, computed)
+                if self._pool.observer is not None:
+                    self._tell_named(request, group.group_id, known, blocks)
+            self._num_cached[request_id] = full
+
+    def _tell_named(
+        self, request: Request, group_id: int, first: int, blocks: Sequence[KVCacheBlock]
+    ) -> None:
+        # Null blocks come before all others.
+        ids = [block.block_id for block in blocks if not block.is_null]
+        first += len(blocks) - len(ids)
+        if self._pool.observer is not None and ids:
+            for place in range(self._width):
+                pages = page_ids(ids, place)
+                self._pool.observer.named(request, group_id + place, first, pages)
 
     def name_tail(self, request_id: str, num_tokens: int, digest: bytes) -> None:
         """Name the blocks that the last of the first `num_tokens` lies in."""
-        for group in self._groups:
-            group.name_tail(request_id, num_tokens, digest)
+        index = (num_tokens - 1) // self.block_size
+        for group, table in zip(self._groups, self._tables[request_id], strict=True):
+            self._pool.name_computed(digest, table[index], group.group_id)
 
     def drop_names(self, request_id: str, digests: Sequence[bytes]) -> None:
         """Make every block of a request unfindable, and all others with one of these names."""
-        for group in self._groups:
-            self._pool.drop_names(group.table(request_id))
+        for group, table in zip(self._groups, self.tables(request_id), strict=True):
+            self._pool.drop_names(table)
             self._pool.drop_keys(digests, group.group_id)
 
     def keys(self, digests: Sequence[bytes], num_tokens: int = 0) -> list[bytes]:
@@ -171,41 +256,50 @@ class KVCacheCoordinator:
     def revoke(self, request_id: str, num_tokens: int, counts: Sequence[int]) -> None:
         """Take names and the last `counts[i]` blocks of group i back; see
         `KVCacheManager.revoke`."""
-        groups = self._groups
-        self._pool.revoke_names([b for g in groups for b in g.named_beyond(request_id, num_tokens)])
-        for group in groups:
-            group.take_back(request_id, num_tokens, counts[group.group_id])
+        first, known = num_tokens // self.block_size, self._num_cached.get(request_id, 0)
+        tables = self.tables(request_id)
+        self._pool.revoke_names([block for table in tables for block in table[first:known]])
+        self._num_cached[request_id] = min(known, first)
+        for group, table in zip(self._groups, tables, strict=True):
+            if count := counts[group.group_id]:
+                self._pool.free_blocks(table[: -count - 1 : -1])
+                del table[-count:]
 
     def free(self, request_id: str) -> None:
         """Give all blocks of a request back: of all groups the last ones first, since a hit needs
         every group."""
-        tables = [group.pop(request_id) for group in self._groups]
-        if len(tables) == 1:
-            self._pool.free_blocks(tables[0])
+        self._num_cached.pop(request_id, None)
+        tables = self._tables.pop(request_id, None)
+        if tables is None:
             return
-        null = self._pool.null_block
-        self._pool.free_blocks(chain.from_iterable(zip_longest(*tables, fillvalue=null)))
+        tails_first = [table[::-1] for table in tables]
+        if len(tails_first) == 1:
+            self._pool.free_blocks(tails_first[0])
+        else:
+            self._pool.free_blocks(chain.from_iterable(zip(*tails_first, strict=True)))
 
     def pin(self, request_id: str, holder: str) -> None:
         """All tables of a request are another holder's from now on, who runs no more."""
-        for group in self._groups:
-            group.rename(request_id, holder)
-            self._pool.pin(group.table(holder))
+        for account in (self._tables, self._num_cached):
+            if request_id in account:
+                account[holder] = account.pop(request_id)
+        for table in self.tables(holder):
+            self._pool.pin(table)
 
     def unpin(self, holder: str) -> None:
         """As `free`, for what was pinned."""
-        for group in self._groups:
-            self._pool.unpin(group.table(holder))
+        for table in self.tables(holder):
+            self._pool.unpin(table)
         self.free(holder)
 
     def offer(self, request_id: str) -> None:
         """Give the named blocks of a request to `BlockPool.take_fresh`."""
-        for group in self._groups:
-            self._pool.offer(group.table(request_id))
+        for table in self.tables(request_id):
+            self._pool.offer(table)
 
     def block_ids(self, request_id: str) -> BlockIds:
         """The block table of each group, as ids of pages."""
-        return self.page_ids([group.table(request_id) for group in self._groups])
+        return self.page_ids(self.tables(request_id))
 
     def page_ids(self, blocks: Sequence[Sequence[KVCacheBlock]]) -> BlockIds:
         """The pages of such blocks in each group."""
@@ -239,26 +333,6 @@ class UnitaryCoordinator(KVCacheCoordinator):
         blocks = _blocks_of(self._pool, group, wanted, length, self.block_size)
         return (blocks,), length * self.block_size
 
-    def allocate(
-        self,
-        request_id: str,
-        num_slots: int,
-        num_computed: int,
-        hits: GroupBlocks | None,
-        num_spare: int,
-    ) -> GroupBlocks | None:
-        group = self._groups[0]
-        found = NO_HITS if hits is None else hits[0]
-        num_spare //= self._width
-        count, taken = group.need(request_id, num_slots, num_computed, found, num_spare)
-        if taken > num_spare and taken > 0:
-            return None
-        group.attach(request_id, num_computed, found)
-        return (group.extend(request_id, self._pool.get_new_blocks(count), num_computed),)
-
-    def cache(self, request: Request, num_tokens: int, computed: bool = False) -> None:
-        self._groups[0].cache(request, num_tokens, computed)
-
 
 class HybridCoordinator(KVCacheCoordinator):
     """Several groups, of one kind or of several."""
@@ -289,10 +363,6 @@ class HybridCoordinator(KVCacheCoordinator):
             ]
         )
         return blocks, length * size
-
-    def cache(self, request: Request, num_tokens: int, computed: bool = False) -> None:
-        for group in self._groups:
-            group.cache(request, num_tokens, computed)
 
     def _agreed(self, digests: Sequence[bytes], most: int) -> int:
         """The longest hit, in blocks, of all groups that see nearby tokens only."""

@@ -11,11 +11,13 @@ the id and the name of the first:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 from ...connector.base import GROUP_BYTES
 from ...tiers.block import DIGEST_BYTES
 
 
+@cache
 def group_suffix(group_id: int) -> bytes:
     """The bytes that follow a digest in the name of a page."""
     return group_id.to_bytes(GROUP_BYTES, "little")
