@@ -61,7 +61,6 @@ class KVCacheCoordinator:
             for group_id, kind in list(enumerate(attention))[::width]
         )
         self._num_pages = len(attention)  # of a block in all groups
-        self._all_needed = (0,) * len(self._groups)
         self.no_blocks: GroupBlocks = tuple([] for _ in self._groups)
         self._tables: dict[str, GroupBlocks] = {}
         self._num_cached: dict[str, int] = {}  # leading blocks that have had their names
@@ -72,6 +71,9 @@ class KVCacheCoordinator:
                 kinds.setdefault(group.attention, []).append(group)
         # Groups that attend alike are asked as one: what one needs, all need.
         self._local = tuple(map(tuple, kinds.values()))
+        self._forgetful = tuple(
+            (i, g) for i, g in enumerate(self._groups) if not g.attention.is_full
+        )
 
     def tables(self, request_id: str) -> GroupBlocks:
         """The blocks of a request; not to be changed."""
@@ -132,73 +134,78 @@ class KVCacheCoordinator:
         num_hits = 0 if hits is None else len(hits[0])
         held, num_blocks = len(tables[0]) + num_hits, -(-num_slots // self.block_size)
         more = num_blocks - held if num_blocks > held else 0
-        firsts, first = self._all_needed, 0
-        if self._local:
-            firsts = [group.first_needed(num_computed) for group in self._groups]
-            first = max(firsts)
         if (more + num_hits) * self._num_pages > num_spare:
             # Only if it could matter is it counted what hits take, and what is given back.
-            taken = self._num_taken(tables, num_blocks, firsts, hits)
+            taken = self._num_taken(tables, num_blocks, num_computed, hits)
             if taken > 0 and taken > num_spare:
                 return None
         if hits is not None and num_hits:
-            self._begin(request_id, tables, firsts, hits)
-        elif first:
-            for group, table, unread in zip(self._groups, tables, firsts, strict=True):
-                if unread and (gone := group.prune(table, unread)):
+            self._begin(request_id, tables, num_computed, hits)
+        has_gaps = False
+        for index, group in self._forgetful:
+            if first := group.first_needed(num_computed):
+                if gone := group.prune(tables[index], first):
                     self._pool.free_blocks(gone)
-        added = self.no_blocks
-        if first > held:
-            added = self._new_behind_gaps(held, num_blocks, firsts)
-        elif more:
-            # One take for all of them, and each gets its part.
-            new = self._pool.get_new_blocks(more * len(tables))
-            added = (new,)
-            if len(tables) > 1:
-                added = tuple([new[i : i + more] for i in range(0, len(new), more)])
-        for table, blocks in zip(tables, added, strict=True):
-            table += blocks
+                has_gaps = has_gaps or first > held
         self._tables[request_id] = tables
-        return added
+        if has_gaps:
+            return self._extend_behind_gaps(tables, num_blocks, num_computed)
+        if not more:
+            return self.no_blocks
+        # One take for all of them, and each gets its part.
+        new = self._pool.get_new_blocks(more * len(tables))
+        added = []
+        for table in tables:
+            part = new[len(added) * more : (len(added) + 1) * more]
+            table += part
+            added.append(part)
+        return tuple(added)
 
     def _num_taken(
-        self,
-        tables: GroupBlocks,
-        num_blocks: int,
-        firsts: Sequence[int],
-        hits: GroupBlocks | None,
+        self, tables: GroupBlocks, num_blocks: int, num_computed: int, hits: GroupBlocks | None
     ) -> int:
         """By how much the free blocks become fewer where tables begin with hits, or are pruned, and
         then get `num_blocks`."""
         taken = 0
-        each = zip(self._groups, tables, firsts, hits or self.no_blocks, strict=True)
-        for group, table, first, found in each:
+        for group, table, found in zip(self._groups, tables, hits or self.no_blocks, strict=True):
+            first = group.first_needed(num_computed)
             taken += max(0, num_blocks - max(first, len(table) + len(found)))
             taken += num_free(found[first:]) - group.num_given_back(table, first)
         return taken * self._width
 
     def _begin(
-        self, request_id: str, tables: GroupBlocks, firsts: Sequence[int], hits: GroupBlocks
+        self, request_id: str, tables: GroupBlocks, num_computed: int, hits: GroupBlocks
     ) -> None:
         """Hold hits, but for what is not read of them. In all groups before any of them takes new
         blocks, which may be the hits of another."""
         if any(tables):
             raise RuntimeError(f"request {request_id} has blocks, so no hits can go before them")
         null = self._pool.null_block
-        for table, first, found in zip(tables, firsts, hits, strict=True):
-            read = found[first:]
+        for group, table, found in zip(self._groups, tables, hits, strict=True):
+            read = found[group.first_needed(num_computed) :]
             self._pool.touch(read)
             table += [null] * (len(found) - len(read)) + read
         self._num_cached[request_id] = len(hits[0])
 
-    def _new_behind_gaps(self, held: int, num_blocks: int, firsts: Sequence[int]) -> GroupBlocks:
-        """New blocks for tables of `held`, and null blocks before the first that is read."""
-        starts = [max(held, first) for first in firsts]
-        counts = [max(0, num_blocks - start) for start in starts]
+    def _extend_behind_gaps(
+        self, tables: GroupBlocks, num_blocks: int, num_computed: int
+    ) -> GroupBlocks:
+        """New blocks for all tables, and null blocks before the first that is read. All of those;
+        a load brings what is read."""
+        gaps = [
+            max(0, group.first_needed(num_computed) - len(table))
+            for group, table in zip(self._groups, tables, strict=True)
+        ]
+        counts = [
+            max(0, num_blocks - len(table) - gap) for table, gap in zip(tables, gaps, strict=True)
+        ]
         new = iter(self._pool.get_new_blocks(sum(counts)))
         null = self._pool.null_block
-        both = zip(starts, counts, strict=True)
-        return tuple([[null] * (start - held) + list(islice(new, count)) for start, count in both])
+        both = zip(gaps, counts, strict=True)
+        added = tuple([[null] * gap + list(islice(new, count)) for gap, count in both])
+        for table, blocks in zip(tables, added, strict=True):
+            table += blocks
+        return added
 
     def can_go_on(self, request_id: str, num_computed: int) -> bool:
         """Whether the tables have all that the token behind `num_computed` reads."""

@@ -82,9 +82,12 @@ class LocalAttentionManager(GroupManager):
         return sum([block.ref_cnt == 1 for block in table[self._first_held(table, first) : first]])
 
     def prune(self, table: list[KVCacheBlock], first: int) -> list[KVCacheBlock]:
-        start = self._first_held(table, first)
-        unread = table[start:first]
-        table[start:first] = [self._null] * len(unread)
+        end = first if first < len(table) else len(table)
+        if not end or table[end - 1].is_null:
+            return []  # most often: the window has not passed the end of a block
+        start = self._first_held(table, end - 1)
+        unread = table[start:end]
+        table[start:end] = [self._null] * len(unread)
         return unread  # the first one is the least likely to be asked for
 
     def can_go_on(self, table: Sequence[KVCacheBlock], num_computed: int) -> bool:
