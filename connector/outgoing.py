@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from ..tiers.block import DIGEST_BYTES
 from ..tiers.hierarchy.hierarchy import Hierarchy, StoreTicket
-from .base import ConnectorMetadata, CopyJob, EvictedBlock
+from .base import GROUP_BYTES, ConnectorMetadata, CopyJob, EvictedBlock, pages_of
 from .counters import OffloadCounters
-from .parts import GROUP_BYTES, Parts
+from .parts import Parts
 from .transfer import JobIds
 
 # Limit on one job ahead of need: the evicted blocks of a later step queue behind it.
@@ -69,7 +69,7 @@ class Outgoing:
 
     def names_dropped(self, blocks: Sequence[EvictedBlock]) -> None:
         """Discard copies ahead of these blocks, which the next step may overwrite."""
-        for block_id, pool_key in blocks if self._ahead else ():
+        for block_id, pool_key, _ in pages_of(blocks) if self._ahead else ():
             for shard in self._shards:
                 key = pool_key + shard
                 job_id = self._ahead_job_of.get(key)
@@ -82,6 +82,8 @@ class Outgoing:
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock], meta: ConnectorMetadata
     ) -> None:
         """Find slots and add the jobs to the step's metadata."""
+        if self._parts.width > 1:
+            evicted, cold = pages_of(evicted), pages_of(cold)
         self._overtake(evicted, meta)
         if evicted and len(cold) <= self._along:
             evicted, cold = [*evicted, *cold], ()

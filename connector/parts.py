@@ -19,10 +19,9 @@ from collections.abc import Callable, Sequence
 from ..tiers.base import Answer
 from ..tiers.block import key_suffix
 from ..tiers.hierarchy.hierarchy import Hierarchy, Prefix
-from .base import Part
+from .base import GROUP_BYTES, Part
 from .transfer import whole_positions
 
-GROUP_BYTES = 2  # of a key
 # The first position that the token at a position attends to, or any token after it.
 FirstSeen = Callable[[int], int]
 

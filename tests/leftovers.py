@@ -6,12 +6,13 @@ Reads private fields of every part, so that the parts need no methods for tests.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from stratakv.connector.base import NullConnectorWorker
+from stratakv.connector.base import NullConnectorWorker, pages_of
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.executor import InProcessExecutor
 from stratakv.engine.scheduler.scheduler import Scheduler
@@ -40,14 +41,15 @@ def is_busy(core: EngineCore) -> bool:
 def check_references(core: EngineCore) -> None:
     """The references to blocks are tables, and what nobody holds is in the queue."""
     manager = core.scheduler.manager
-    references = [0] * manager.pool.num_blocks
-    for group in manager._coordinator._groups:
-        for table in group._tables.values():
-            for block in table:
-                references[block.block_id] += 1
-    assert [block.ref_cnt for block in manager.pool.blocks] == references
+    references: Counter[int] = Counter()
+    for tables in manager._coordinator._tables.values():
+        for table in tables:
+            references.update(block.block_id for block in table)
+    del references[0]  # the null block
+    blocks = manager.pool.blocks
+    assert [block.ref_cnt for block in blocks] == [references[b.block_id] for b in blocks]
     free = sorted(block.block_id for block in manager.pool.free_queue)
-    assert free == [i for i, count in enumerate(references) if count == 0 and i > 0]
+    assert free == [b.block_id for b in blocks[1:] if b.block_id not in references]
 
 
 @dataclass
@@ -87,7 +89,7 @@ def check_ended(scheduler: Scheduler, side: Any) -> None:
     block is held, and the slab's slots are free, or whole and not pinned."""
     places, manager = scheduler._places, scheduler.manager
     assert manager.pool.is_idle
-    assert all(group._tables == {} for group in manager._coordinator._groups)
+    assert manager._coordinator._tables == {}
     assert not (places.requests or places.progress or places.running or places.loaded)
     assert not (len(places.waiting) or len(places.skipped) or len(places.deferred))
     assert not (places.loading.num_waiting or places.loading.num_overlapped)
@@ -109,7 +111,7 @@ def check_ended(scheduler: Scheduler, side: Any) -> None:
 
 def check_bytes(core: EngineCore, slab: SlabTier, pool: np.ndarray[Any, Any]) -> None:
     """A block is the same wherever it lies, but for the rounding of another batch."""
-    for block_id, name in core.scheduler.manager.pool.resident():
+    for block_id, name, _ in pages_of(core.scheduler.manager.pool.resident()):
         key = name + SHARD
         if slab.lookup([key]) != [Answer.HIT]:
             continue

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block pool: which block is free, which is shared, and under which names blocks are found.
 
-One pool serves all cache groups; the group stands in the key: digest (32 bytes) | group u16,
-little-endian.
+One pool serves all cache groups. A block has a page in one of them, or in several that attend alike
+(`group_spec.pages_per_block`); it is held, named and reused as one, so what is true of one of its
+pages is true of all. Counts and names that others see are those of pages (`page_names.py`).
 
 A block is in one of these states:
 
@@ -44,67 +45,83 @@ from ...connector.base import EvictedBlock
 from ..observer import Observer
 from .cold_blocks import ColdBlocks
 from .kv_block import FreeBlockQueue, KVCacheBlock
+from .page_names import block_keys, group_suffix, page_keys
 from .residency import Residency
 
-NULL_BLOCK_ID = 0
-# From a pair, at half the price of the class itself; a step may evict thousands.
+# From a triple, at half the price of the class itself; a step may evict thousands.
 _evicted_block = partial(tuple.__new__, EvictedBlock)
 
 
 class BlockPool:
-    """`num_blocks` blocks, the null block (id 0, never handed out, never named) among them.
+    """`num_blocks` pages, that of the null block (id 0, never handed out, never named) among them.
 
     Called by one thread. Nothing here waits.
     """
 
-    def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
-        if num_blocks < 2:
+    def __init__(self, num_blocks: int, enable_caching: bool = True, width: int = 1) -> None:
+        """`width`: the pages of a block, and so the cache groups that share it; what takes a group
+        takes the first of them. Raises ValueError for too small a pool."""
+        if num_blocks <= width:
+            least = "one" if width == 1 else width
             raise ValueError(
-                f"a pool needs the null block and at least one more, not {num_blocks} in all"
+                f"a pool needs the null block and at least {least} more, not {num_blocks} in all"
             )
         self.num_blocks = num_blocks
+        self.width = width
+        # What is left over, fewer than a block has, belongs to none.
+        self.num_usable = (num_blocks - 1) // width * width
         self.enable_caching = enable_caching
-        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
-        self.null_block = self.blocks[NULL_BLOCK_ID]
+        self.blocks = [KVCacheBlock(i) for i in (0, *range(1, self.num_usable + 1, width))]
+        self.null_block = self.blocks[0]
         self.null_block.is_null = True
         self.free_queue = FreeBlockQueue(self.blocks[1:])
         self.num_evicted = 0
         self.residency = Residency(self.blocks[1:])
         # Nearly every key has one block; a dict of its own only where there are several.
         self._named: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
-        # Block id -> the step that writes it, in the order they were named: that of the steps.
-        self._uncomputed: dict[int, int] = {}
+        # The step that writes a block, in the order they were named: that of the steps.
+        self._uncomputed: dict[KVCacheBlock, int] = {}
         self._step_id = 0
-        self._evicted: list[tuple[int, bytes]] = []
+        self._evicted: list[tuple[int, bytes, int]] = []
         # Computed and not offered yet, in the order of steps; None where nobody wants them all.
-        self._fresh: deque[KVCacheBlock] = deque(maxlen=num_blocks)
+        self._fresh: deque[KVCacheBlock] = deque(maxlen=len(self.blocks))
         self._offers_all = False
         self._num_fresh = 0
         self._cold = ColdBlocks(self.free_queue)
         self._pins: dict[KVCacheBlock, int] = {}  # how many of its holders run no more
-        self.num_reclaimable = 0  # pinned blocks that nobody else holds
+        self._num_reclaimable = 0
         self.observer: Observer | None = None
         self._tell_dropped: Callable[[Sequence[EvictedBlock]], None] = _nobody
 
     @property
     def num_free(self) -> int:
         """Blocks that can be had, those with a name included."""
-        return self.free_queue.num_free
+        return self.free_queue.num_free * self.width
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that somebody holds."""
+        return self.num_usable - self.free_queue.num_free * self.width
+
+    @property
+    def num_reclaimable(self) -> int:
+        """Pinned blocks that nobody else holds."""
+        return self._num_reclaimable * self.width
 
     @property
     def num_cached(self) -> int:
         """Names by which blocks can be found."""
-        return len(self._named)
+        return len(self._named) * self.width
 
     @property
     def usage(self) -> float:
         """Held blocks as a fraction of those that can be held."""
-        return 1.0 - self.free_queue.num_free / (self.num_blocks - 1)
+        return self.num_held / self.num_usable
 
     @property
     def is_idle(self) -> bool:
         """No request holds a block."""
-        return self.free_queue.num_free == self.num_blocks - 1
+        return self.num_held == 0
 
     def get_cached_prefix(
         self, digests: Sequence[bytes], group_ids: Sequence[int] = (0,)
@@ -134,7 +151,7 @@ class BlockPool:
     def all_computed(self, blocks: Iterable[KVCacheBlock]) -> bool:
         """Whether the steps that write these blocks have all run."""
         uncomputed = self._uncomputed
-        return not uncomputed or not any(block.block_id in uncomputed for block in blocks)
+        return not uncomputed or not any(block in uncomputed for block in blocks)
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Hold blocks for one more request; free ones leave the queue and keep their names."""
@@ -144,7 +161,7 @@ class BlockPool:
         self.residency.touched(blocks)
 
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
-        """Hold the `count` blocks freed longest ago, all or none (RuntimeError).
+        """Hold the `count` blocks freed longest ago, whole ones, all or none (RuntimeError).
 
         Their names are dropped; those of computed blocks go to `take_evicted`.
         """
@@ -152,7 +169,7 @@ class BlockPool:
         self._cold.removed(count)
         self.residency.taken(blocks)
         named, uncomputed, evicted = self._named, self._uncomputed, self._evicted
-        was_late = False
+        was_late, width = False, self.width
         gone: list[bytes] | None = None if self.observer is None else []
         for block in blocks:
             block.ref_cnt = 1
@@ -165,10 +182,10 @@ class BlockPool:
             elif gone is not None:
                 gone.append(key)
             block.block_hash = None
-            if block.block_id in uncomputed:
-                del uncomputed[block.block_id]
+            if block in uncomputed:
+                del uncomputed[block]
             else:
-                evicted.append((block.block_id, key))
+                evicted.append((block.block_id, key, width))
                 if not block.is_offered:
                     was_late = True
             block.is_offered = False
@@ -187,7 +204,7 @@ class BlockPool:
         blocks = list(blocks)
         self._cold.added(self.free_queue.release_n(blocks))
         pins = self._pins
-        self.num_reclaimable += sum([pins.get(block) == block.ref_cnt for block in blocks])
+        self._num_reclaimable += sum([pins.get(block) == block.ref_cnt for block in blocks])
 
     def pin(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Held blocks are from now on held for nobody who runs; `num_reclaimable` counts those that
@@ -195,7 +212,7 @@ class BlockPool:
         for block in blocks:
             if not block.is_null:
                 count = self._pins[block] = self._pins.get(block, 0) + 1
-                self.num_reclaimable += block.ref_cnt == count
+                self._num_reclaimable += block.ref_cnt == count
 
     def unpin(self, blocks: Iterable[KVCacheBlock]) -> None:
         """As before `pin`, right before they are given back."""
@@ -203,7 +220,7 @@ class BlockPool:
             if block.is_null:
                 continue
             count = self._pins[block]
-            self.num_reclaimable -= block.ref_cnt == count
+            self._num_reclaimable -= block.ref_cnt == count
             if count > 1:
                 self._pins[block] = count - 1
             else:
@@ -211,7 +228,7 @@ class BlockPool:
 
     def _count_touched(self, blocks: Iterable[KVCacheBlock]) -> None:
         pins = self._pins
-        self.num_reclaimable -= sum([pins.get(block) == block.ref_cnt for block in blocks])
+        self._num_reclaimable -= sum([pins.get(block) == block.ref_cnt for block in blocks])
 
     def cache_full_blocks(
         self,
@@ -237,8 +254,9 @@ class BlockPool:
             if found is not block:
                 self._add_duplicate(key, block, found)
         if not computed:
-            written = [block.block_id for block in blocks]
-            self._uncomputed.update(dict.fromkeys(written, self._step_id))
+            uncomputed, step_id = self._uncomputed, self._step_id
+            for block in blocks:
+                uncomputed[block] = step_id
 
     def name_computed(self, digest: bytes, block: KVCacheBlock, group_id: int = 0) -> None:
         """Name a held block after it was computed, so that it is offered as others are. It keeps
@@ -249,10 +267,10 @@ class BlockPool:
 
     def offer_again(self, keys: Iterable[bytes]) -> None:
         """Give computed blocks to `take_fresh` once more, as far as they are here."""
-        for key in keys:
+        for key in block_keys(keys, self.width):
             found = self._named.get(key)
             block = next(iter(found.values())) if isinstance(found, dict) else found
-            if block is not None and block.block_id not in self._uncomputed:
+            if block is not None and block not in self._uncomputed:
                 block.is_offered = False
                 self._add_fresh([block])
 
@@ -298,22 +316,22 @@ class BlockPool:
             computed = list(uncomputed)
             uncomputed.clear()
         else:
-            computed = list(takewhile(lambda block_id: uncomputed[block_id] <= step_id, uncomputed))
-            for block_id in computed:
-                del uncomputed[block_id]
+            computed = list(takewhile(lambda block: uncomputed[block] <= step_id, uncomputed))
+            for block in computed:
+                del uncomputed[block]
         if self._offers_all:
-            self._add_fresh([self.blocks[block_id] for block_id in computed])
+            self._add_fresh(computed)
 
     def drop_uncomputed(self, from_step_id: int = 0) -> None:
         """This step failed, and with it all later ones (without an id, all): what they named cannot
         be found any more."""
-        failed = [i for i, step_id in self._uncomputed.items() if step_id >= from_step_id]
-        self.drop_names([self.blocks[block_id] for block_id in failed])
+        named = self._uncomputed.items()
+        self.drop_names([block for block, step_id in named if step_id >= from_step_id])
 
     def revoke_names(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Take back the names that the step being scheduled gave to blocks of one request. Raises
         RuntimeError where another request has found one of them, and nothing changes."""
-        own = [b for b in blocks if self._uncomputed.get(b.block_id) == self._step_id]
+        own = [b for b in blocks if self._uncomputed.get(b) == self._step_id]
         shared = [block.block_id for block in own if block.ref_cnt > 1]
         if shared:
             raise RuntimeError(f"blocks {shared} were found by other requests of the same step")
@@ -327,11 +345,11 @@ class BlockPool:
             key = block.block_hash
             if key is None:
                 continue
-            dropped.append(EvictedBlock(block.block_id, key))
+            dropped.append(EvictedBlock(block.block_id, key, self.width))
             self._keep_others(key, block, self._named.pop(key))
             block.block_hash = None
             block.is_offered = False
-            self._uncomputed.pop(block.block_id, None)
+            self._uncomputed.pop(block, None)
             if block.ref_cnt == 0:
                 worthless.append(block)
         self.free_queue.remove_n(worthless)
@@ -358,42 +376,52 @@ class BlockPool:
         copied, if at all, before the step being scheduled writes to them."""
         evicted = list(map(_evicted_block, self._evicted))
         self._evicted.clear()
-        self.num_evicted += len(evicted)
+        self.num_evicted += len(evicted) * self.width
         return evicted
 
     def take_cold(self, count: int, within: int, least: int = 1) -> list[EvictedBlock]:
         """Up to `count` computed blocks with a name among the `within` to be reused next, in that
-        order. A block is given once under one name. None while there are fewer than `least`, unless
-        one was evicted that had not been given: then there is something to store anyway."""
-        cold = self._cold.take(count, within, least, self._uncomputed)
-        return [_offer(block) for block in cold]
+        order. A block is given whole (of `count` 1 too), once under one name. None while there are
+        fewer than `least`, unless one was evicted that had not been given: then there is something
+        to store anyway."""
+        count, within, least = self._whole(count), self._whole(within), self._whole(least)
+        return self._offered(self._cold.take(count, within, least, self._uncomputed))
 
     def take_fresh(self, count: int) -> list[EvictedBlock]:
         """Up to `count` blocks that were computed since they were last asked for, the tail of a
-        sequence before its head. A block is given once under one name, here or by `take_cold`."""
-        fresh: list[EvictedBlock] = []
-        while self._fresh and len(fresh) < count:
+        sequence before its head. A block is given whole, once under one name, here or by
+        `take_cold`."""
+        fresh: dict[KVCacheBlock, None] = {}
+        most = self._whole(count)
+        while self._fresh and len(fresh) < most:
             block = self._fresh.popleft()
             # It may have been evicted, and even named anew by the step that runs.
-            if block.block_hash and not block.is_offered and block.block_id not in self._uncomputed:
-                fresh.append(_offer(block))
-        return fresh[::-1]
+            if block.block_hash and not block.is_offered and block not in self._uncomputed:
+                fresh[block] = None
+        return self._offered(list(fresh)[::-1])
 
     def resident(self) -> list[EvictedBlock]:
         """The computed blocks with a name, as they would be evicted: free ones in the order of
         reuse, then held ones. Changes nothing; for an orderly shutdown."""
         held = [block for block in self.blocks if block.ref_cnt > 0]
         return [
-            EvictedBlock(block.block_id, block.block_hash)
+            EvictedBlock(block.block_id, block.block_hash, self.width)
             for block in (*self.free_queue, *held)
-            if block.block_hash is not None and block.block_id not in self._uncomputed
+            if block.block_hash is not None and block not in self._uncomputed
         ]
+
+    def names(self) -> list[bytes]:
+        """The names of all pages that can be found."""
+        return page_keys(self._named, self.width)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all names, if no request holds a block; otherwise change nothing."""
         if not self.is_idle:
             return False
-        dropped = [EvictedBlock(b.block_id, b.block_hash) for b in self.blocks if b.block_hash]
+        width = self.width
+        dropped = [
+            EvictedBlock(b.block_id, b.block_hash, width) for b in self.blocks if b.block_hash
+        ]
         gone = list(self._named)
         self._named.clear()
         self._uncomputed.clear()
@@ -407,7 +435,20 @@ class BlockPool:
 
     def _tell_unnamed(self, keys: list[bytes]) -> None:
         if self.observer is not None and keys:
-            self.observer.unnamed(keys)
+            self.observer.unnamed(page_keys(keys, self.width))
+
+    def _whole(self, num_pages: int) -> int:
+        """How many blocks have so many pages; one at least."""
+        return min(num_pages, max(1, num_pages // self.width))
+
+    def _offered(self, blocks: Sequence[KVCacheBlock]) -> list[EvictedBlock]:
+        """Named blocks, given once under their names."""
+        offered = []
+        for block in blocks:
+            assert block.block_hash is not None
+            block.is_offered = True
+            offered.append(EvictedBlock(block.block_id, block.block_hash, self.width))
+        return offered
 
     def _leading(self, digests: Sequence[bytes], group_id: int) -> list[KVCacheBlock]:
         suffix = group_suffix(group_id)
@@ -445,15 +486,3 @@ class BlockPool:
 
 def _nobody(_dropped: Sequence[EvictedBlock]) -> None:
     """No block is copied."""
-
-
-def _offer(block: KVCacheBlock) -> EvictedBlock:
-    """A named block, to be given once under its name."""
-    assert block.block_hash is not None
-    block.is_offered = True
-    return EvictedBlock(block.block_id, block.block_hash)
-
-
-def group_suffix(group_id: int) -> bytes:
-    """The bytes that follow a digest in the name of a block."""
-    return group_id.to_bytes(2, "little")

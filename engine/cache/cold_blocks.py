@@ -37,7 +37,7 @@ class ColdBlocks:
             self._num_unseen += count
 
     def take(
-        self, count: int, within: int, least: int, uncomputed: Container[int]
+        self, count: int, within: int, least: int, uncomputed: Container[KVCacheBlock]
     ) -> list[KVCacheBlock]:
         """See `BlockPool.take_cold`; the caller marks them as offered."""
         self._window = within
@@ -50,7 +50,7 @@ class ColdBlocks:
         for block in islice(self._queue, within):
             if block.block_hash is None or block.is_offered:
                 continue
-            if block.block_id in uncomputed:
+            if block in uncomputed:
                 self._num_unseen += 1
                 continue
             if len(cold) == count:

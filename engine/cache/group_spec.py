@@ -14,8 +14,10 @@ have one size. The layers of a group attend alike, because a group forgets a blo
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
 from ...tiers.block import BlockLayout
@@ -108,6 +110,18 @@ class CacheGroups:
             for place, layer in enumerate(group.layers)
         }
         return [found[layer] for layer in range(len(found))]
+
+
+def pages_per_block(attention: Sequence[LayerAttention]) -> int:
+    """In how many groups a block of the pool has a page: groups that follow each other and attend
+    alike hold and forget the same tokens, so they share blocks. All blocks of a pool are alike.
+
+        full full                             2
+        full full window window window window    2
+        full window window                    1
+    """
+    runs = [len(list(run)) for _, run in groupby(attention)]
+    return math.gcd(*runs)
 
 
 def plan_groups(

@@ -21,10 +21,10 @@ BlockIds = tuple[list[int], ...]
 
 @dataclass(slots=True, eq=False)
 class KVCacheBlock:
-    """One block of the pool.
+    """One block of the pool, with the pages `block_id`, `block_id + 1` … (`BlockPool.width`).
 
-    `block_hash` is the block's name in the prefix map: digest (32 bytes) and cache group (u16,
-    little-endian). None: the block cannot be found.
+    `block_hash` is the block's name in the prefix map: digest (32 bytes) and the first of its cache
+    groups (u16, little-endian). None: the block cannot be found.
     """
 
     block_id: int

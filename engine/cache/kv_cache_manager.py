@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from ..models.layer_attention import LayerAttention, full
 from ..request import Request
 from .block_pool import BlockPool
+from .group_spec import pages_per_block
 from .kv_block import BlockIds
 from .kv_cache_coordinator import GroupBlocks, KVCacheCoordinator, make_coordinator
 
@@ -62,7 +63,7 @@ class KVCacheManager:
         self._last_offset = block_size - 1
         self.max_model_len = max_model_len
         self.watermark_blocks = int(watermark * num_blocks)
-        self.pool = BlockPool(num_blocks, enable_caching)
+        self.pool = BlockPool(num_blocks, enable_caching, pages_per_block(attention))
         self._coordinator: KVCacheCoordinator = make_coordinator(
             self.pool,
             block_size,
@@ -71,12 +72,9 @@ class KVCacheManager:
             hashes_per_block=each,
             drops_last_hit=drops_last_hit,
         )
+        self.num_groups = len(attention)
         self.no_blocks: GroupBlocks = self._coordinator.no_blocks
         self.forgets = not all(kind.is_full for kind in attention)
-
-    @property
-    def num_groups(self) -> int:
-        return len(self.no_blocks)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that a request of `num_tokens` holds at once, at most, when nothing is shared."""
@@ -188,7 +186,7 @@ class KVCacheManager:
         beyond its first `num_computed_tokens` loses its name, and the blocks that the step added,
         `block_ids` for each group, are given back. Raises RuntimeError where another request of the
         step has found one of them, and nothing changes."""
-        counts = [len(ids) for ids in block_ids or self.no_blocks]
+        counts = [len(ids) for ids in block_ids] if block_ids else [0] * self.num_groups
         self._coordinator.revoke(request.request_id, num_computed_tokens, counts)
 
     def free(self, request: Request) -> None:
@@ -217,6 +215,10 @@ class KVCacheManager:
     def get_block_ids(self, request_id: str) -> BlockIds:
         """The block table of each cache group."""
         return self._coordinator.block_ids(request_id)
+
+    def page_ids(self, blocks: GroupBlocks) -> BlockIds:
+        """The ids of such blocks, of their page in each cache group."""
+        return self._coordinator.page_ids(blocks)
 
     def _cache(self, request: Request, num_tokens: int, computed: bool) -> None:
         self._coordinator.cache(request, num_tokens, computed)

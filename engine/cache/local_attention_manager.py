@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block tables of a cache group whose layers see only tokens nearby: those of a sliding window,
-or of the chunk that a token lies in (`LayerAttention.first_seen` tells which).
+"""The rules of cache groups whose layers see only tokens nearby: those of a sliding window, or of
+the chunk that a token lies in (`LayerAttention.first_seen` tells which).
 
 Blocks that no later token reads are given back when the request next takes some, so that it holds
 what the first token of a step sees, and the step:
@@ -17,15 +17,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .group_manager import GroupTables, num_free
+from ..models.layer_attention import LayerAttention
+from .group_manager import GroupManager, num_free
 from .kv_block import KVCacheBlock
 
 
-class LocalAttentionManager(GroupTables):
-    """See `GroupManager`."""
+class LocalAttentionManager(GroupManager):
+    """See there. `null` is the pool's null block."""
+
+    def __init__(
+        self,
+        group_id: int,
+        attention: LayerAttention,
+        block_size: int,
+        most_step_tokens: int,
+        null: KVCacheBlock,
+    ) -> None:
+        super().__init__(group_id, attention, block_size, most_step_tokens)
+        self._null = null
+        self._size = attention.num_tokens
+        self._is_window = attention.window is not None
 
     def first_needed(self, num_tokens: int) -> int:
-        return self.attention.first_seen(num_tokens) // self._block_size
+        # As `LayerAttention.first_seen`, which a step would ask for hundreds of requests.
+        size = self._size
+        first = num_tokens - size + 1 if self._is_window else num_tokens - num_tokens % size
+        return first // self._block_size if first > 0 else 0
 
     def longest_hit(self, is_there: Callable[[int], bool], most_blocks: int) -> int:
         """From the end: each block is asked for once at most."""
@@ -38,18 +55,18 @@ class LocalAttentionManager(GroupTables):
             length = gap  # every length up to here needs the missing block too
         return length
 
-    def num_missing(self, request_id: str, num_tokens: int, hits: Sequence[KVCacheBlock]) -> int:
-        table = self.table(request_id)
+    def num_missing(
+        self, table: Sequence[KVCacheBlock], num_tokens: int, hits: Sequence[KVCacheBlock]
+    ) -> int:
         blocks = -(-num_tokens // self._block_size)
         more = max(0, blocks - len(table) - len(hits)) + num_free(hits)
         # What it gives back it can take again.
         held = sum([not block.is_null for block in table])
         return min(more, max(0, self.most_blocks(num_tokens) - held))
 
-    def num_reserved(self, request_id: str, num_tokens: int) -> int:
+    def num_reserved(self, table: Sequence[KVCacheBlock], num_tokens: int) -> int:
         # A block that another request reads too is not free once this one has given it back.
-        table = self.table(request_id)
-        own = sum([block.ref_cnt == 1 for block in self._unneeded(table, len(table))])
+        own = self.num_given_back(table, len(table))
         more = max(0, -(-num_tokens // self._block_size) - len(table))
         return min(more, max(0, self.most_blocks(num_tokens) - own))
 
@@ -61,53 +78,26 @@ class LocalAttentionManager(GroupTables):
         most = max(0, self.most_blocks(num_tokens) - taken)
         return taken + newly_shared + min(more, most)
 
-    def need(
-        self,
-        request_id: str,
-        num_slots: int,
-        num_computed: int,
-        hits: Sequence[KVCacheBlock],
-        num_spare: int,
-    ) -> tuple[int, int]:
-        first = self.first_needed(num_computed)
-        table = self.table(request_id)
-        held = max(first, len(table) + len(hits))
-        count = max(0, -(-num_slots // self._block_size) - held)
-        given_back = sum([block.ref_cnt == 1 for block in self._unneeded(table, first)])
-        return count, count + num_free(hits[first:]) - given_back
+    def num_given_back(self, table: Sequence[KVCacheBlock], first: int) -> int:
+        return sum([block.ref_cnt == 1 for block in table[self._first_held(table, first) : first]])
 
-    def attach(self, request_id: str, num_computed: int, hits: Sequence[KVCacheBlock]) -> None:
-        first, pool = self.first_needed(num_computed), self._pool
-        null = pool.null_block
-        if hits:
-            read = hits[first:]
-            self._begin(request_id, [null] * (len(hits) - len(read)) + list(read))
-            pool.touch([block for block in read if not block.is_null])
-            return
-        table = self._tables.get(request_id, [])
-        unneeded = self._unneeded(table, first)
-        if unneeded:
-            end = min(first, len(table))
-            table[end - len(unneeded) : end] = [null] * len(unneeded)
-            pool.free_blocks(unneeded)  # the first one is the least likely to be asked for
+    def prune(self, table: list[KVCacheBlock], first: int) -> list[KVCacheBlock]:
+        end = first if first < len(table) else len(table)
+        if not end or table[end - 1].is_null:
+            return []  # most often: the window has not passed the end of a block
+        start = self._first_held(table, end - 1)
+        unread = table[start:end]
+        table[start:end] = [self._null] * len(unread)
+        return unread  # the first one is the least likely to be asked for
 
-    def extend(
-        self, request_id: str, new: list[KVCacheBlock], num_computed: int
-    ) -> list[KVCacheBlock]:
-        table = self._tables.setdefault(request_id, [])
-        num_null = self.first_needed(num_computed) - len(table)
-        added = [self._pool.null_block] * num_null + new if num_null > 0 else new
-        table.extend(added)
-        return added
-
-    def can_go_on(self, request_id: str, num_computed: int) -> bool:
+    def can_go_on(self, table: Sequence[KVCacheBlock], num_computed: int) -> bool:
         first, end = self.first_needed(num_computed), -(-num_computed // self._block_size)
-        return not any(block.is_null for block in self.table(request_id)[first:end])
+        return not any(block.is_null for block in table[first:end])
 
-    def _unneeded(self, table: Sequence[KVCacheBlock], first: int) -> list[KVCacheBlock]:
-        """The blocks before `first` that the request still holds, in their order: they lie side by
-        side, since all before them are null blocks."""
-        end = start = min(first, len(table))
+    def _first_held(self, table: Sequence[KVCacheBlock], end: int) -> int:
+        """Where the blocks before `end` begin that the request still holds: they lie side by side,
+        since all before them are null blocks."""
+        start = end if end < len(table) else len(table)
         while start and not table[start - 1].is_null:
             start -= 1
-        return list(table[start:end])
+        return start

@@ -46,7 +46,7 @@ def check_request(request: Request, manager: KVCacheManager, max_model_len: int)
     # The last token is sampled but never computed, so it needs no slot.
     longest = min(num_prompt + request.max_tokens, max_model_len) - 1
     needed = manager.num_blocks_for(longest)
-    usable = manager.pool.num_blocks - 1
+    usable = manager.pool.num_usable
     if needed > usable:
         raise ValueError(
             f"a prompt of {num_prompt} tokens with max_tokens {request.max_tokens} needs {needed} "

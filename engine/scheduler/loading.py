@@ -107,7 +107,7 @@ class LoadingRequests:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
             request.num_external_computed_tokens = num_external_tokens
             self._waiting[request.request_id] = request
-        block_ids = [[block.block_id for block in blocks] for blocks in added]
+        block_ids = self._manager.page_ids(added)
         self._connector.begin_load(request, block_ids, num_external_tokens, overlapped=overlapped)
         return True
 

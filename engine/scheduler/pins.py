@@ -119,7 +119,7 @@ class Pins:
         self._counts = counts
         self._connector = connector
         self._estimator: Estimator | None = ToolEstimator() if estimator is None else estimator
-        self._most_blocks = int(MOST_SHARE * (manager.pool.num_blocks - 1))
+        self._most_blocks = int(MOST_SHARE * manager.pool.num_usable)
         # None: all that may be pinned may be one tenant's, whose oldest pin then gives way.
         self._most_of_tenant = int(tenant_share * self._most_blocks) if tenant_share < 1 else None
         self._of_tenants: Counter[str] = Counter()  # pinned blocks; nobody with none

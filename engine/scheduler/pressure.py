@@ -37,7 +37,7 @@ class MemoryPressure:
         when the last free block has gone, and giving some up before relieves nobody."""
         self.counts_pins = counts_pins
         self._manager = manager
-        self._usable = manager.pool.num_blocks - 1
+        self._usable = manager.pool.num_usable
         self._admit_blocks = config.admit_below * self._usable
         self._preempt_blocks = config.preempt_above * self._usable
 
@@ -66,8 +66,7 @@ class MemoryPressure:
     @property
     def _num_held(self) -> int:
         pool = self._manager.pool
-        held = self._usable - pool.num_free
-        return held if self.counts_pins else held - pool.num_reclaimable
+        return pool.num_held if self.counts_pins else pool.num_held - pool.num_reclaimable
 
 
 class Reservations:
@@ -79,7 +78,7 @@ class Reservations:
         self._manager = places.manager
         self.is_on = config.reserve != "none"
         self._is_full = config.reserve == "full"
-        self._most_blocks = int(config.preempt_above * (places.manager.pool.num_blocks - 1))
+        self._most_blocks = int(config.preempt_above * places.manager.pool.num_usable)
         self._spare: int | None = None  # blocks that are not reserved; None: to be counted
         self._needed = 0  # by the request that was last found to have room
 
@@ -117,5 +116,4 @@ class Reservations:
         if not self._is_full:
             holders = [each for each in holders if each.num_computed_tokens < each.num_tokens - 1]
         wanted = {each.request_id: self._tokens_of(each) for each in holders}
-        held = pool.num_blocks - 1 - pool.num_free
-        return self._most_blocks - held - self._manager.num_reserved(wanted)
+        return self._most_blocks - pool.num_held - self._manager.num_reserved(wanted)

@@ -295,7 +295,7 @@ class Scheduler:
                     self.num_waiting,
                     pool.num_free,
                     pool.num_cached,
-                    pool.num_blocks - 1,
+                    pool.num_usable,
                     places.pins,
                 )
             )

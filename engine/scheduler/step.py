@@ -89,7 +89,7 @@ class StepBuilder:
         """A running request computes `num_tokens` more; `added` are the blocks it got for them."""
         block_ids = None
         if added is not self._manager.no_blocks and any(added):
-            block_ids = tuple([[block.block_id for block in blocks] for blocks in added])
+            block_ids = self._manager.page_ids(added)
         self._grant(request, num_tokens, block_ids, EntryKind.GOES_ON)
 
     def decode(self, requests: list[Request]) -> None:

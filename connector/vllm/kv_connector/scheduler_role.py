@@ -31,6 +31,7 @@ from ....tiers.base import Answer
 from ....tiers.block import DIGEST_BYTES
 from ....tiers.settings.values import ConfigError
 from ...base import (
+    GROUP_BYTES,
     NOTHING_FINISHED,
     NOTHING_TO_MOVE,
     ConnectorMetadata,
@@ -39,7 +40,7 @@ from ...base import (
     MatchKind,
 )
 from ...build import BuiltSide
-from ...parts import GROUP_BYTES, Parts
+from ...parts import Parts
 from ...rates import PrefillRate
 from ..identity import ChunkKeys
 from .events import TierEvents

@@ -187,7 +187,7 @@ def test_resident_blocks_are_listed_as_they_would_be_evicted() -> None:
     blocks = named(pool, 1, 2, 3)
     pool.free_blocks([blocks[2], blocks[0]])
     named(pool, 4, computed=False)
-    assert pool.resident() == [(3, key(3)), (1, key(1)), (2, key(2))]
+    assert pool.resident() == [(3, key(3), 1), (1, key(1), 1), (2, key(2), 1)]
 
 
 def test_without_caching_nothing_gets_a_name() -> None:

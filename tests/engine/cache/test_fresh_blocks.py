@@ -150,9 +150,9 @@ def test_random_lives_give_each_computed_name_at_most_once_while_it_stays(
             elif act == 3 and rng.random() < 0.2:
                 pool.drop_uncomputed()
             else:
-                for block_id, name in pool.take_fresh(rng.randint(1, 4)):
+                for block_id, name, _ in pool.take_fresh(rng.randint(1, 4)):
                     block = pool.blocks[block_id]
                     assert block.block_hash == name
-                    assert block_id not in pool._uncomputed
+                    assert block not in pool._uncomputed
                     assert given.get(block_id) != name
                     given[block_id] = name

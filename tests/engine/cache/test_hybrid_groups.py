@@ -285,6 +285,8 @@ def test_hits_are_those_of_a_search_through_all_lengths(seed: int, scale: str) -
         kinds = [full(), window(rng.randint(1, 20)), window(rng.randint(1, 9)),
                  chunk(rng.randint(1, 20)), chunk(size * rng.randint(1, 4))]  # fmt: skip
         groups = [rng.choice(kinds) for _ in range(rng.randint(1, 4))]
+        if rng.random() < 0.2:  # groups that share blocks
+            groups = [kind for kind in groups[:2] for _ in range(2)]
         num_blocks, drops = rng.randint(1, 14), rng.random() < 0.3
         manager = KVCacheManager(
             1 + 14 * 4, size, 1000, attention=groups, drops_last_hit=drops
@@ -293,10 +295,13 @@ def test_hits_are_those_of_a_search_through_all_lengths(seed: int, scale: str) -
         share = rng.choice([0.5, 0.8, 0.95])
         there = [{i for i in range(num_blocks) if rng.random() < share} for _ in groups]
         ids = [{}, {}, {}, {}]  # type: list[dict[int, int]]
-        for group, blocks in enumerate(there):
+        width = manager.pool.width
+        there = [there[group // width * width] for group in range(len(groups))]
+        for group, blocks in list(enumerate(there))[::width]:
             for index, block in zip(blocks, manager.pool.get_new_blocks(len(blocks)), strict=True):
                 manager.pool.cache_full_blocks([digests[index]], [block], group, computed=True)
-                ids[group][index] = block.block_id
+                for place in range(width):
+                    ids[group + place][index] = block.block_id + place
         request = Request("r", list(range(num_blocks * size + 1)), SamplingParams())
         request.block_hashes = digests
         hits, num_hit = manager.get_computed_blocks(request)
@@ -304,15 +309,16 @@ def test_hits_are_those_of_a_search_through_all_lengths(seed: int, scale: str) -
         if drops and expected:
             expected = longest(groups, there, expected - 1, size)
         assert num_hit == expected * size, (groups, there, size)
-        for group, (attention, blocks) in enumerate(zip(groups, hits, strict=True)):
-            assert len(blocks) == expected
+        found_ids = manager.page_ids(hits)
+        for group, (attention, found_in) in enumerate(zip(groups, found_ids, strict=True)):
+            assert len(found_in) == expected
             everything = set(range(expected))
             wanted = {
                 i
                 for i in everything
                 if not is_hit(attention, num_hit, size, (everything - {i}).__contains__)
             }
-            assert {i: block.block_id for i, block in enumerate(blocks) if not block.is_null} == {
+            assert {i: page for i, page in enumerate(found_in) if page} == {
                 i: ids[group][i] for i in wanted
             }
         found.append(expected)

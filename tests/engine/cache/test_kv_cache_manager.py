@@ -10,6 +10,7 @@ import pytest
 from stratakv.connector.base import EvictedBlock
 from stratakv.engine.cache.block_hash import make_block_hasher
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager
+from stratakv.engine.models.layer_attention import LayerAttention, full, window
 from stratakv.engine.request import Request
 from stratakv.engine.sampling_params import SamplingParams
 
@@ -275,19 +276,37 @@ def test_groups_share_one_pool_and_a_hit_needs_all_of_them() -> None:
     manager = make_manager(20, num_groups=2)
     request = make_request("r", "ABCDEFGHI")
     start(manager, request)
-    assert manager.get_block_ids("r") == ([1, 2, 3], [4, 5, 6])
+    # Groups that attend alike share blocks, each of which has a page in both.
+    assert manager.get_block_ids("r") == ([1, 3, 5], [2, 4, 6])
     assert manager.num_blocks_for(9) == 6
+    assert (manager.pool.num_held, manager.pool.num_free) == (6, 18 - 6)
+    manager.pool.drop_names([manager.pool.blocks[2]])
+    hits, num_hit = manager.get_computed_blocks(make_request("other", "ABCDEFGHI"))
+    assert num_hit == 4
+    assert manager.page_ids(hits) == ([1], [2])
+    manager.free(request)
+    assert free_ids(manager)[-3:] == [5, 3, 1]
+
+
+def test_groups_that_attend_otherwise_have_blocks_of_their_own() -> None:
+    manager = make_manager(20, attention=(full(), window(1000)))
+    request = make_request("r", "ABCDEFGHI")
+    start(manager, request)
+    assert manager.get_block_ids("r") == ([1, 2, 3], [4, 5, 6])
     manager.pool.drop_names([manager.pool.blocks[5]])
     hits, num_hit = manager.get_computed_blocks(make_request("other", "ABCDEFGHI"))
     assert num_hit == 4
-    assert [[block.block_id for block in group] for group in hits] == [[1], [4]]
+    assert manager.page_ids(hits) == ([1], [4])
     manager.free(request)
     assert free_ids(manager)[-6:] == [3, 6, 2, 5, 1, 4]
 
 
-def test_reusing_some_blocks_of_a_prefix_costs_its_hit_no_more_than_these() -> None:
+@pytest.mark.parametrize("attention", [(full(), full()), (full(), window(1000))])
+def test_reusing_some_blocks_of_a_prefix_costs_its_hit_no_more_than_these(
+    attention: tuple[LayerAttention, ...],
+) -> None:
     """The tails of all groups go before the head of any."""
-    manager = make_manager(1 + 10, num_groups=2)
+    manager = make_manager(1 + 10, attention=attention)
     request = make_request("r", "ABCDEFGHIJKLMNOPQ")
     start(manager, request)
     manager.pool.commit_step()
@@ -296,7 +315,7 @@ def test_reusing_some_blocks_of_a_prefix_costs_its_hit_no_more_than_these() -> N
     hits = []
     for _ in range(5):
         hits.append(manager.get_computed_blocks(again)[1])
-        manager.pool.get_new_blocks(2)
+        manager.pool.get_new_blocks(2 // manager.pool.width)
     assert hits == [16, 16, 12, 8, 4], "the first two blocks had no names"
 
 

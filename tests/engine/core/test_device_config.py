@@ -83,7 +83,7 @@ def test_an_engine_takes_the_blocks_that_are_left(monkeypatch: pytest.MonkeyPatc
     core = EngineCore(replace(config, cache=replace(config.cache, num_groups=num_groups)))
     try:
         assert core.num_blocks == core.ready().num_blocks == 37 * num_groups
-        assert len(core.scheduler.manager.pool.blocks) == 37 * num_groups
+        assert core.scheduler.manager.pool.num_blocks == 37 * num_groups
         told = core.call("stats", "")["core"]["cache_config"]
         assert told["kv_cache_size_tokens"] == str(36 * config.cache.block_size)
     finally:

@@ -17,6 +17,7 @@ import pytest
 
 from stratakv.connector.base import (
     EvictedBlock,
+    pages_of,
 )
 from stratakv.engine.cache.block_hash import make_block_hasher
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager
@@ -216,7 +217,7 @@ class Engine:
 
     def _read(self, blocks: Sequence[EvictedBlock]) -> None:
         assert self.tiers is not None
-        for block_id, key in blocks:
+        for block_id, key, _ in pages_of(blocks):
             held = [self.slots.get((block_id, offset)) for offset in range(SIZE)]
             group = int.from_bytes(key[32:], "little")
             assert held == [salted(state, group) for state in self.names[key[:32]]]

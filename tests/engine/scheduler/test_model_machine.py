@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
 from unittest.mock import patch
@@ -27,8 +27,10 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
-from stratakv.engine.cache.block_pool import group_suffix
+from stratakv.engine.cache.block_pool import BlockPool
+from stratakv.engine.cache.kv_block import KVCacheBlock
 from stratakv.engine.cache.kv_cache_coordinator import GroupBlocks
+from stratakv.engine.cache.page_names import group_suffix
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
 from stratakv.engine.request import Request
 from stratakv.engine.sampling_params import SamplingParams
@@ -56,10 +58,16 @@ PLANS: list[tuple[LayerAttention, ...]] = [
     (window(9), full(), chunk(8)),
     (window(5), window(5)),
     (full(), window(3), window(13), chunk(12)),
+    (full(), full(), window(6), window(6)),
 ]
 
 
 T = TypeVar("T")
+
+
+def pages_of(pool: BlockPool, blocks: Iterable[KVCacheBlock]) -> list[int]:
+    width = [range(1), range(pool.width)]
+    return [block.block_id + i for block in blocks for i in width[not block.is_null]]
 
 
 class Number:
@@ -254,7 +262,7 @@ class Life:
 
     def checked_hit(self, request: Request) -> tuple[GroupBlocks, int]:
         hits, num_tokens = self.find(request)
-        names = self.engine.manager.pool._named
+        names = set(self.engine.manager.pool.names())
         expected = 0
         for num_blocks in range((request.num_tokens - 1) // SIZE, 0, -1):
             if request.skip_reading_prefix_cache:
@@ -309,9 +317,13 @@ class Life:
         for table in (table for each in tables.values() for table in each):
             for block in table:
                 references[block] += block > 0
-        assert [block.ref_cnt for block in pool.blocks] == references
-        free = sorted(block.block_id for block in pool.free_queue)
-        assert free == [i for i, count in enumerate(references) if i and not count]
+        # All pages of a block are held by the same requests.
+        assert {page: references[page] for page in pages_of(pool, pool.blocks)} == {
+            page: block.ref_cnt for block in pool.blocks for page in pages_of(pool, [block])
+        }
+        free = sorted(pages_of(pool, pool.free_queue))
+        assert free == [i for i in range(1, pool.num_usable + 1) if not references[i]]
+        assert not any(references[pool.num_usable + 1 :])
         assert pool.null_block.block_hash is None
         kept = Counter(
             block for pin in self.pins() for table in tables[pin.holder] for block in table if block
