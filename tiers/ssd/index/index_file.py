@@ -39,6 +39,7 @@ VALUE_BYTES = 64
 
 _SLOT = struct.Struct(">I")
 _VALUE = struct.Struct(f"<{KEY_BYTES}sQQQ")
+_KEY_OF_VALUE = struct.Struct(f"{KEY_BYTES}s{VALUE_BYTES - KEY_BYTES}x")
 _ZEROS = bytes(1024**2)
 _NUMBER = struct.Struct("<Q")
 EPOCH_SHIFT = 32  # a generation: the epoch above, a count of writes below
@@ -95,7 +96,7 @@ class RowBatch(NamedTuple):
         (slots if sys.byteorder == "little" else words).byteswap()
         count = bisect_left(slots, num_slots)
         stop = count * _VALUE.size
-        keys = [self.values[i : i + KEY_BYTES] for i in range(0, stop, _VALUE.size)]
+        keys = [key for (key,) in _KEY_OF_VALUE.iter_unpack(memoryview(self.values)[:stop])]
         in_row = _VALUE.size // words.itemsize
         before = KEY_BYTES // words.itemsize
         words = words[: count * in_row]
