@@ -200,10 +200,16 @@ class IndexFile:
                 txn.delete(_SLOT.pack(slot))
 
     def delete_from(self, slot: int) -> None:
-        """Remove the rows of this slot and of all after it."""
-        with self._change_rows() as txn, txn.cursor() as cursor:
-            while cursor.set_range(_SLOT.pack(slot)):
-                cursor.delete()
+        """Remove the rows of this slot and of all after it, the last ones first: of very many in
+        several commits, since LMDB bounds the pages that one may change."""
+        first, left = _SLOT.pack(slot), True
+        while left:
+            with self._change_rows() as txn, txn.cursor() as cursor:
+                for _ in range(_ROWS_PER_COMMIT):
+                    left = bool(cursor.last()) and cursor.key() >= first
+                    if not left:
+                        break
+                    cursor.delete()
 
     def close(self) -> None:
         self._env.close()
