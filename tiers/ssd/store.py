@@ -364,13 +364,16 @@ class SsdStore(StoreTier):
                 f"every block takes a key of {KEY_BYTES} bytes and a buffer; {len(keys)} keys "
                 f"came with {len(buffers)} buffers"
             )
+        payloads = []
         for buffer in buffers:
             if buffer.nbytes < size or (writable and buffer.readonly):
                 raise InvalidBlock(
                     f"a block takes a {'writable ' * writable}buffer of {size} bytes, not one of "
                     f"{buffer.nbytes}{' that is read-only' * buffer.readonly}"
                 )
-        return [buffer.cast("B")[:size] for buffer in buffers]
+            flat = buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
+            payloads.append(flat[:size])  # a view of our own, whatever becomes of the caller's
+        return payloads
 
     def _check_open(self) -> None:
         if self._closed:

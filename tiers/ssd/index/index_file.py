@@ -187,7 +187,8 @@ class IndexFile:
 
     def put(self, rows: Iterable[Row], deleted: Sequence[int] = ()) -> None:
         """Write rows over what their slots had, and remove the rows of other slots."""
-        items = [(_SLOT.pack(row.slot), _VALUE.pack(*row[1:])) for row in sorted(rows)]
+        slot_of, value_of = _SLOT.pack, _VALUE.pack
+        items = [(slot_of(slot), value_of(*rest)) for slot, *rest in sorted(rows)]
         with self._change_rows() as txn, txn.cursor() as cursor:
             cursor.putmulti(items)
             for slot in sorted(deleted):

@@ -126,9 +126,14 @@ class FreeSlots:
 
     def add(self, slot: int) -> None:
         """A slot that was taken is free."""
-        self._flags[slot] = 1
-        self._lowest = min(self._lowest, slot)
-        self._count += 1
+        self.add_these((slot,))
+
+    def add_these(self, slots: Sequence[int]) -> None:
+        """All of these are."""
+        if slots:
+            deque(map(self._flags.__setitem__, slots, repeat(1)), maxlen=0)
+            self._lowest = min(self._lowest, *slots)
+            self._count += len(slots)
 
 
 _T = TypeVar("_T")
@@ -321,9 +326,16 @@ class SlotIndex:
 
     def release(self, entries: Iterable[Entry]) -> None:
         """Their rows are gone: the slots are free, or will be after the last reader."""
+        row_gone, pins, keys = self._row_gone, self._pins, self._keys
+        free = []
         for entry in entries:
-            self._row_gone[entry.slot] = 1
-            self._free_if_left(entry.slot)
+            slot = entry.slot
+            if pins[slot]:
+                row_gone[slot] = 1  # and free when it is unpinned
+            else:
+                keys[slot] = None
+                free.append(slot)
+        self._free.add_these(free)
 
     def allocate(self, count: int) -> list[int]:
         """Up to `count` free slots, the lowest, ascending: neighbours where there are any."""
@@ -331,8 +343,7 @@ class SlotIndex:
 
     def give_back(self, slots: Iterable[int]) -> None:
         """Allocated slots that were not published."""
-        for slot in slots:
-            self._free.add(slot)
+        self._free.add_these(list(slots))
 
     def new_rows(self, entries: Sequence[Entry]) -> list[Row]:
         """Rows for entries about to be published, given head first, the head used last."""
