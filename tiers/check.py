@@ -207,7 +207,7 @@ class _Check:
         try:
             batches = list(guard.read_rows(folder, self._scan_timeout_seconds))
             found = read_identity(folder)
-            if found is None and batches:
+            if found is None and any(batch.slots for batch in batches):
                 raise IndexDamaged("it does not say what it is for")
         except IndexDamaged as damage:
             self._damage = damage

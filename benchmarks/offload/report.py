@@ -12,7 +12,7 @@ from ...engine.models.spec import ModelSpec
 from ..harness.load_client import StreamedAnswer
 from ..harness.plots import COLOURS, GATE, MET, MISSED, caption, label_bars, new_figure, save_figure
 from ..harness.report import Report, median, percentile, print_table
-from .scale import CONVOY, GATES, TOLD, WORST_CASE
+from .scale import CONVOY, GATES, WORST_CASE
 
 PHASES = ("cold", "pool", "cpu", "ssd", "remote")
 WARM_PHASES = PHASES[1:]
@@ -200,8 +200,6 @@ def print_costs(report: Report) -> None:
         if name in report.ratios:
             ratio = report.ratios[name]
             rows.append([name.replace("_", " "), f"{ratio:.3f}", gate.wanted, gate.verdict(ratio)])
-    told = [name for name in TOLD if name in report.ratios]
-    rows += [[name.replace("_", " "), f"{report.ratios[name]:.3f}", "", ""] for name in told]
     columns = ["with tiers, against without", "ratio", "gate", ""]
     print_table("Medians over alternating pairs, processor seconds unless named", columns, rows)
     for section, what, column in (

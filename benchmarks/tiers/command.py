@@ -68,7 +68,7 @@ def _gates() -> dict[str, Gate]:
     gates |= dict(zip(CHECKSUM_NAMES, (Gate(most=0.08), Gate(most=0.15)), strict=True))
     gates[LOOK_UPS] = gates[LOOK_UPS_WHILE_CHURNING] = Gate(least=500_000)
     gates[BYTES_PER_ENTRY] = Gate(most=256)
-    gates[REOPEN] = Gate(most=1.5)
+    gates[REOPEN] = Gate(most=1.4)
     return gates
 
 

@@ -20,12 +20,14 @@ from stratakv.tiers.record import (
     HEADER_BYTES,
     SEAL_BYTES,
     Defect,
+    PlainHeaders,
     RecordHeader,
     Seal,
     check_fields,
     check_record,
     encode_header,
 )
+from stratakv.tiers.tag import payload_digest
 
 from ..open_files import open_paths
 
@@ -45,6 +47,23 @@ def test_the_seal_is_what_the_documents_say() -> None:
     # The vectors of docs/abi.md.
     assert KEY.id.hex() == "8adc89f941958303"
     assert header[112:].hex() == "64a1799b4446a16e9e6a37d6253cdca8"
+
+
+@pytest.mark.parametrize("seal", [None, SEALED.seal])
+def test_headers_that_share_what_is_the_same(rng: random.Random, seal: Seal | None) -> None:
+    """They are those of `encode_header`, bit for bit."""
+    payload = rng.randbytes(5000)
+    digest, layout_id = payload_digest(payload), rng.randbytes(16)
+    headers = PlainHeaders(layout_id, len(payload), seal)
+    for generation in (0, 1, 2**32, 2**64 - 1):
+        key, tag = rng.randbytes(40), rng.randbytes(16)
+        header = RecordHeader(key, layout_id, len(payload), generation, tag=tag, seal=seal)
+        made = headers.encode(key, generation, tag, payload, digest)
+        assert made == encode_header(header, payload, digest)
+        assert check_record(made, payload, header) is None
+    for key, tag in ((rng.randbytes(39), bytes(16)), (rng.randbytes(40), bytes(17))):
+        with pytest.raises(ValueError, match="a 40-byte key"):
+            headers.encode(key, 1, tag, payload, digest)
 
 
 def test_a_sealed_record_is_accepted_under_its_key_only() -> None:

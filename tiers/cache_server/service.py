@@ -30,6 +30,7 @@ from .watch import Watches
 
 _READ_SECONDS = 6.0  # beyond the time after which the tiers give a read up themselves
 _QUICK_KEYS = 128
+_HIT = bytes((State.HIT,))
 _Result = TypeVar("_Result")
 
 
@@ -109,9 +110,9 @@ class CacheService:
     async def lookup(self, request: Any, _context: Any) -> Any:
         """Which blocks are here. Never counts them as used."""
         tenant_store, keys = self._tenant_store(), unpack_keys(request.keys)
-        states = await self._looked_up(tenant_store, keys)
-        prefix = sum(1 for _ in itertools.takewhile(lambda state: state is State.HIT, states))
-        return messages.LookupResponse(prefix=prefix, states=bytes(states), boot_id=self._boot_id)
+        states = bytes(await self._looked_up(tenant_store, keys))
+        prefix = len(states) - len(states.lstrip(_HIT))
+        return messages.LookupResponse(prefix=prefix, states=states, boot_id=self._boot_id)
 
     async def load(self, request: Any, context: Any) -> None:
         """Send blocks in pieces."""

@@ -43,7 +43,13 @@ KEEPER_FAILED = "keeper"  # the key in `TierStats.errors` of the slab
 _KEEPER_PAUSES = (0.01, 0.1, 1.0)  # seconds after one failure of the keeper, and after more
 
 SWEPT_BLOCKS = 1024  # forgotten blocks whose slots are freed while the tenant store is held
-_STATES = {Answer.HIT: State.HIT, Answer.MISS: State.MISS, Answer.PENDING: State.PENDING}
+
+
+def _states_of(answers: Sequence[Answer]) -> list[State]:
+    """By comparing: an Answer as the key of a dict is hashed by Python."""
+    hit, miss = Answer.HIT, Answer.MISS
+    here, none, coming = State.HIT, State.MISS, State.PENDING
+    return [here if each is hit else none if each is miss else coming for each in answers]
 
 
 class TenantStore(ServedStore):
@@ -104,7 +110,7 @@ class TenantStore(ServedStore):
             if asked and self._observes:
                 self._hierarchy.observe(stored)
             answers = self._hierarchy.lookup(stored)
-        return [_STATES[answer] for answer in answers]
+        return _states_of(answers)
 
     def begin_load(self, keys: Sequence[bytes]) -> ReadLease:
         """Pin what the slab has of these blocks and begin to read the rest. Waits for nothing."""

@@ -96,13 +96,14 @@ class LookUp:
         """HIT, MISS or PENDING for each key on its own. PENDING: on its way into the slab, in a way
         that a load cannot wait for. What is being promoted is a HIT, since a load joins that."""
         answers = self._slab.lookup(keys)
-        for i, answer in enumerate(answers):
-            if answer is not Answer.PENDING:
-                continue
+        hit, miss, pending = Answer.HIT, Answer.MISS, Answer.PENDING
+        if answers.count(hit) == len(answers):
+            return answers
+        for i in [i for i, answer in enumerate(answers) if answer is pending]:
             promotion = self._promotions.promotion_of(keys[i])
             if promotion is not None and promotion.brings(keys[i]):
-                answers[i] = Answer.HIT
-        missing = [i for i, answer in enumerate(answers) if answer is Answer.MISS]
+                answers[i] = hit
+        missing = [i for i, answer in enumerate(answers) if answer is miss] if self._stores else []
         if missing:
             places = find_stores(self._stores, [keys[i] for i in missing])
             for i, place in zip(missing, places, strict=True):

@@ -281,7 +281,8 @@ class ServerLink:
                 self._questions -= 1
             try:
                 response = call.result()
-                hits = [byte == State.HIT for byte in response.states]
+                hit = int(State.HIT)
+                hits = [byte == hit for byte in response.states]
                 if len(hits) != len(keys):
                     raise RemoteError(f"{self.address}: {len(hits)} answers to {len(keys)} keys")
             except grpc.FutureCancelledError:

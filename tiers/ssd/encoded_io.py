@@ -40,7 +40,7 @@ class EncodingWriter:
             expected = state.encoded_header_of(entry, codec.number, tag)
             header = encode_header(expected, scratch.encoded[:used])
         else:
-            header = encode_header(state.header_of(entry, tag), payload, digest)
+            header = state.headers.encode(entry.key, entry.generation, tag, payload, digest)
         scratch.headers[0][:HEADER_BYTES] = header
         return entry
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ..base import Stored
 from ..codecs.base import Codec
-from ..record import HEADER_BYTES, encode_header
+from ..record import HEADER_BYTES
 from ..tag import Proof, payload_digest
 from .disk.disk_queue import DiskQueue, Result
 from .disk.io_pool import Done, IoPool
@@ -112,6 +112,9 @@ class WriteQueue:
         # A block that was dropped and stored again has a second write, which is the pending one.
         if self._pending.get(write.key) is write:
             del self._pending[write.key]
+        if len(write.waiters) == 1:
+            [(job, _)] = write.waiters
+            return [] if job.waiting_for else [job]
         return list({id(job): job for job, _ in write.waiters if not job.waiting_for}.values())
 
 
@@ -201,15 +204,15 @@ class _Writing:
             entry = encoder.encode(entry, write.payload, scratch, *tagged)
             self._batch.placed[run.start] = (write, entry)  # which says how long it became
             return
-        state = self._writer.state
+        encode = self._writer.state.headers.encode
         for (write, entry), header in zip(placed, scratch.headers, strict=False):
             tagged = self._tagged(write)
             if tagged is None:
                 header[:HEADER_BYTES] = NO_HEADER
                 continue
+            key, _, generation, _ = entry
             tag, digest = tagged
-            raw = encode_header(state.header_of(entry, tag), write.payload, digest)
-            header[:HEADER_BYTES] = raw
+            header[:HEADER_BYTES] = encode(key, generation, tag, write.payload, digest)
 
     def _tagged(self, write: Write) -> Proof | None:
         """Tag and digest of a block; None for one whose bytes are not what its proof says."""

@@ -18,7 +18,7 @@ import lmdb
 from ..base import TierStats
 from ..block import BlockLayout
 from ..errors import TierClosed, TierError
-from ..record import RecordHeader, Seal
+from ..record import PlainHeaders, RecordHeader, Seal
 from ..tag import NO_TAG, Tagger
 from .disk.slot_file import SlotFile
 from .index.slot_index import Entry, SlotIndex
@@ -41,18 +41,14 @@ class StoreState:
 
     def __post_init__(self) -> None:
         self.layout_id = self.layout.layout_id()
-        self.tagger = Tagger(self.layout_id, self.layout.page_bytes)
+        self.page_bytes = self.layout.page_bytes
+        self.tagger = Tagger(self.layout_id, self.page_bytes)
+        self.headers = PlainHeaders(self.layout_id, self.page_bytes, self.seal)
 
-    def header_of(self, entry: Entry, tag: bytes = NO_TAG) -> RecordHeader:
-        """The header that the record of an entry without a codec must have; the tag is only for
-        one that is to be written."""
+    def header_of(self, entry: Entry) -> RecordHeader:
+        """The header that the record of an entry without a codec must have."""
         return RecordHeader(
-            entry.key,
-            self.layout_id,
-            self.layout.page_bytes,
-            entry.generation,
-            tag=tag,
-            seal=self.seal,
+            entry.key, self.layout_id, self.page_bytes, entry.generation, seal=self.seal
         )
 
     def encoded_header_of(self, entry: Entry, codec: int, tag: bytes = NO_TAG) -> RecordHeader:

@@ -205,6 +205,7 @@ class SsdStore(StoreTier):
             forget_other_formats=self._opened.forget_other_formats,
         )
         self._closed = False
+        self._has_open_files = True
         self._faults_seen = 0
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
@@ -326,19 +327,27 @@ class SsdStore(StoreTier):
             keys, are_all = self._state.index.dropped_keys()
             return keys, self._writer.has_clear_to_note or not are_all
 
+    @property
+    def has_open_files(self) -> bool:
+        """Whether its files are open, and its folder locked: as long as it is not closed, or the
+        disk holds one of its threads."""
+        return self._has_open_files
+
     def close(self, timeout_seconds: float) -> None:
-        """See StoreTier. What is queued is written as far as the time allows."""
+        """See StoreTier. What is queued is written as far as the time allows. Where the disk holds
+        a thread for longer the files stay open, until a later call finds it free."""
         deadline = time.monotonic() + timeout_seconds
         with self._state.lock:
-            if self._closed:
+            if not self._has_open_files:
                 return
-            self._closed = True
+            is_first, self._closed = not self._closed, True
         # The kernel takes 32 ms to give up a thread's queue: the readers' go beside the writers'.
         self._reader.end_reads(deadline)
         writes_ended = self._writer.close(deadline)
         if self._reader.close(deadline) and writes_ended:
             self._opened.close()
-        else:
+            self._has_open_files = False
+        elif is_first:
             # Closing files under a call in the kernel could write to whatever opens next.
             log.error("the SSD tier was closed while the disk did not answer; its files stay open")
 
@@ -355,13 +364,16 @@ class SsdStore(StoreTier):
                 f"every block takes a key of {KEY_BYTES} bytes and a buffer; {len(keys)} keys "
                 f"came with {len(buffers)} buffers"
             )
+        payloads = []
         for buffer in buffers:
             if buffer.nbytes < size or (writable and buffer.readonly):
                 raise InvalidBlock(
                     f"a block takes a {'writable ' * writable}buffer of {size} bytes, not one of "
                     f"{buffer.nbytes}{' that is read-only' * buffer.readonly}"
                 )
-        return [buffer.cast("B")[:size] for buffer in buffers]
+            flat = buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
+            payloads.append(flat[:size])  # a view of our own, whatever becomes of the caller's
+        return payloads
 
     def _check_open(self) -> None:
         if self._closed:

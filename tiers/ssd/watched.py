@@ -8,6 +8,10 @@ disk is back at its place. So a thread looks whether the disk is still there, on
 met, and where it is not has the store closed and opened anew when it can be. Meanwhile it is empty
 and takes nothing. Only a store that lies there is opened again, never a new one made: the folder
 where a disk was mounted is on another disk once it is not.
+
+A disk that hangs may keep a thread of the store for longer than anybody waits, and the store keeps
+its files and its lock so long. They are closed as soon as the thread is back: until then the store
+could not be opened again, by us least of all.
 """
 
 from __future__ import annotations
@@ -58,6 +62,7 @@ class WatchedStore(StoreTier):
         self._lock = threading.Lock()  # guards what follows
         self._inner: SsdStore | StandbyStore = store
         self._past = TierStats()  # counters of stores whose disk went
+        self._hanging: list[SsdStore] = []  # the watching thread's own
         self._is_closed = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stratakv-ssd-watch", daemon=True)
@@ -147,6 +152,7 @@ class WatchedStore(StoreTier):
         while not self._closing.wait(self._look_seconds):
             store = self.opened
             try:
+                self._end_hanging()
                 if store is not None and store.has_lost_disk():
                     self._give_up(store)
             except Exception:  # the next look may do better
@@ -177,6 +183,14 @@ class WatchedStore(StoreTier):
             past.errors[GONE] = past.errors.get(GONE, 0) + 1
             self._past.add(past)
         old.close(_CLOSE_SECONDS)
+        self._hanging.append(store)
+        self._end_hanging()
+
+    def _end_hanging(self) -> None:
+        """Close those stores of which no thread is with the disk any more."""
+        for store in self._hanging:
+            store.close(0.0)
+        self._hanging = [store for store in self._hanging if store.has_open_files]
 
     def _open_again(self) -> StoreTier:
         try:

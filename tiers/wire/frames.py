@@ -51,6 +51,7 @@ REQUEST = struct.Struct("<BBHIQQ")  # verb, zero, zero, count, number, argument
 REPLY = struct.Struct("<BBHIQQ")  # verb, status, zero, blocks, number, argument
 
 
+_KEY = struct.Struct(f"{KEY_BYTES}s")
 _PART_BYTES = 8 * 1024**2
 _PART_SHARE = 8
 
@@ -193,7 +194,7 @@ def unpack_keys(packed: bytes, most: int = MAX_KEYS) -> list[bytes]:
         raise WireError(
             f"expected up to {most} keys of {KEY_BYTES} bytes each, got {len(packed)} bytes"
         )
-    return [packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]
+    return [key for (key,) in _KEY.iter_unpack(packed)]
 
 
 def part_blocks(page_bytes: int, num_slots: int, most_bytes: int = _PART_BYTES) -> int:

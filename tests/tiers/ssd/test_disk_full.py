@@ -67,6 +67,23 @@ def test_a_store_is_refused_on_a_full_disk_and_opens_when_there_is_room(small_di
     check_sound(small_disk / "ssd")
 
 
+def test_a_store_on_a_full_disk_can_be_made_smaller(small_disk: Path) -> None:
+    """Which is what somebody does whose disk is full: its new index needs room before the old files
+    give any back."""
+    store = SsdStore(small_disk / "ssd", ODD, CAPACITY)
+    assert all(put(store, KEYS))
+    slots = store.stats().capacity_blocks
+    store.close(SECONDS)
+    fill(small_disk / "other")
+    store = SsdStore(small_disk / "ssd", ODD, CAPACITY // 2)
+    assert store.stats().capacity_blocks < slots
+    hot = KEYS[: store.stats().blocks // 2]
+    assert None not in fetch(store, hot)
+    assert all(put(store, make_keys(3, "more")))
+    store.close(SECONDS)
+    check_sound(small_disk / "ssd")
+
+
 def test_a_disk_that_others_fill_takes_nothing_from_the_store(small_disk: Path) -> None:
     """All its room is taken when it is opened; it turns over, is closed, and opened again."""
     store = SsdStore(small_disk / "ssd", ODD, CAPACITY)

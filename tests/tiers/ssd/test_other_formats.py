@@ -197,10 +197,16 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.parametrize("is_back", [False, True])
 def test_a_crash_between_any_two_moves(
-    open_as: Callable[..., SsdStore], path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_as: Callable[..., SsdStore],
+    path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_back: bool,
 ) -> None:
-    """From both stores nothing is lost, whichever was moved when the process ended."""
+    """From both stores nothing is lost, whichever was moved when the process ended, and whichever
+    version is started after it: the one that was moving (not `is_back`), or the one before."""
     put(open_as())
     put(open_as(FORMAT_VERSION + 1))
     open_as(FORMAT_VERSION + 1).close(SECONDS)
@@ -225,20 +231,22 @@ def test_a_crash_between_any_two_moves(
                 ended = True
             except Killed:
                 ended = False
-        assert loaded(open_as()) == PAYLOADS, f"after {moves} moves"
-        assert loaded(open_as(FORMAT_VERSION + 1)) == PAYLOADS, f"after {moves} moves"
+        for version in (FORMAT_VERSION + is_back, FORMAT_VERSION + (not is_back)):
+            assert loaded(open_as(version)) == PAYLOADS, f"version {version}, after {moves} moves"
+        assert not list(path.glob("*.new")), f"after {moves} moves"
         if ended:
             break
         moves += 1
     assert moves >= 7, "three files there, three back, and the folder"
 
 
+@pytest.mark.parametrize("name", ["format-2", "format-2.new"])
 def test_a_link_is_not_followed(
-    open_as: Callable[..., SsdStore], path: Path, tmp_path: Path
+    open_as: Callable[..., SsdStore], path: Path, tmp_path: Path, name: str
 ) -> None:
     unpack(2, path)
     (tmp_path / "elsewhere").mkdir()
-    (path / "format-2").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(TierConfigError, match="format-2"):
+    (path / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(TierConfigError, match=name):
         open_as()
     assert not list((tmp_path / "elsewhere").iterdir())

@@ -69,6 +69,7 @@ class IoLane:
 
     def __init__(self, slot_file: SlotFile, most_bytes: int) -> None:
         self._slot_file = slot_file
+        self._record_bytes = slot_file.record_bytes
         self._most_bytes = most_bytes
         self._disk = slot_file.open_queue(_HELD)
         self._scratches: dict[int, Scratch] = {}
@@ -186,7 +187,7 @@ class IoLane:
         return len(self._flying) < DEPTH and self._flying_bytes + size <= self._most_bytes
 
     def _bytes_of(self, run: range) -> int:
-        return len(run) * self._slot_file.record_bytes
+        return len(run) * self._record_bytes
 
     def _scratch(self, number: int) -> Scratch:
         if number not in self._scratches:

@@ -39,7 +39,8 @@ _PIPE_BYTES = 1024**2  # the child reads on while a batch is taken in
 
 
 def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
-    """All rows of the index in `folder`. Raises IndexDamaged, perhaps after some of them: only
+    """All rows of the index in `folder`, then an empty batch: what is done with all of them can be
+    done while the file is read once more. Raises IndexDamaged, perhaps after some of them: only
     when the iteration has ended is any of them good. Raises OSError where it could not be looked
     at, which says nothing about it: a cache is not thrown away because memory was short, or because
     the disk was slow: `timeout_seconds` is for the first rows and from one batch to the next, and
@@ -127,6 +128,8 @@ def _batches(stream: IO[bytes]) -> Iterator[RowBatch]:
         if len(values) != count * VALUE_BYTES:
             return
         yield RowBatch(slots, values)
+        if not count:
+            return
 
 
 def move_aside(folder: Path) -> Path:

@@ -39,11 +39,19 @@ def kept(path: Path) -> list[Path]:
 
 
 def keep(path: Path, format_version: int) -> Path:
-    """Move the store in `path` into its own folder; an earlier one of its format is removed."""
+    """Move the store in `path` into its own folder; an earlier one of its format is removed, but
+    one that its own version was about to bring back is that very store."""
     folder, moving = _folder(path, format_version), _moving(path, format_version)
+    if _has_index(folder) and not os.path.lexists(folder / IDENTITY) and not _has_index(path):
+        for name in (_BLOCKS, IDENTITY):  # in the order opposite to that of bringing
+            _move(path / name, folder / name)
+        sync_folder(folder)
+        sync_folder(path)
+        return folder
     if _is_folder(folder):
         shutil.rmtree(folder)
-    moving.mkdir(mode=0o700, exist_ok=True)
+    if not _is_folder(moving):
+        moving.mkdir(mode=0o700)  # not where a link or a file stands
     # The identity is last: until then it says that this store is to be moved.
     for name in (_BLOCKS, fresh_folder(path / _INDEX).name, _INDEX, IDENTITY):
         _move(path / name, moving / name)
@@ -68,6 +76,7 @@ def finish_moves(path: Path, wanted: Identity) -> None:
         is_empty = not (os.path.lexists(path / IDENTITY) or _has_index(path))
         if moving.suffix == ".new" and is_empty:
             _end_keeping(path, moving)
+    _take_back(path, _moving(path, format_version), format_version)
     folder = _folder(path, format_version)
     if _is_folder(folder) and not os.path.lexists(folder / IDENTITY):
         note = read_note(path)
@@ -97,6 +106,20 @@ def _end_keeping(path: Path, moving: Path) -> Path:
     moving.rename(folder)
     sync_folder(path)
     return folder
+
+
+def _take_back(path: Path, moving: Path, format_version: int) -> None:
+    """Where the store in `path` is the one being opened, and another version was about to move it
+    away: what was moved comes back."""
+    note = read_note(path)
+    if not _is_folder(moving) or note is None or note.format_version != format_version:
+        return
+    # In the order opposite to that of `keep`, which so could go on from any point of it.
+    for name in (_INDEX, fresh_folder(path / _INDEX).name, _BLOCKS):
+        if os.path.lexists(moving / name) and not os.path.lexists(path / name):
+            _move(moving / name, path / name)
+    shutil.rmtree(moving)
+    sync_folder(path)
 
 
 def _end_bringing(path: Path, folder: Path) -> None:

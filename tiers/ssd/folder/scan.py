@@ -9,6 +9,8 @@ judged but for its length and place; records are verified when they are read.
 Rows go to standard output while the pages are looked at, so that whoever takes them in need not
 wait for the end of that, but only by it knows that they are good:
     batch = number of rows u32 little-endian | the slots, 4 bytes each | the values, 64 bytes each
+The last batch is empty, and comes before LMDB reads everything: what its reader does with all the
+rows goes on beside that.
 Exit status 0: sound, and every row was written. 1: damaged, the reason on standard error. 2: short
 of memory or descriptors, which says nothing about the file. Killed by a signal that reading can
 cause: damaged. Imports nothing of ours and little else, neither typing nor pathlib, since every
@@ -25,6 +27,7 @@ import errno
 import mmap
 import struct
 import sys
+from array import array
 from collections import namedtuple
 from operator import lt
 
@@ -47,7 +50,7 @@ _MAX_DEPTH = 32  # LMDB's own limit
 _INTEGER_KEYS = 8  # of a tree; the list of free pages is the only one that has it
 _ROWS = b"slots"  # the tree of rows
 _SLOT_BYTES, _VALUE_BYTES = 4, 64
-_ROW = struct.Struct(f"{_NODE.size}s{_SLOT_BYTES}s{_VALUE_BYTES}s")  # a leaf's node
+_ROW = struct.Struct(f"{_NODE.size + _SLOT_BYTES}x{_VALUE_BYTES}s")  # of a leaf's node, the value
 _ROW_HEAD = _NODE.pack(_VALUE_BYTES, 0, 0, _SLOT_BYTES)
 _BATCH = 16384
 _LARGEST_PAGE = 65536
@@ -83,11 +86,11 @@ class RowStream:
     def __init__(self, out: BinaryIO) -> None:
         self.count = 0  # of rows that have left
         self._out = out
-        self._slots: list[bytes] = []
+        self._slots = array("I")
         self._values: list[bytes] = []
-        self._last = b""
+        self._last = -1
 
-    def add(self, slots: Sequence[bytes], values: Sequence[bytes]) -> None:
+    def add(self, slots: array[int], values: Sequence[bytes]) -> None:
         self._slots += slots
         self._values += values
         if len(self._slots) >= _BATCH:
@@ -98,15 +101,34 @@ class RowStream:
         slots, values = self._slots, self._values
         if not slots:
             return
-        if not all(map(lt, [self._last, *slots], slots)):
+        numbers = slots.tolist()
+        if not all(map(lt, [self._last, *numbers], numbers)):
             raise Damage("the rows are not in the order of their slots")
+        self._swap(slots)
         self._out.write(struct.pack("<I", len(slots)))
-        self._out.write(b"".join(slots))
+        self._out.write(slots)
         self._out.write(b"".join(values))
         self._out.flush()
         self.count += len(slots)
-        self._last = slots[-1]
-        self._slots, self._values = [], []
+        self._last = numbers[-1]
+        self._slots, self._values = array("I"), []
+
+    def end(self) -> None:
+        """Say that all rows have left."""
+        self._out.write(bytes(4))
+        self._out.flush()
+
+    @staticmethod
+    def _swap(slots: array[int]) -> None:
+        if sys.byteorder == "little":  # slots are big-endian
+            slots.byteswap()
+
+    @classmethod
+    def slots_of(cls, raw: bytes | bytearray) -> array[int]:
+        """Slots as they lie in the file, one after the other, as numbers."""
+        slots = array("I", raw)
+        cls._swap(slots)
+        return slots
 
 
 class PageScan:
@@ -116,6 +138,7 @@ class PageScan:
     def __init__(self, data: mmap.mmap, rows: RowStream) -> None:
         self._data = data
         self._rows = rows
+        self._appended: dict[int, tuple[int, ...]] = {}  # see `_take_rows`
         self._size = _page_size(data)
         self._meta = newest_meta(data, self._size)
         if (self._meta.last_page + 1) * self._size > len(data):
@@ -202,22 +225,32 @@ class PageScan:
 
     def _take_rows(self, page: int) -> int:
         """The number of rows of a leaf that has nothing else: equal nodes, side by side. Told a
-        page at a time, because a million nodes are too many to look at one by one."""
+        page at a time, and byte by byte of all its rows at once, because a million nodes are too
+        many to look at one by one."""
         base, offsets = self._check_page(page, _LEAF)
-        count, first = len(offsets), min(offsets)
-        if first + count * _ROW.size != self._size:
+        count, first, size = len(offsets), min(offsets), _ROW.size
+        if first + count * size != self._size:
             raise Damage(f"page {page} holds more or less than its rows")
         nodes = self._data[base + first : base + self._size]
-        heads, slots, values = zip(*_ROW.iter_unpack(nodes), strict=True)
-        if heads.count(_ROW_HEAD) != count:
-            raise Damage("a row has a wrong length")
-        if offsets == tuple(range(self._size - _ROW.size, first - 1, -_ROW.size)):
-            self._rows.add(slots[::-1], values[::-1])  # were only ever appended
+        for place, byte in enumerate(_ROW_HEAD):
+            if nodes[place::size].count(byte) != count:
+                raise Damage("a row has a wrong length")
+        raw = bytearray(_SLOT_BYTES * count)
+        for place in range(_SLOT_BYTES):
+            raw[place::_SLOT_BYTES] = nodes[len(_ROW_HEAD) + place :: size]
+        slots = RowStream.slots_of(raw)
+        values = [value for (value,) in _ROW.iter_unpack(nodes)]
+        appended = self._appended.get(first)  # offsets of rows that were only ever appended
+        if appended is None:
+            appended = tuple(range(self._size - size, first - 1, -size))
+            self._appended[first] = appended
+        if offsets == appended:
+            self._rows.add(slots[::-1], values[::-1])
             return count
-        order = [(offset - first) // _ROW.size for offset in offsets]
-        if offsets != tuple(first + place * _ROW.size for place in order):
+        order = [(offset - first) // size for offset in offsets]
+        if offsets != tuple(first + place * size for place in order):
             raise Damage(f"a row of page {page} begins within another")
-        self._rows.add([slots[i] for i in order], [values[i] for i in order])
+        self._rows.add(array("I", [slots[i] for i in order]), [values[i] for i in order])
         return count
 
     def _check_page(self, page: int, kind: int) -> tuple[int, tuple[int, ...]]:
@@ -335,6 +368,7 @@ def main(arguments: list[str]) -> int:
         ):
             rows = RowStream(sys.stdout.buffer)
             PageScan(data, rows).check()
+        rows.end()
         read_with_lmdb(folder, rows.count)
     except (OSError, MemoryError) as error:
         print(error, file=sys.stderr)  # noqa: T201 - read by the process that asked

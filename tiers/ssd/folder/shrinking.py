@@ -8,11 +8,13 @@ move down into slots of colder ones.
 Only here are payloads moved at an opening, for `MOST_SECONDS` at most; what is left then is lost,
 the coldest first. At every moment of a crash each row names a slot that holds its record: the row
 of a colder block goes first, then the record is copied and synced, then one commit gives the block
-its new slot and takes the old one away.
+its new slot and takes the old one away. At last the rows beyond the new end go, and then the file's
+bytes there, so that a full disk has room for the smaller index that comes next.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -43,35 +45,44 @@ def num_slots_there(slot_file: Path, plan: SpacePlan) -> int:
 
 def shrink(directory: StoreDirectory, plan: SpacePlan, index: SlotIndex) -> SlotIndex:
     """The index of what is kept in the first `plan.num_slots` slots, where the disk says so too.
-    `index` has more. May raise OSError and lmdb.Error; nothing but cold blocks is lost then."""
+    `index` has more. A block that cannot be read is lost. May raise OSError and lmdb.Error; nothing
+    but cold blocks is lost then."""
     began = time.monotonic()
+    to_be_removed = [entry.slot for entry in index.take_leaving()]
     by_heat = list(index.rows())[::-1]
     stays = {row.slot: row for row in by_heat if row.slot < plan.num_slots}
     hot = {row.slot for row in by_heat[: plan.num_slots]}
     moves = [row for row in by_heat[: plan.num_slots] if row.slot >= plan.num_slots]
     targets = (slot for slot in range(plan.num_slots) if slot not in hot)
-    moved = 0
-    if moves:
-        with _Mover(directory, plan) as mover:
-            step = max(1, min(_COMMIT_BYTES // plan.record_bytes, _COMMIT_ROWS))
-            for start in range(0, len(moves), step):
-                if time.monotonic() - began > MOST_SECONDS:
-                    break
-                rows = moves[start : start + step]
-                for row in mover.move(rows, list(islice(targets, len(rows)))):
-                    stays[row.slot] = row
-                moved += len(rows)
+    tried = moved = 0
+    with _Mover(directory, plan) as mover:
+        mover.remove(to_be_removed)  # of which nobody would know any more
+        step = max(1, min(_COMMIT_BYTES // plan.record_bytes, _COMMIT_ROWS))
+        for start in range(0, len(moves), step):
+            if time.monotonic() - began > MOST_SECONDS:
+                break
+            rows = moves[start : start + step]
+            slots = list(islice(targets, len(rows)))
+            for slot in slots:
+                stays.pop(slot, None)
+            for row in mover.move(rows, slots):
+                stays[row.slot] = row
+                moved += 1
+            tried += len(rows)
+        mover.cut_off()
     log.info(
         "the SSD tier in %s is smaller than it was: %d of %d blocks are kept, of which %d (%s) "
         "were moved in %.1f s",
         directory.path, len(stays), len(by_heat), moved, rough_size(moved * plan.record_bytes),
         time.monotonic() - began,
     )  # fmt: skip
-    if moved < len(moves):
+    if tried < len(moves):
         log.warning(
             "%d blocks that were used lately are lost, since moving them would have taken longer "
-            "than %g s", len(moves) - moved, MOST_SECONDS,
+            "than %g s", len(moves) - tried, MOST_SECONDS,
         )  # fmt: skip
+    if moved < tried:
+        log.warning("%d blocks could not be read and are lost", tried - moved)
     return SlotIndex(plan.num_slots, [RowBatch.of(stays[slot] for slot in sorted(stays))])
 
 
@@ -80,6 +91,7 @@ class _Mover:
 
     def __init__(self, directory: StoreDirectory, plan: SpacePlan) -> None:
         self._size = plan.record_bytes
+        self._num_slots = plan.num_slots
         self._index = IndexFile(directory.index, 0)
         try:
             self._file = os.open(directory.slot_file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -94,18 +106,40 @@ class _Mover:
         os.close(self._file)
         self._index.close()
 
+    def remove(self, slots: Sequence[int]) -> None:
+        """Remove the rows of these slots."""
+        for start in range(0, len(slots), _COMMIT_ROWS):
+            self._index.delete(slots[start : start + _COMMIT_ROWS])
+
     def move(self, rows: Sequence[Row], slots: Sequence[int]) -> Iterable[Row]:
-        """The rows at their new slots."""
+        """The rows of what could be read, at their new slots. Raises OSError where nothing could:
+        that is no bad sector but a disk that is gone, and may come back."""
         self._index.delete(slots)
+        new: list[Row] = []
+        fault: OSError | None = None
         for row, slot in zip(rows, slots, strict=True):
-            self._copy(row.slot, slot)
+            try:
+                record = os.pread(self._file, self._size, row.slot * self._size)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                fault = error
+                continue
+            self._write(record, slot)
+            new.append(row._replace(slot=slot))
+        if fault is not None and not new:
+            raise fault
         os.fdatasync(self._file)
-        new = [row._replace(slot=slot) for row, slot in zip(rows, slots, strict=True)]
         self._index.put(new, [row.slot for row in rows])
         return new
 
-    def _copy(self, source: int, target: int) -> None:
-        record = os.pread(self._file, self._size, source * self._size)
+    def cut_off(self) -> None:
+        """Let go of what lies beyond the new end, the rows first."""
+        self._index.delete_from(self._num_slots)
+        if os.fstat(self._file).st_size > self._num_slots * self._size:
+            os.ftruncate(self._file, self._num_slots * self._size)
+
+    def _write(self, record: bytes, target: int) -> None:
         view, offset = memoryview(record), target * self._size
         while view:
             count = os.pwrite(self._file, view, offset)

@@ -39,6 +39,7 @@ VALUE_BYTES = 64
 
 _SLOT = struct.Struct(">I")
 _VALUE = struct.Struct(f"<{KEY_BYTES}sQQQ")
+_KEY_OF_VALUE = struct.Struct(f"{KEY_BYTES}s{VALUE_BYTES - KEY_BYTES}x")
 _ZEROS = bytes(1024**2)
 _NUMBER = struct.Struct("<Q")
 EPOCH_SHIFT = 32  # a generation: the epoch above, a count of writes below
@@ -95,7 +96,7 @@ class RowBatch(NamedTuple):
         (slots if sys.byteorder == "little" else words).byteswap()
         count = bisect_left(slots, num_slots)
         stop = count * _VALUE.size
-        keys = [self.values[i : i + KEY_BYTES] for i in range(0, stop, _VALUE.size)]
+        keys = [key for (key,) in _KEY_OF_VALUE.iter_unpack(memoryview(self.values)[:stop])]
         in_row = _VALUE.size // words.itemsize
         before = KEY_BYTES // words.itemsize
         words = words[: count * in_row]
@@ -186,7 +187,8 @@ class IndexFile:
 
     def put(self, rows: Iterable[Row], deleted: Sequence[int] = ()) -> None:
         """Write rows over what their slots had, and remove the rows of other slots."""
-        items = [(_SLOT.pack(row.slot), _VALUE.pack(*row[1:])) for row in sorted(rows)]
+        slot_of, value_of = _SLOT.pack, _VALUE.pack
+        items = [(slot_of(slot), value_of(*rest)) for slot, *rest in sorted(rows)]
         with self._change_rows() as txn, txn.cursor() as cursor:
             cursor.putmulti(items)
             for slot in sorted(deleted):
@@ -199,10 +201,16 @@ class IndexFile:
                 txn.delete(_SLOT.pack(slot))
 
     def delete_from(self, slot: int) -> None:
-        """Remove the rows of this slot and of all after it."""
-        with self._change_rows() as txn, txn.cursor() as cursor:
-            while cursor.set_range(_SLOT.pack(slot)):
-                cursor.delete()
+        """Remove the rows of this slot and of all after it, the last ones first: of very many in
+        several commits, since LMDB bounds the pages that one may change."""
+        first, left = _SLOT.pack(slot), True
+        while left:
+            with self._change_rows() as txn, txn.cursor() as cursor:
+                for _ in range(_ROWS_PER_COMMIT):
+                    left = bool(cursor.last()) and cursor.key() >= first
+                    if not left:
+                        break
+                    cursor.delete()
 
     def close(self) -> None:
         self._env.close()

@@ -26,7 +26,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
-from itertools import islice, repeat, takewhile
+from itertools import chain, islice, repeat, takewhile
 from typing import NamedTuple, TypeVar
 
 from ...holds import Holds
@@ -57,15 +57,11 @@ class SlotList:
             yield slot
             slot = self._after[slot]
 
-    def extend(self, slots: Iterable[int]) -> None:
-        """Append slots that are not listed yet."""
-        after, before, last = self._after, self._before, self._before[self._end]
-        for slot in slots:
-            after[last] = slot
-            before[slot] = last
-            last = slot
-        after[last] = self._end
-        before[self._end] = last
+    def extend(self, slots: Sequence[int]) -> None:
+        """Append slots that are not listed yet. Without a Python loop, for a million."""
+        end, last = [self._end], [self._before[self._end]]
+        _scatter(self._after, chain(last, slots), chain(slots, end))
+        _scatter(self._before, chain(slots, end), chain(last, slots))
 
     def move_to_end(self, slot: int) -> None:
         """Make a slot the last one, whether it is listed or not."""
@@ -130,9 +126,14 @@ class FreeSlots:
 
     def add(self, slot: int) -> None:
         """A slot that was taken is free."""
-        self._flags[slot] = 1
-        self._lowest = min(self._lowest, slot)
-        self._count += 1
+        self.add_these((slot,))
+
+    def add_these(self, slots: Sequence[int]) -> None:
+        """All of these are."""
+        if slots:
+            deque(map(self._flags.__setitem__, slots, repeat(1)), maxlen=0)
+            self._lowest = min(self._lowest, *slots)
+            self._count += len(slots)
 
 
 _T = TypeVar("_T")
@@ -160,7 +161,8 @@ class Entry(NamedTuple):
 
 class SlotIndex:
     """Blocks by key, over slots 0 to `num_slots - 1`. `rows` come in the order of their slots;
-    what is beyond the last slot is left out."""
+    what is beyond the last slot is left out. An empty batch among them is the last one: whoever
+    gives them has all rows, and is about to say whether they are good."""
 
     def __init__(self, num_slots: int, rows: Iterable[RowBatch] = ()) -> None:
         self.num_slots = num_slots
@@ -324,9 +326,16 @@ class SlotIndex:
 
     def release(self, entries: Iterable[Entry]) -> None:
         """Their rows are gone: the slots are free, or will be after the last reader."""
+        row_gone, pins, keys = self._row_gone, self._pins, self._keys
+        free = []
         for entry in entries:
-            self._row_gone[entry.slot] = 1
-            self._free_if_left(entry.slot)
+            slot = entry.slot
+            if pins[slot]:
+                row_gone[slot] = 1  # and free when it is unpinned
+            else:
+                keys[slot] = None
+                free.append(slot)
+        self._free.add_these(free)
 
     def allocate(self, count: int) -> list[int]:
         """Up to `count` free slots, the lowest, ascending: neighbours where there are any."""
@@ -334,8 +343,7 @@ class SlotIndex:
 
     def give_back(self, slots: Iterable[int]) -> None:
         """Allocated slots that were not published."""
-        for slot in slots:
-            self._free.add(slot)
+        self._free.add_these(list(slots))
 
     def new_rows(self, entries: Sequence[Entry]) -> list[Row]:
         """Rows for entries about to be published, given head first, the head used last."""
@@ -415,14 +423,24 @@ class SlotIndex:
         collects = gc.isenabled()
         gc.disable()
         try:
+            is_ordered = False
             for batch in rows:
-                self._take_batch(batch, uses)
-            self._leave_older_rows(uses)
-            order = _by_use(self._slots, uses)
-            self._recency.extend(order)
+                if batch.slots:
+                    self._take_batch(batch, uses)
+                else:
+                    self._put_in_order(uses)
+                    is_ordered = True
+            if not is_ordered:
+                self._put_in_order(uses)
         finally:
             if collects:
                 gc.enable()
+
+    def _put_in_order(self, uses: array[int]) -> None:
+        """All rows were taken in."""
+        self._leave_older_rows(uses)
+        order = _by_use(self._slots, uses)
+        self._recency.extend(order)
         self._next_use = uses[order[-1]] if order else 0
 
     def _take_batch(self, batch: RowBatch, uses: array[int]) -> None:
