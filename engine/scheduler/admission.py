@@ -133,6 +133,9 @@ class Admission:
         self, request: Request, step: StepBuilder, now: float, only_known: bool
     ) -> Verdict:
         connector, places = self._connector, self._places
+        if request.request_id in step.held:  # one that was sent back
+            places.note_wait(request, Obstacle.MASK)
+            return Verdict.LATER
         if request.request_id in connector.awaiting_prefill:
             places.note_wait(request, Obstacle.PREFILL)
             return Verdict.LATER

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-
 from ..config import SchedulerConfig
 from ..request import Request
 from .places import Places
@@ -25,11 +23,10 @@ class RunningRound:
         self._pressure = pressure
         self._chunk_limit = config.most_step_tokens
 
-    def run(self, step: StepBuilder, held: Set[str] = frozenset()) -> None:
-        """Send back whom memory has no room for, then let the others go on but those `held`, by
-        request id, which sit this step out where they are."""
+    def run(self, step: StepBuilder) -> None:
+        """Send back whom memory has no room for, then let the others go on."""
         self._relieve(step)
-        self._go_on(step, held)
+        self._go_on(step)
 
     def _relieve(self, step: StepBuilder) -> None:
         """Send back whom the policy says while too much of the pool is held; never the only one."""
@@ -45,7 +42,7 @@ class RunningRound:
                 if victim.request_id in places.loading:
                     return  # its blocks come back when a copy to them has ended
 
-    def _go_on(self, step: StepBuilder, held: Set[str]) -> None:
+    def _go_on(self, step: StepBuilder) -> None:
         running = self._places.running
         loading, progress = self._places.loading, self._places.progress
         allocate = self._places.manager.allocate_slots
@@ -53,7 +50,7 @@ class RunningRound:
         block_size = self._places.manager.block_size
         last_offset = block_size - 1
         decodes: list[Request] = []
-        preempted = step.preempted_ids
+        preempted, held = step.preempted_ids, step.held
         for request in tuple(running):  # of which those are taken that must make room
             if step.budget <= len(decodes):
                 break

@@ -278,7 +278,7 @@ class Scheduler:
         return outputs
 
     def schedule(self, held: Set[str] = frozenset()) -> SchedulerOutput:
-        """The next step. Running requests that are `held`, by their ids, are left out of it. Raises
+        """The next step. Requests that are `held`, by their ids, are left out of it. Raises
         RuntimeError while as many as may be are in flight."""
         if len(self._in_flight) >= self._max_steps_in_flight:
             raise RuntimeError("the first step must be updated or failed before the next is made")
@@ -306,11 +306,12 @@ class Scheduler:
             self._step_id,
             self.config.max_num_batched_tokens,
             runs_ahead=self._runs_ahead,
+            held=held,
         )
         num_loading = places.loading.num_waiting
         retry = False
         if self._paused is not Pause.ALL:
-            self._running.run(step, held)
+            self._running.run(step)
             if not step.pressed:
                 only_known = self._paused is Pause.NEW
                 retry = self._admission.admit(step, now, only_known=only_known)

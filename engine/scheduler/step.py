@@ -7,6 +7,7 @@ preempted and comes back replaces its table. Until `build` an entry can be taken
 
 from __future__ import annotations
 
+from collections.abc import Set
 from enum import Enum
 from functools import partial
 from typing import NamedTuple
@@ -65,21 +66,29 @@ class StepBuilder:
         "_to_tell",
         "budget",
         "entries",
+        "held",
         "preempted_ids",
         "pressed",
         "step_id",
     )
 
     def __init__(
-        self, manager: KVCacheManager, step_id: int, budget: int, *, runs_ahead: bool = False
+        self,
+        manager: KVCacheManager,
+        step_id: int,
+        budget: int,
+        *,
+        runs_ahead: bool = False,
+        held: Set[str] = frozenset(),
     ) -> None:
         """`runs_ahead`: the next step goes on behind the tokens that this one chooses; else it
-        waits for them."""
+        waits for them. `held`: the ids of requests that sit this step out where they are."""
         self._manager = manager
         self._runs_ahead = runs_ahead
         self._to_tell: dict[str, StepEntry] = {}  # the entries that the worker does not expect
         self.step_id = step_id
         self.budget = budget
+        self.held = held
         self.preempted_ids: set[str] = set()
         # Room had to be made for a running request: nobody new is let in during this step.
         self.pressed = False

@@ -17,7 +17,7 @@ from .base import Form
 
 _LENGTH = struct.Struct("<I")
 MOST_BYTES = 64 * 1024**2  # a grammar in a backend's own language, many times a client's text
-_LOOK_SECONDS = 0.05
+LOOK_SECONDS = 0.25  # each look takes the interpreter's lock from those who compute
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 
@@ -70,11 +70,11 @@ def receive(
 
 def _read(connection: socket.socket, size: int, look: Callable[[], None]) -> bytearray:
     data = bytearray(size)
-    view, done, next_look = memoryview(data), 0, time.monotonic() + _LOOK_SECONDS
+    view, done, next_look = memoryview(data), 0, time.monotonic() + LOOK_SECONDS
     while done < size:
         if time.monotonic() >= next_look:
             look()
-            next_look = time.monotonic() + _LOOK_SECONDS
+            next_look = time.monotonic() + LOOK_SECONDS
         try:
             count = connection.recv_into(view[done:])
         except TimeoutError:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ..structured_params import GrammarSpec, Kind
 from .base import Form, GrammarError, NotNow
-from .compile_messages import Answer, Ask, Start, receive, send
+from .compile_messages import LOOK_SECONDS, Answer, Ask, Start, receive, send
 from .limited_thread import Limit
 from .xgrammar_scope import why_untamed
 
@@ -35,7 +35,6 @@ SMALL_RULES_BYTES = 512
 MEMORY_BYTES = 1024**3
 START_SECONDS = 300.0  # with a large vocabulary, at low priority beside other work
 _END_SECONDS = 5.0
-_LOOK_SECONDS = 0.05
 # -P: a file in the working directory must not take the place of a package.
 _COMMAND = (sys.executable, "-P", "-m", "stratakv.engine.structured.compile_process")
 _CPU_CLOCK = 2  # of a process, with its number above the lowest three bits: Linux
@@ -179,7 +178,7 @@ class _Process:
             raise
         finally:
             theirs.close()
-        ours.settimeout(_LOOK_SECONDS)
+        ours.settimeout(LOOK_SECONDS)
         self._connection = ours
         self._first: Start | None = start
         self.pid = self._process.pid
@@ -237,7 +236,7 @@ class _Process:
         """It reads at once, where it is run at all."""
         self._connection.settimeout(START_SECONDS)
         send(self._connection, message)
-        self._connection.settimeout(_LOOK_SECONDS)
+        self._connection.settimeout(LOOK_SECONDS)
 
     def _cpu_seconds(self) -> float:
         try:

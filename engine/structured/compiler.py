@@ -11,8 +11,10 @@ Called by the engine's step thread, but for the threads of its own; nothing here
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,13 +30,14 @@ from .limited_thread import Job, LeftBehind, Limit, LimitedThread
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 1
-NUM_PROCESSES = 2  # at once
+MOST_PROCESSES = 2  # at once
 COMPILE_LIMIT = Limit(cpu_seconds=10.0)
 MOST_BYTES = 64 * 1024**2  # of one grammar
 CACHE_BYTES = 256 * 1024**2
 CACHE_ENTRIES = 1024
 MOST_WAITING = 1024
 POLL_SECONDS = 0.05  # for a thread that is over its limit
+_TURN_SECONDS = 1.0
 _CLOSE_SECONDS = 5.0
 
 
@@ -56,9 +59,22 @@ class Compilation:
     def is_done(self) -> bool:
         return self.grammar is not None or bool(self.error)
 
+    @property
+    def num_bytes(self) -> int:
+        """That it takes while it is kept."""
+        return len(self.spec.text) if self.grammar is None else self.grammar.num_bytes
+
 
 class TooManyGrammars(RuntimeError):
     """So many wait to be compiled that no more may."""
+
+
+def _num_processes() -> int:
+    """As `GrammarCompiler` takes them: what is tried out is compiled here next by the same thread,
+    and with more at once than there are processors beside the steps', steps wait their turn."""
+    on_linux = hasattr(os, "sched_getaffinity")
+    processors = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
+    return max(1, min(MOST_PROCESSES, processors - 1))
 
 
 class _Lane:
@@ -83,7 +99,8 @@ class _Lane:
 class GrammarCompiler:
     """For a vocabulary of `vocab_size` tokens. `open_backend` is called once, by the thread that
     first needs it; `wake` is called by any thread that has done one. Threads begin with the first
-    grammar. Without `pool` all are compiled at once."""
+    grammar. Without `pool` all are compiled at once. So many processes of it as `num_processes` try
+    out at once; None: as many as leave a processor to the steps."""
 
     def __init__(
         self,
@@ -94,6 +111,7 @@ class GrammarCompiler:
         pool: CompilePool | None = None,
         limit: Limit = COMPILE_LIMIT,
         num_threads: int = NUM_THREADS,
+        num_processes: int | None = None,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         self._open_backend = open_backend
@@ -103,8 +121,12 @@ class GrammarCompiler:
         self._pool = pool
         self._cache_bytes = cache_bytes
         self._known: OrderedDict[GrammarSpec, Compilation] = OrderedDict()  # used last at the end
+        self.num_cached_bytes = 0  # of the grammars that are kept, with texts of those that failed
         self._waiting: dict[GrammarSpec, Compilation] = {}
-        self._small, self._large = _Lane(num_threads), _Lane(NUM_PROCESSES)
+        self._small, self._large = (
+            _Lane(num_threads),
+            _Lane(num_processes or _num_processes()),
+        )
         self._left = LeftBehind()
         self._beginning = threading.Lock()  # between a thread that begins and who gives up
         self._opening = threading.Lock()
@@ -117,14 +139,6 @@ class GrammarCompiler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
-
-    @property
-    def num_cached_bytes(self) -> int:
-        """Of the grammars that are kept, with the texts of those that failed."""
-        return sum(
-            len(each.spec.text) if each.grammar is None else each.grammar.num_bytes
-            for each in self._known.values()
-        )
 
     def ask(self, spec: GrammarSpec) -> Compilation:
         """The grammar, which may be done already. Raises TooManyGrammars."""
@@ -174,10 +188,11 @@ class GrammarCompiler:
                 self.num_failed += compilation.grammar is None
                 if not compilation.may_be_later:
                     self._known[spec] = compilation
+                    self.num_cached_bytes += compilation.num_bytes
         while len(self._known) > CACHE_ENTRIES or (
             self._known and self.num_cached_bytes > self._cache_bytes
         ):
-            self._known.popitem(last=False)
+            self.num_cached_bytes -= self._known.popitem(last=False)[1].num_bytes
 
     def close(self) -> None:
         """End the threads and processes; threads that hang are left behind. Idempotent."""
@@ -251,13 +266,20 @@ class GrammarCompiler:
                 self._backend = self._open_backend()
         if form is None:
             return self._build(thread, at, compilation, partial(self._backend.compile, spec))
-        building = self._building
-        if not building.acquire(timeout=self._limit.seconds):
-            raise NotNow("the grammars before it take too long to compile; try later")
+        building = self._begin_building()
         try:
             return self._build(thread, at, compilation, partial(self._backend.build, spec, form))
         finally:
             building.release()
+
+    def _begin_building(self) -> threading.Lock:
+        """The lock, held. Raises NotNow where its turn does not come."""
+        deadline = time.monotonic() + self._limit.seconds
+        while time.monotonic() < deadline:
+            building = self._building  # another one, once whoever held it was left behind
+            if building.acquire(timeout=_TURN_SECONDS):
+                return building
+        raise NotNow("the grammars before it take too long to compile; try later")
 
     def _build(
         self,

@@ -64,13 +64,16 @@ class LimitedThread:
             return True
 
     def is_over(self, limit: Limit) -> bool:
-        """Whether its present piece has taken longer than it may."""
-        with self._lock:
-            began = self._began
-            if began is None or self._clock is None or not self._thread.is_alive():
-                return False
+        """Whether its present piece has taken longer than it may. Without the lock, which a thread
+        that is not run may hold: whoever asks in every step must not wait for it."""
+        began = self._began
+        if began is None or self._clock is None or not self._thread.is_alive():
+            return False
+        try:
             cpu = time.clock_gettime(self._clock) - began[0]
-            return cpu > limit.cpu_seconds or time.monotonic() - began[1] > limit.seconds
+        except OSError:  # it has ended since
+            return False
+        return cpu > limit.cpu_seconds or time.monotonic() - began[1] > limit.seconds
 
     def leave(self, limit: Limit) -> bool:
         """Leave it behind where its present piece is over the limit; whether it was. What it does
@@ -78,7 +81,7 @@ class LimitedThread:
         if not self.is_over(limit):
             return False
         with self._lock:
-            if self._began is None:
+            if not self.is_over(limit):  # it has come to another one meanwhile
                 return False
             self._is_left = True
         _put_last(self._thread.native_id)

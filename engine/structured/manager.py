@@ -173,17 +173,17 @@ class GrammarManager:
     @property
     def is_due(self) -> bool:
         """Whether `take_compiled` would have something, or a request need sit out no longer."""
+        self._compiler.collect()
         if self._ahead.is_due:
             return True
-        if not self._waiting:
-            return False
-        self._compiler.collect()
         return any(waiting.compilation.is_done for waiting in self._waiting.values())
 
     @property
     def idle_seconds(self) -> float:
-        """After which to ask `is_due` again, at the latest; no limit where nobody waits."""
-        return POLL_SECONDS if self._waiting or self._ahead.num_open else float("inf")
+        """After which to ask `is_due` again, at the latest; no limit where nothing is under way.
+        What nobody waits for any more has its limit too."""
+        is_busy = self._compiler.num_waiting or self._waiting or self._ahead.num_open
+        return POLL_SECONDS if is_busy else float("inf")
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """`wakeup` is called, from any thread, when `is_due` may have become True."""

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -347,6 +348,9 @@ class AheadMaker:
         """End the thread, unless it hangs. Idempotent."""
         self._open.clear()
         if self._thread is not None:
+            with suppress(queue.Empty):  # rows that nobody wants
+                while True:
+                    self._jobs.get_nowait()
             self._jobs.put(None)
             self._thread.join(_CLOSE_SECONDS)
             self._thread = None

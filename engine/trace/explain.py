@@ -19,6 +19,7 @@ _OBSTACLES = {
     Obstacle.LOOKUP.value: "a tier had not answered yet",
     Obstacle.WRITER.value: "blocks that it shares with another request were being computed",
     Obstacle.PREFILL.value: "another engine computes its prompt",
+    Obstacle.MASK.value: "which tokens its grammar allows next was being found out",
 }
 _ENDS = {
     "stop": "it stopped by itself",

@@ -32,7 +32,9 @@ class State(Enum):
 
 
 # Obstacles of one request alone: whoever stands behind it goes first.
-_STANDS_ASIDE = {Obstacle.LOOKUP.value, Obstacle.WRITER.value, Obstacle.PREFILL.value}
+_STANDS_ASIDE = {
+    each.value for each in (Obstacle.LOOKUP, Obstacle.WRITER, Obstacle.PREFILL, Obstacle.MASK)
+}
 _ENTERS = {
     Decision.QUEUED.value: State.WAITING,
     Decision.WAITS.value: State.WAITING,

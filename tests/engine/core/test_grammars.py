@@ -7,7 +7,8 @@ import json
 import random
 import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.structured.base import Backend, Grammar, GrammarError, Matcher, Words
+from stratakv.engine.structured.compiler import POLL_SECONDS
+from stratakv.engine.structured.limited_thread import Limit
 from stratakv.engine.structured.manager import GrammarManager
 from stratakv.engine.structured_params import GrammarSpec, StructuredOutputsParams
 from stratakv.engine.text.tokenizer import Tokenizer
@@ -242,11 +245,18 @@ class _AnyMatcher(Matcher):
         words[:] = -1
 
 
-def with_backend(core: EngineCore, model: Path, backend: Backend) -> None:
+def with_backend(core: EngineCore, model: Path, backend: Backend, **settings: Any) -> None:
     core._grammars.close()
     core._grammars = core._adder.grammars = core._calls.grammars = GrammarManager(
-        model, VOCAB, [END], most_waiting=9, opener=lambda: backend
+        model, VOCAB, [END], opener=lambda: backend, **({"most_waiting": 9} | settings)
     )
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_a_grammar_that_dies_is_nobody_else_s_error(
@@ -383,3 +393,58 @@ def test_a_request_whose_mask_takes_long_sits_out_and_holds_up_nobody(
     _Stubborn.slow_rows.set()
     last = finish(core, [], 1)
     assert last["slow"].finish_reason == "length"
+
+
+@pytest.mark.parametrize("then", ["comes back", "leaves"])
+def test_one_that_is_sent_back_while_its_mask_is_made_waits_for_it(
+    make_core: MakeCore, tiny_model: Path, greedy_reference: Reference, then: str
+) -> None:
+    """Its matcher is another thread's until then."""
+    core = make_core()
+    with_backend(core, tiny_model, _Stubborn())
+    _Stubborn.slow_rows.clear()
+    outputs = core.add(following("slow", prompt_of(20), {"regex": "slow"}, max_tokens=6))
+    ahead = core._grammars._ahead
+    while not ahead.num_open:
+        outputs += core.step()
+    core.scheduler._places.preempt(core.scheduler.requests["slow"])
+    core.scheduler._preempted_again.add("slow")  # which the next step tells the worker
+    others = finish(core, outputs + core.add(request("free", prompt_of(30))), 1)
+    assert others["free"].new_token_ids == greedy_reference(prompt_of(30), 6)
+    (waiting,) = core.scheduler.requests.values()
+    assert waiting.num_computed_tokens == 0 and ahead.num_open
+    if then == "leaves":
+        core.abort(["slow"])
+    _Stubborn.slow_rows.set()
+    if then == "comes back":
+        (last,) = finish(core, outputs, 1).values()
+        assert last.new_token_ids == greedy_reference(prompt_of(20), 6)
+    while ahead.num_open or core.has_work():
+        assert all(output.error is None for output in core.step())
+
+
+def test_what_hangs_is_given_up_when_nobody_waits_for_it_any_more(
+    make_core: MakeCore, tiny_model: Path
+) -> None:
+    core = make_core()
+    stop = threading.Event()
+
+    class Hanging(Backend):
+        def compile(self, spec: GrammarSpec) -> Grammar:
+            while not stop.is_set():
+                pass
+            raise GrammarError("stopped")
+
+    with_backend(core, tiny_model, Hanging(), compile_limit=Limit(cpu_seconds=0.05))
+    compiler = core._grammars._compiler
+    try:
+        assert core.add(following("gone", prompt_of(20), {"regex": "x"})) == []
+        compilation = next(iter(compiler._waiting.values()))
+        wait_for(lambda: compilation.has_begun)
+        core.abort(["gone"])
+        assert core.idle_seconds() <= POLL_SECONDS  # it is looked at, though no request waits
+        wait_for(lambda: not core.has_work() and not compiler.num_waiting)
+        assert "takes more than" in compilation.error
+        assert core.idle_seconds() > POLL_SECONDS
+    finally:
+        stop.set()

@@ -26,8 +26,8 @@ from stratakv.engine.structured.base import (
 )
 from stratakv.engine.structured.compiler import (
     MOST_BYTES,
+    MOST_PROCESSES,
     MOST_WAITING,
-    NUM_PROCESSES,
     Compilation,
     GrammarCompiler,
     TooManyGrammars,
@@ -54,6 +54,7 @@ from ..core.conftest import config_of, finish, prompt_of, request
 
 SHORT = Limit(cpu_seconds=0.05)
 WAIT_SECONDS = 60.0
+NUM_PROCESSES = 2
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -176,7 +177,9 @@ class SlowPool:
 def slow_pool(threads_end: None) -> Iterator[tuple[GrammarCompiler, SlowPool]]:
     backend, pool = Spinner(compiles=True), SlowPool()
     backend.build = lambda spec, form: backend.compile(spec)
-    compiler = GrammarCompiler(lambda: backend, lambda: None, vocab_size=40, pool=pool)
+    compiler = GrammarCompiler(
+        lambda: backend, lambda: None, vocab_size=40, pool=pool, num_processes=NUM_PROCESSES
+    )
     yield compiler, pool
     compiler.close()
 
@@ -213,6 +216,35 @@ def test_a_large_one_that_hangs_when_it_is_built_holds_up_no_other(threads_end: 
     finally:
         backend.stop.set()
         compiler.close()
+
+
+def test_one_that_hangs_when_it_is_built_gives_its_turn_to_the_next(threads_end: None) -> None:
+    backend, pool = Spinner(compiles=False), SlowPool()
+    backend.build = lambda spec, form: backend.compile(spec)
+    pool.go.set()
+    compiler = GrammarCompiler(
+        lambda: backend, lambda: None, vocab_size=40, pool=pool, limit=SHORT, num_processes=2
+    )
+    try:
+        hanging = compiler.ask(spec("spin"))
+        wait_for(compiler._building.locked)
+        behind = compiler.ask(spec("b"))  # whose thread waits for that lock before it is replaced
+        wait_for(lambda: len(pool.asked) == 2)
+        wait_for(lambda: (compiler.collect(), hanging.is_done and behind.is_done)[1])
+        assert behind.grammar is not None, behind.error
+    finally:
+        backend.stop.set()
+        compiler.close()
+
+
+def test_processes_leave_a_processor_to_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for processors, expected in ((1, 1), (2, 1), (3, 2), (64, MOST_PROCESSES)):
+        monkeypatch.setattr(
+            "os.sched_getaffinity", lambda _, n=processors: set(range(n)), raising=False
+        )
+        made = GrammarCompiler(lambda: Spinner(compiles=True), lambda: None, vocab_size=40)
+        assert made._large.num_threads == expected
+        made.close()
 
 
 def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled(
