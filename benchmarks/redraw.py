@@ -18,6 +18,7 @@ from .gpu.section import Results
 from .harness.report import Report
 from .offload.report import plot_costs, plot_phases
 from .sampling.command import plot_sampling
+from .serve.limits import plot_limits
 from .serve.peer_engines import plot_peer
 from .serve.report import plot_serve
 from .service.command import plot_service
@@ -30,7 +31,7 @@ _DRAW = {
     "transfer": plot_transfer, "service": plot_service, "offload": plot_costs, "trace": plot_traces,
     "core": plot_core, "serve": plot_serve, "tiers": plot_tiers, "cluster": plot_cluster,
     "vllm": plot_vllm, "agents": plot_agents, "sampling": plot_sampling,
-    "serve_peer": plot_peer,
+    "serve_peer": plot_peer, "serve_limits": plot_limits,
 }  # fmt: skip
 
 

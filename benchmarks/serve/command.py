@@ -10,7 +10,8 @@ settings, prompts that share nothing, again and again in turn with the same work
 with the same model, number type, number of threads, prompts and output lengths. Prompts are
 computed on both sides, and every way makes exactly the tokens asked for, or the run fails.
 
-With --peer-python only vLLM's CPU build and the engine alone take turns (`peer_engines.py`).
+With --peer-python only vLLM's CPU build and the engine alone take turns (`peer_engines.py`), with
+--limits only the engine alone and what limits one request (`limits.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from ..harness.workloads import (
     Session,
     make_sessions,
 )
-from . import peer_engines
+from . import limits, peer_engines
 from .report import fill_comparison, load_figures, plot_serve, print_comparison, print_workloads
 
 
@@ -89,6 +90,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         peer_engines.FLAG, metavar="PATH",
         help="only this: a Python with vLLM's CPU build, whose engine and ours take turns",
+    )  # fmt: skip
+    parser.add_argument(
+        limits.FLAG, action="store_true",
+        help="only this: one request of a model in the shape of Qwen3-0.6B, in bfloat16, against "
+        "reading its weights, reading its KV and its matrices alone",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of prompts and arrival times (0)")
 
@@ -169,6 +175,8 @@ class Coding:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run everything; 0, or 1 with the reason on the terminal. Raises ConfigError."""
+    if arguments.limits:
+        return limits.run_limits(arguments)
     if arguments.peer_python is not None:
         return peer_engines.run_peer(arguments)
     plan = make_plan(arguments)

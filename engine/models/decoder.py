@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.cpu.matrix import GELU_TANH, SILU
+from ...kernels.cpu.matrix import GELU_TANH, SILU, PackedMatrix
 from ...kernels.cpu.network import CpuNetwork, NetworkLayer
 from .checkpoint.checkpoint import CPU
 from .checkpoint.weights import DecoderWeights, LayerWeights, load_weights, random_weights
@@ -167,12 +167,16 @@ class Decoder:
     ) -> None:
         self.spec = spec
         self._ops = elementwise
-        self._embedding = weights.embedding
+        self._element_bytes = weights.embedding.element_size()
         self._layers: list[Layer] = []
         while weights.layers:
             self._layers.append(Layer(spec, weights.layers.pop(0), elementwise))
         self._last_norm = weights.norm
-        self._head = Linear(weights.head)
+        # One matrix for both lies in memory once: its rows are looked up where it was packed.
+        is_tied = weights.head is weights.embedding
+        self._head = Linear(weights.head, is_kept=is_tied)
+        packed = self._head.packed if is_tied else None
+        self._embedding = weights.embedding if packed is None else packed
         self._logits_softcap = spec.logits_softcap
         # Rounded first, as transformers does: 55.4256 is 55.5 in bfloat16.
         scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
@@ -209,7 +213,7 @@ class Decoder:
     @property
     def element_bytes(self) -> int:
         """Bytes of one weight."""
-        return self._embedding.element_size()
+        return self._element_bytes
 
     def forward(
         self,
@@ -229,7 +233,11 @@ class Decoder:
     def embed(self, token_ids: Tensor, embeds: Embeds | None = None) -> Tensor:
         """`[tokens, hidden]`, where `embeds` replaces some; their ids need only be in the
         vocabulary."""
-        x = F.embedding(token_ids, self._embedding)
+        matrix = self._embedding
+        if isinstance(matrix, PackedMatrix):
+            x = matrix.rows(token_ids)
+        else:
+            x = F.embedding(token_ids, matrix)
         if self._embedding_scale is not None:
             x *= self._embedding_scale
         if embeds is not None:

@@ -35,14 +35,18 @@ class Linear:
 
     __slots__ = ("_bias", "_is_packed", "_weight", "packed")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, is_kept: bool = False
+    ) -> None:
+        """With `is_kept` somebody keeps `weight` unless it is `packed`, and oneDNN's blocks would
+        be it once more: they are not made then."""
         self._bias, self._is_packed, self._weight = bias, False, weight
         self.packed: PackedMatrix | None = None
         if reason_against_matrices(weight.dtype, weight.device) is None:
             self.packed = PackedMatrix((weight,), (bias,))
             self._weight = weight.new_empty(0)  # a view would keep it
             return
-        self._is_packed = _can_pack(weight)
+        self._is_packed = not is_kept and _can_pack(weight)
         self._weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _USUAL_ROWS)
             if self._is_packed

@@ -104,18 +104,36 @@ inline void prefetch(const void *from, int64_t bytes) {
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)from + b);
 }
 
+// Rows that are needed soon, sent for in the order in which they lie: all heads of a token, then the
+// next token. Computing goes through the tokens of a group once for each head, and sending for them
+// in that order reads memory in strides, at nine tenths of the speed.
+template <class E> struct Ahead {
+    const E *const *rows;
+    int64_t heads, head_stride;
+    int64_t head;
+
+    inline const E *next() {
+        const E *found = *rows + head * head_stride;
+        if (++head == heads) {
+            head = 0;
+            rows++;
+        }
+        return found;
+    }
+};
+
 // Scores of MQ queries, `[MQ, dim]`, for the next keys, as many as a vector has lanes, into rows of
-// SPLIT. With `fetches`, the keys AHEAD places further on are sent for.
+// SPLIT. With `fetches`, as many rows are sent for.
 template <class E, int MQ, class A>
 inline void score_keys(const E *const *keys, int64_t offset, const A *q, int64_t dim, bool fetches,
-                       A *scores) {
+                       Ahead<E> &ahead, A *scores) {
     constexpr int NT = LANES<A> / MQ;
     for (int64_t t = 0; t < LANES<A>; t += NT) {
         const E *from[NT];
 #pragma GCC unroll 16
         for (int i = 0; i < NT; i++) {
             from[i] = keys[t + i] + offset;
-            if (fetches) prefetch(keys[t + i + AHEAD] + offset, dim * int64_t(sizeof(E)));
+            if (fetches) prefetch(ahead.next(), dim * int64_t(sizeof(E)));
         }
         V<A> acc[LANES<A>];  // `= {}` would be a loop over memory
 #pragma GCC unroll 16
@@ -138,11 +156,11 @@ inline void score_keys(const E *const *keys, int64_t offset, const A *q, int64_t
     }
 }
 
-// Adds the next `count` values under their weights to MQ results of DV vectors. With FETCHES, the
-// values AHEAD places further on are sent for.
+// Adds the next `count` values under their weights to MQ results of DV vectors. With FETCHES, as
+// many rows are sent for, from `column` on.
 template <class E, int MQ, int DV, bool FETCHES, class A>
-inline void weigh_values(const E *const *values, int64_t offset, int64_t count, const A *weights, int64_t dim,
-                         A *out) {
+inline void weigh_values(const E *const *values, int64_t offset, int64_t count, const A *weights,
+                         int64_t dim, Ahead<E> &ahead, int64_t column, A *out) {
     V<A> acc[MQ][DV];
 #pragma GCC unroll 4
     for (int m = 0; m < MQ; m++)
@@ -150,7 +168,7 @@ inline void weigh_values(const E *const *values, int64_t offset, int64_t count, 
         for (int j = 0; j < DV; j++) acc[m][j] = load(out + m * dim + j * LANES<A>);
     for (int64_t t = 0; t < count; t++) {
         const E *from = values[t] + offset;
-        if (FETCHES) prefetch(values[t + AHEAD] + offset, DV * LANES<A> * int64_t(sizeof(E)));
+        if (FETCHES) prefetch(ahead.next() + column, DV * LANES<A> * int64_t(sizeof(E)));
         V<A> weight[MQ];
 #pragma GCC unroll 4
         for (int m = 0; m < MQ; m++) weight[m] = all_of(weights[m * SPLIT + t]);
@@ -169,13 +187,17 @@ inline void weigh_values(const E *const *values, int64_t offset, int64_t count, 
 
 template <class E, int MQ, bool FETCHES, class A>
 inline void weigh_heads(const E *const *values, int64_t offset, int64_t count, const A *weights,
-                        int64_t dim, A *out) {
+                        int64_t dim, Ahead<E> &ahead, A *out) {
+    const Ahead<E> begun = ahead;
     constexpr int MOST = (VECTOR_BYTES == 64 ? 16 : 8) / MQ;
     int64_t d = 0;
 #define WEIGH(DV)                                                                               \
     if constexpr (MOST >= DV)                                                                   \
-        for (; d + DV * LANES<A> <= dim; d += DV * LANES<A>)                                    \
-            weigh_values<E, MQ, DV, FETCHES>(values, offset + d, count, weights, dim, out + d);
+        for (; d + DV * LANES<A> <= dim; d += DV * LANES<A>) {                                  \
+            ahead = begun;                                                                      \
+            weigh_values<E, MQ, DV, FETCHES>(values, offset + d, count, weights, dim, ahead, d, \
+                                             out + d);                                          \
+        }
     WEIGH(8)
     WEIGH(4)
     WEIGH(2)
@@ -186,26 +208,26 @@ inline void weigh_heads(const E *const *values, int64_t offset, int64_t count, c
 // All queries of a group: only the first ones send for what comes next.
 template <class E, class A>
 inline void score_group(const E *const *keys, int64_t offset, const A *q, int64_t vectors,
-                        int64_t dim, A *scores) {
+                        int64_t dim, Ahead<E> &ahead, A *scores) {
     int64_t m = 0;
     for (; m + 4 <= vectors; m += 4)
-        score_keys<E, 4>(keys, offset, q + m * dim, dim, m == 0, scores + m * SPLIT);
+        score_keys<E, 4>(keys, offset, q + m * dim, dim, m == 0, ahead, scores + m * SPLIT);
     for (; m + 2 <= vectors; m += 2)
-        score_keys<E, 2>(keys, offset, q + m * dim, dim, m == 0, scores + m * SPLIT);
+        score_keys<E, 2>(keys, offset, q + m * dim, dim, m == 0, ahead, scores + m * SPLIT);
     for (; m < vectors; m++)
-        score_keys<E, 1>(keys, offset, q + m * dim, dim, m == 0, scores + m * SPLIT);
+        score_keys<E, 1>(keys, offset, q + m * dim, dim, m == 0, ahead, scores + m * SPLIT);
 }
 
 template <class E, class A>
 inline void weigh_group(const E *const *values, int64_t offset, int64_t count, const A *weights,
-                        int64_t vectors, int64_t dim, A *out) {
+                        int64_t vectors, int64_t dim, Ahead<E> &ahead, A *out) {
     int64_t m = 0;
 #define WEIGH(MQ)                                                                             \
     for (; m + MQ <= vectors; m += MQ)                                                        \
         if (m == 0)                                                                           \
-            weigh_heads<E, MQ, true>(values, offset, count, weights, dim, out);               \
+            weigh_heads<E, MQ, true>(values, offset, count, weights, dim, ahead, out);        \
         else                                                                                  \
-            weigh_heads<E, MQ, false>(values, offset, count, weights + m * SPLIT, dim,        \
+            weigh_heads<E, MQ, false>(values, offset, count, weights + m * SPLIT, dim, ahead, \
                                       out + m * dim);
     WEIGH(4)
     WEIGH(2)
@@ -255,10 +277,12 @@ void attend_part(const Step &step, int64_t index, const Request &request, int64_
     for (int64_t t = count; t < width; t++) keys[t] = keys[count - 1];
     for (int64_t t = count; count && t < count + AHEAD; t++) values[t] = values[count - 1];
 
-    for (int64_t t = 0; t < width; t += LANES<A>)
+    for (int64_t t = 0; t < width; t += LANES<A>) {
+        Ahead<E> ahead = {keys + t + AHEAD, step.kv_heads, step.head_stride, 0};
         for (int64_t head = 0; head < step.kv_heads; head++)
             score_group(keys + t, head * step.head_stride, q + head * vectors * dim, vectors, dim,
-                        scores + head * vectors * SPLIT + t);
+                        ahead, scores + head * vectors * SPLIT + t);
+    }
     for (int64_t v = 0; v < step.kv_heads * vectors; v++) {
         const int64_t row = v % vectors / group;
         const int64_t from = at_least(request.first_key(row, step.window) - first, 0);
@@ -268,11 +292,13 @@ void attend_part(const Step &step, int64_t index, const Request &request, int64_
                                A(step.scale), A(step.softcap), tops + v);
     }
     for (int64_t i = 0; i < step.kv_heads * vectors * dim; i += LANES<A>) store(out + i, V<A>{});
-    for (int64_t t = 0; t < count; t += CHUNK)
+    for (int64_t t = 0; t < count; t += CHUNK) {
+        Ahead<E> ahead = {values + t + AHEAD, step.kv_heads, step.head_stride, 0};
         for (int64_t head = 0; head < step.kv_heads; head++)
             weigh_group(values + t, head * step.head_stride, at_most(CHUNK, count - t),
-                        scores + head * vectors * SPLIT + t, vectors, dim,
+                        scores + head * vectors * SPLIT + t, vectors, dim, ahead,
                         out + head * vectors * dim);
+    }
     if (!partial)
         for (int64_t v = 0; v < step.kv_heads * vectors; v++)
             give(out + v * dim, totals[v], dim,

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--limits`: what one request's work reaches of what the machine can do, in alternating rounds.
+
+    decode        bytes of weights a second, against reading a buffer of that size
+    attention     bytes of K and V a second at a context of 4,000, against reading as many
+    prefill       products of matrices a second, against those matrices back to back
+
+The model is random weights in the shape of Qwen3-0.6B, in bfloat16. A buffer is read in two ways
+and matrices are multiplied in two (`limits_process.py`); the quicker one is the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ...tiers.settings.values import ConfigError
+from ..harness import plots
+from ..harness.comparison import Comparison, Gate, Outcome, quartiles, take_rounds
+from ..harness.peer import Child, PeerFailed
+from ..harness.report import Report, median, print_table, ratios, run_and_tell
+from . import limits_process, peer_engines
+
+FLAG = "--limits"
+START_SECONDS, ANSWER_SECONDS = 300.0, 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A work, what limits it, and what is promised. Units of a thousand million."""
+
+    work: str
+    limit: str
+    rival: str
+    gate: Gate
+    unit: str
+
+
+CASES = {
+    "limit_decode_1": Case("decode", "scan_weights", "sum_weights", Gate(least=0.6), "GB/s"),
+    "limit_attention": Case("attention", "scan_kv", "sum_kv", Gate(least=0.6), "GB/s"),
+    "limit_prefill": Case("prefill", "matrices", "matrices_torch", Gate(least=0.7), "G products/s"),
+}
+_UNUSED = ("model", "workload", "requests", "request_rate", "output_tokens", "peer_python")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is done, how often."""
+
+    threads: int
+    rounds: int
+    prompt_tokens: int
+    decode_tokens: int
+    context: int
+    seed: int
+
+
+def make_plan(arguments: argparse.Namespace) -> Plan:
+    """Raises ConfigError for what cannot work."""
+    for name in _UNUSED:
+        if getattr(arguments, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} is of no use beside {FLAG}; leave it out")
+    quick = arguments.quick
+    cores = len(os.sched_getaffinity(0))
+    plan = Plan(
+        threads=cores if arguments.num_threads is None else arguments.num_threads,
+        rounds=(3 if quick else 9) if arguments.rounds is None else arguments.rounds,
+        prompt_tokens=64 if quick else 512,
+        decode_tokens=4 if quick else 16,
+        context=4000,
+        seed=arguments.seed,
+    )
+    for flag, value, most in (
+        ("--rounds", plan.rounds, 1000),
+        ("--num-threads", plan.threads, 1024),
+    ):
+        if not 1 <= value <= most:
+            raise ConfigError(f"{flag} takes 1 to {most} here, not {value}")
+    return plan
+
+
+class Worker(Child):
+    """The process that does everything; it keeps what each work has taken."""
+
+    def __init__(self, folder: Path, plan: Plan, log: Path) -> None:
+        super().__init__(["-P", "-m", limits_process.__name__], log, "limits")
+        self.taken: dict[str, list[dict[str, float]]] = {}
+        self.send({"model": str(folder)} | asdict(plan))
+
+    def wait_ready(self) -> dict[str, Any]:
+        """What there is. Raises PeerFailed."""
+        return self.read(START_SECONDS)
+
+    def rate_of(self, work: str) -> Callable[[], float]:
+        """Does it once, and gives how much a second by the clock."""
+
+        def do() -> float:
+            self.send({"work": work})
+            found = self.read(ANSWER_SECONDS)
+            self.taken.setdefault(work, []).append(found)
+            return found["amount"] / found["seconds"]
+
+        return do
+
+    def processor_rates(self, work: str, rounds: int) -> list[float]:
+        """How much a second of processors, in the last rounds."""
+        taken = self.taken[work][-rounds:]
+        return [each["amount"] / each["processor_seconds"] for each in taken]
+
+
+def run_limits(arguments: argparse.Namespace) -> int:
+    """`--limits`: 0, or 1 with the reason on the terminal. Raises ConfigError."""
+    plan = make_plan(arguments)
+    report = Report("serve_limits", f"stratakv bench serve {FLAG}" + " --quick" * arguments.quick)
+    report.figures["plan"] = asdict(plan)
+    console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+
+    def measure() -> None:
+        with tempfile.TemporaryDirectory(prefix="stratakv-bench-") as scratch:
+            measure_limits(report, plan, Path(scratch), console)
+
+    return run_and_tell(report, arguments.out, measure, print_limits, plot_limits, PeerFailed)
+
+
+def measure_limits(report: Report, plan: Plan, scratch: Path, console: Console) -> None:
+    """Every case. Raises PeerFailed."""
+    figures = report.figures
+    figures["contests"], figures["spreads"] = {}, {}
+    figures["load_average_before"] = os.getloadavg()
+    console.print("making a model of random weights")
+    peer_engines.make_qwen(scratch / "model")
+    with Worker(scratch / "model", plan, scratch / "limits.log") as worker:
+        figures["model"] = worker.wait_ready()
+        for name, case in CASES.items():
+            console.print(name)
+            comparison = Comparison(
+                name,
+                case.unit,
+                case.limit,
+                worker.rate_of(case.work),
+                worker.rate_of(case.limit),
+                rivals={case.rival: worker.rate_of(case.rival)},
+            )
+            outcome = take_rounds(comparison, plan.rounds)
+            outcome.add_to(report, **_by_processors(worker, case, outcome))
+    figures["load_average_after"] = os.getloadavg()
+
+
+def _by_processors(worker: Worker, case: Case, outcome: Outcome) -> dict[str, Any]:
+    """The same ratio of processor seconds, which say what a busy machine hides."""
+    rounds = len(outcome.ours)
+    ours, limit = (worker.processor_rates(work, rounds) for work in (case.work, outcome.strictest))
+    found = ratios(ours, limit)
+    return {"processor_ratio": median(found), "processor_quartiles": quartiles(found)}
+
+
+def print_limits(report: Report) -> None:
+    """The table."""
+    rows = [_row(report, name, case) for name, case in CASES.items()]
+    threads = report.figures["plan"]["threads"]
+    columns = ("what", "ours", "limit", "", "ratio", "quartiles", "of processors", "gate")
+    print_table(f"One request against its limits, {threads} threads", columns, rows)
+
+
+def _row(report: Report, name: str, case: Case) -> list[str]:
+    found, ratio = report.figures["contests"][name], report.ratios[name]
+    return [
+        name,
+        f"{found['median'] / 1e9:.2f} {case.unit}",
+        f"{found['limit_median'] / 1e9:.2f}",
+        found["limit"],
+        f"{ratio:.2f}",
+        _spread(report.figures["spreads"][name]),
+        f"{found['processor_ratio']:.2f} ({_spread(found['processor_quartiles'])})",
+        f"{case.gate.wanted} {case.gate.verdict(ratio)}",
+    ]
+
+
+def _spread(quarters: Sequence[float]) -> str:
+    return f"{quarters[0]:.2f}..{quarters[1]:.2f}"
+
+
+def plot_limits(report: Report, path: Path) -> Path:
+    """A bar for each case, by the clock and of processors."""
+    figure, [[axes]] = plots.new_figure(1, 1, 3.4)
+    names = [name.removeprefix("limit_") for name in CASES]
+    contests = report.figures["contests"]
+    bars = {
+        "by the clock": [report.ratios[name] for name in CASES],
+        "of processor seconds": [contests[name]["processor_ratio"] for name in CASES],
+    }
+    plots.draw_bars(axes, names, bars, (plots.COLOURS[0], plots.PLAIN), "%.2f", 8)
+    marks = {float(at): case.gate.least for at, case in enumerate(CASES.values())}
+    plots.mark_gates(axes, marks, 0.84, plots.GATE)
+    threads = report.figures["plan"]["threads"]
+    plots.caption(
+        axes,
+        f"One request, {threads} threads (lines: promised)",
+        y="share of the limit",
+        legend=True,
+    )
+    return plots.save_figure(figure, report.environment, path)

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that does a model's work and, when it is asked to, what limits that work.
+
+    {"model": path, "threads": n, "prompt_tokens": n, "decode_tokens": n, "context": n}
+                       answered by what there is to do, when the engine is there
+    {"work": name}     answered by seconds by the clock, of processors, and how much was done
+
+    decode          bytes of weights that the steps of one request have read
+    attention       bytes of K and V that one request's token has read in all layers
+    prefill         products of the matrices that a prompt has gone through
+    scan_weights    a buffer of the weights' size, by the C library's memchr, one piece a thread
+    sum_weights     the same by torch's sum of float32
+    scan_kv, sum_kv        as many bytes as K and V have
+    matrices        the prompt's matrices back to back, by the library of `kernels/cpu/`
+    matrices_torch  the same in float32 by torch, which multiplies bfloat16 far slower where the
+                    processor has no units for it
+
+A buffer has four times the bytes of the largest cache at least, and pages as large as the weights
+have. Matrices are those of one layer, again for each: they may stay in a cache that the model's do
+not fit into, which makes the limit no lower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...engine.models.checkpoint.weights import EMBEDDING, expected_tensors
+from ...engine.models.spec import ModelSpec, load_model_spec
+from ...kernels.cpu.huge_pages import ask_for_huge_pages
+from ...kernels.cpu.library import Missing, cpu_library
+from ...kernels.cpu.matrix import PackedMatrix
+from ...kernels.cpu.paged_attention import CpuAttentionStep
+from ...kernels.cpu.workspace import Workspace
+from ..harness.peer import answerer
+from ..tiers.slab_case import footprint_bytes
+from .phases_process import StrataKvSide, WrongWork, answer
+
+BLOCK_TOKENS = 16
+DECODE_PROMPT_TOKENS = 8
+DTYPE = torch.bfloat16
+Work = Callable[[], float]  # how much was done; what it does first is not timed
+
+
+@dataclass(slots=True)
+class Done:
+    """One piece of work."""
+
+    amount: float
+    seconds: float
+    processor_seconds: float
+
+
+def weight_bytes(spec: ModelSpec) -> int:
+    """Of all weights that a step reads: of an embedding that is not the output matrix, nothing."""
+    return DTYPE.itemsize * sum(
+        torch.Size(shape).numel()
+        for name, shape in expected_tensors(spec).items()
+        if name != EMBEDDING or spec.tied_embeddings
+    )
+
+
+def layer_matrices(spec: ModelSpec) -> list[tuple[int, int]]:
+    """Outputs and inputs of a layer's matrices; gate and up are two of one shape."""
+    heads = spec.num_heads * spec.head_dim
+    keys = spec.num_kv_heads * spec.head_dim
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    return [(heads + 2 * keys, hidden), (hidden, heads), (inner, hidden), (inner, hidden),
+            (hidden, inner)]  # fmt: skip
+
+
+class Reading:
+    """A buffer, and two ways of reading the beginning of it."""
+
+    def __init__(self, num_bytes: int, threads: int) -> None:
+        self._threads = threads
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        ask_for_huge_pages(self._buffer)
+        self._buffer.zero_()
+        self._memchr = ctypes.CDLL(None).memchr
+        self._memchr.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+        self._memchr.restype = ctypes.c_void_p
+
+    def scan(self, num_bytes: int) -> float:
+        """For a byte that is nowhere in it. Raises WrongWork where it is found."""
+        size, found = num_bytes // self._threads, list[int | None]()
+
+        def piece(number: int) -> None:
+            found.append(self._memchr(self._buffer.data_ptr() + number * size, 1, size))
+
+        others = [threading.Thread(target=piece, args=(i,)) for i in range(1, self._threads)]
+        for other in others:
+            other.start()
+        piece(0)
+        for other in others:
+            other.join()
+        if found != [None] * self._threads:
+            raise WrongWork("a buffer of zeros holds something else")
+        return float(size * self._threads)
+
+    def sum(self, num_bytes: int) -> float:
+        numbers = self._buffer[: num_bytes // 4 * 4].view(torch.float32)
+        if float(numbers.sum()) != 0.0:
+            raise WrongWork("a buffer of zeros holds something else")
+        return float(numbers.nbytes)
+
+
+class Attention:
+    """One request's token over a context, in every layer of a pool whose blocks lie anywhere."""
+
+    def __init__(self, spec: ModelSpec, context: int) -> None:
+        blocks = -(-context // BLOCK_TOKENS)
+        shape = (blocks, spec.num_layers, 2, BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
+        pool = torch.empty(shape, dtype=DTYPE)
+        ask_for_huge_pages(pool)
+        pool.normal_()
+        self._layers = [pool[:, layer] for layer in range(spec.num_layers)]
+        self.num_bytes = context * pool[0, :, :, 0].nbytes
+        self._q = torch.randn(1, spec.num_heads, spec.head_dim).to(DTYPE)
+        self._out = torch.empty_like(self._q)
+        self._step = CpuAttentionStep(
+            self._layers[0],
+            torch.randperm(blocks).to(torch.int32).view(1, -1),
+            torch.tensor([context], dtype=torch.int32),
+            None,
+            num_tokens=1,
+            num_heads=spec.num_heads,
+            scale=spec.attention_scale,
+            workspace=Workspace(),
+        )
+
+    def run(self) -> float:
+        for layer in self._layers:
+            self._step.run(self._q, layer, self._out)
+        return float(self.num_bytes)
+
+
+class Matrices:
+    """A prompt's rows through the matrices of all layers, with nothing in between."""
+
+    def __init__(self, spec: ModelSpec, rows: int) -> None:
+        self._num_layers, shapes = spec.num_layers, layer_matrices(spec)
+        self.products = spec.num_layers * rows * sum(outs * ins for outs, ins in shapes)
+        weights = [torch.empty(shape).uniform_(-0.04, 0.04) for shape in shapes]
+        narrow = [weight.to(DTYPE) for weight in weights]
+        qkv, out, gate, up, down = narrow
+        self._packed = [PackedMatrix(each) for each in ((qkv,), (out,), (gate, up), (down,))]
+        self._rows = {
+            (ins, dtype): torch.randn(rows, ins).to(dtype)
+            for _, ins in shapes
+            for dtype in (DTYPE, torch.float32)
+        }
+        self._weights = weights
+
+    def by_library(self) -> float:
+        for _ in range(self._num_layers):
+            for matrix in self._packed:
+                matrix(self._rows[matrix.ins, DTYPE])
+        return float(self.products)
+
+    def by_torch(self) -> float:
+        for _ in range(self._num_layers):
+            for weight in self._weights:
+                torch.mm(self._rows[weight.shape[1], torch.float32], weight.T)
+        return float(self.products)
+
+
+class Works:
+    """All of it, by name."""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        """Raises WrongWork without the compiled kernels."""
+        library = cpu_library()
+        if isinstance(library, Missing):
+            raise WrongWork(f"the limits are those of compiled kernels, and {library.reason}")
+        spec = load_model_spec(Path(plan["model"]))
+        self._draw = torch.Generator().manual_seed(plan["seed"])
+        self._vocab_size = spec.vocab_size
+        prompt, tokens = plan["prompt_tokens"], plan["decode_tokens"]
+        longest = max(prompt, DECODE_PROMPT_TOKENS + tokens) + BLOCK_TOKENS
+        self._side = StrataKvSide(
+            {
+                "model": plan["model"],
+                "dtype": "bfloat16",
+                "max_model_len": longest,
+                "max_num_batched_tokens": longest,
+                "max_num_seqs": 1,
+                "block_size": BLOCK_TOKENS,
+                "num_blocks": 2 + -(-longest // BLOCK_TOKENS),
+                "num_threads": plan["threads"],
+            }
+        )
+        torch.set_num_threads(plan["threads"])
+        self.variant = library.variant
+        attention, matrices = Attention(spec, plan["context"]), Matrices(spec, prompt)
+        self.weight_bytes, self.kv_bytes = weight_bytes(spec), attention.num_bytes
+        read, kv = footprint_bytes(self.weight_bytes), footprint_bytes(self.kv_bytes)
+        reading = Reading(max(read, kv), plan["threads"])
+        self._works: dict[str, Work] = {
+            "attention": attention.run,
+            "scan_weights": lambda: reading.scan(read),
+            "sum_weights": lambda: reading.sum(read),
+            "scan_kv": lambda: reading.scan(kv),
+            "sum_kv": lambda: reading.sum(kv),
+            "matrices": matrices.by_library,
+            "matrices_torch": matrices.by_torch,
+        }
+        self._prompt_tokens, self._decode_tokens = prompt, tokens
+        self._products = matrices.products
+
+    def do(self, name: str) -> Done:
+        """Once. Raises WrongWork."""
+        if name == "decode":
+            return self._engine(DECODE_PROMPT_TOKENS, self._decode_tokens)
+        if name == "prefill":
+            return self._engine(self._prompt_tokens, 0)
+        work = self._works.get(name)
+        if work is None:
+            raise WrongWork(f"there is no work {name!r}")
+        clock, processor = time.perf_counter(), time.process_time()
+        amount = work()
+        return Done(amount, time.perf_counter() - clock, time.process_time() - processor)
+
+    def _engine(self, prompt_tokens: int, decode_tokens: int) -> Done:
+        """A new prompt of one request up to its first token, or the tokens behind that."""
+        ids = torch.randint(3, self._vocab_size, (prompt_tokens,), generator=self._draw)
+        self._side.forget()
+        processor = time.process_time()
+        found = answer(self._side, [ids.tolist()], 1 + decode_tokens)
+        used = time.process_time() - processor
+        if not decode_tokens:
+            return Done(self._products, found["first_seconds"], used)
+        # Of processors only both phases together are known; their share by the clock is close.
+        share = found["decode_seconds"] / (found["decode_seconds"] + found["first_seconds"])
+        tokens = found["decode_tokens"]
+        return Done(tokens * self.weight_bytes, found["decode_seconds"], used * share)
+
+
+def main() -> int:
+    """Answer line by line until the input ends."""
+    tell = answerer()
+    try:
+        with torch.inference_mode():
+            works = Works(json.loads(sys.stdin.readline()))
+            tell(
+                {
+                    "variant": works.variant,
+                    "weight_bytes": works.weight_bytes,
+                    "kv_bytes": works.kv_bytes,
+                }
+            )
+            for line in sys.stdin:
+                done = works.do(json.loads(line)["work"])
+                tell(
+                    {
+                        "amount": done.amount,
+                        "seconds": done.seconds,
+                        "processor_seconds": done.processor_seconds,
+                    }
+                )
+    except Exception as error:  # noqa: BLE001 - the parent is told, whatever it is
+        tell({"error": f"{type(error).__name__}: {error}".partition("\n")[0]})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
