@@ -82,7 +82,7 @@ def _open(path: Path) -> int:
 
 SECRET_BYTES = 32
 _BLOCK_BYTES = 64  # of SHA-256
-_MOST_NAMES = 8192  # remembered, and as many older ones: 4 MB for a tenant at the most
+MOST_NAMES = 8192  # remembered, and as many older ones: 4 MB at the most
 
 
 class KeySalt:
@@ -92,7 +92,9 @@ class KeySalt:
     looked up again by the next prompt that begins alike. So the names of the latest are remembered,
     in two dicts, of which the older one is thrown away whenever the newer one is full."""
 
-    def __init__(self, secret: bytes, tenant: str) -> None:
+    def __init__(self, secret: bytes, tenant: str, most_names: int = MOST_NAMES) -> None:
+        """`most_names`: remembered in each dict; a server has many tenants, so one with little
+        memory remembers few."""
         if len(secret) < SECRET_BYTES:
             raise ValueError(f"a server secret has {SECRET_BYTES} bytes or more, not {len(secret)}")
         tenant_key = hmac.digest(secret, tenant.encode(), "sha256")
@@ -100,6 +102,7 @@ class KeySalt:
         # HMAC with its two key blocks hashed in advance: half the work for each key.
         self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
+        self._most_names = min(most_names, MOST_NAMES)
         self._newer: dict[bytes, bytes] = {}
         self._older: dict[bytes, bytes] = {}
 
@@ -116,7 +119,7 @@ class KeySalt:
             if name is None:
                 name = newer[key] = older.get(key) or self._made(key)
             result.append(name)
-        if len(newer) > _MOST_NAMES:
+        if len(newer) > self._most_names:
             self._newer, self._older = {}, newer
         return result
 

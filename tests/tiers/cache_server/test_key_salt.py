@@ -81,3 +81,13 @@ def test_keys_stand_in_their_order_and_on_their_own() -> None:
 def test_a_short_secret_is_refused() -> None:
     with pytest.raises(ValueError, match="a server secret has 32 bytes or more, not 31"):
         KeySalt(bytes(SECRET_BYTES - 1), "ann")
+
+
+def test_names_that_are_remembered_are_few_and_right() -> None:
+    remembering = KeySalt(SECRET, "ann", 4)
+    keys = make_keys(64)
+    expected = [KeySalt(SECRET, "ann", 0).stored([key])[0] for key in keys]
+    for first in (0, 2, 0, 30, 29, 0, 60):
+        batch = slice(first, first + 4)
+        assert remembering.stored(keys[batch]) == expected[batch]
+    assert len(remembering._newer) + len(remembering._older) <= 16
