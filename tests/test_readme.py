@@ -68,6 +68,7 @@ def test_u01_every_block_of_the_readme_runs(tmp_path: Path) -> None:
     issued = trustme.CA().issue_cert("localhost")
     issued.cert_chain_pems[0].write_to_path(tmp_path / "server.pem")
     issued.private_key_pem.write_to_path(tmp_path / "server.key")
+    (tmp_path / "server.key").chmod(0o600)
     reader = Reader(tmp_path, [(old, new) for old, new, _ in SUBSTITUTES])
     seen: list[str] = []
     try:
@@ -89,6 +90,8 @@ def test_u01_every_block_of_the_readme_runs(tmp_path: Path) -> None:
 
 
 def _run(reader: Reader, command: str) -> None:
+    if command.startswith("stratakv doctor"):  # before a server is started
+        reader.stop()
     if command.startswith("curl") and not reader.serves(8000):
         reader.shell("stratakv serve")
     answer = reader.shell(command)

@@ -279,6 +279,19 @@ def test_places_that_no_ssd_tier_can_have(tmp_path: Path) -> None:
     assert "problem  ssd room" in large and "MiB or less" in large
 
 
+def test_several_disks(case: vllm.VllmCase, tmp_path: Path) -> None:
+    """Each is looked at for its share, and two folders of one disk are told."""
+    given = dict(case.transfer["kv_connector_extra_config"]["stratakv"])
+    given["ssd_path"] = f"{tmp_path / 'a'},{tmp_path / 'b'}"
+    findings = list(vllm.check_disk(replace(case, transfer=transfer_config(16 * MIB, given))))
+    assert not bad(findings)
+    assert [each.what for each in findings].count("ssd room") == 2
+    assert f"{tmp_path / 'b'} and {tmp_path / 'a'} are on one disk" in str(findings)
+    (tmp_path / "b").write_text("")
+    [problem] = bad(list(vllm.check_disk(replace(case, transfer=transfer_config(16 * MIB, given)))))
+    assert f"{tmp_path / 'b'} is no directory" in str(problem)
+
+
 @pytest.mark.parametrize(
     ("kind", "level"),
     [
