@@ -154,7 +154,7 @@ class KVCacheCoordinator:
             return self.no_blocks
         # One take for all of them, and each gets its part.
         new = self._pool.get_new_blocks(more * len(tables))
-        added = []
+        added: list[list[KVCacheBlock]] = []
         for table in tables:
             part = new[len(added) * more : (len(added) + 1) * more]
             table += part
@@ -287,9 +287,10 @@ class KVCacheCoordinator:
 
     def pin(self, request_id: str, holder: str) -> None:
         """All tables of a request are another holder's from now on, who runs no more."""
-        for account in (self._tables, self._num_cached):
-            if request_id in account:
-                account[holder] = account.pop(request_id)
+        if request_id in self._tables:
+            self._tables[holder] = self._tables.pop(request_id)
+        if request_id in self._num_cached:
+            self._num_cached[holder] = self._num_cached.pop(request_id)
         for table in self.tables(holder):
             self._pool.pin(table)
 

@@ -28,25 +28,21 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from enum import Enum
-from typing import NamedTuple
 
 from ...connector.base import (
-    NOTHING_FINISHED,
-    ConnectorMetadata,
     ConnectorWorkerOutput,
-    EvictedBlock,
     KVConnectorScheduler,
 )
 from ...tiers.context import NO_CONTEXT, RequestContext
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import SchedulerConfig
-from ..observer import Decision, GuardedObservers, Observer, StepMade, StepSnapshot
+from ..observer import GuardedObservers, Observer, StepMade, StepSnapshot
 from ..request import Progress, Request, RequestStatus
 from ..wire import NOT_FINITE, TokenOutput
 from .admission import Admission
+from .exchange import ConnectorExchange
 from .limits import QueueFull, check_config, check_embeds, check_request
 from .output import (
-    CachedRequestData,
     ModelRunnerOutput,
     OutputWriter,
     SchedulerOutput,
@@ -57,18 +53,12 @@ from .places import Places
 from .policies import open_policy
 from .pressure import MemoryPressure
 from .running import RunningRound
-from .step import EntryKind, StepBuilder, StepEntry
+from .step import NO_STEP, EntryKind, StepBuilder, StepInFlight
 from .stop import end_token_ids
 
-# Below this many blocks, storing at eviction is cheaper than waking the copy thread early.
-MIN_AHEAD_BLOCKS = 8
 # A request that was told to ask the tiers again does so after this time at the latest, so that a
 # lost wake-up costs a moment and not the request.
 RETRY_SECONDS = 0.02
-LOAD_FAILED = (
-    "blocks of this prompt could not be loaded: {}. It was not computed instead because of "
-    "--kv-offload-load-failure fail"
-)
 
 
 class Pause(Enum):
@@ -76,17 +66,6 @@ class Pause(Enum):
 
     NEW = "new"  # requests that have not run yet wait; running ones finish
     ALL = "all"
-
-
-class StepInFlight(NamedTuple):
-    """A step that the worker has, with what its requests were when it was made."""
-
-    output: SchedulerOutput
-    entries: list[StepEntry]
-    num_departed: int  # requests that had ended or been sent back before
-
-
-_NO_STEP = StepInFlight(SchedulerOutput([], CachedRequestData(), {}, 0, set(), set()), [], 0)
 
 
 class Scheduler:
@@ -122,7 +101,6 @@ class Scheduler:
         self.manager = manager
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
-        self._fails_with_load = fails_with_load
         self._observer = GuardedObservers(observers) if observers else None
         if self._observer is not None and self._observer.hears_names:
             manager.pool.observer = self._observer
@@ -141,12 +119,9 @@ class Scheduler:
         self._running = RunningRound(config, self._places, pressure)
         self._admission = Admission(config, self._places, pressure)
         self._writer = OutputWriter(self._places, max_model_len)
-        # Upper bound on blocks that two steps can allocate (ignoring one per running request),
-        # capped at a quarter of the pool.
-        two_steps = 2 * -(-config.max_num_batched_tokens // manager.block_size) * manager.num_groups
-        self._soon_taken = min(two_steps, manager.pool.num_blocks // 4)
-        # Half of them go at a time: what is left in front is what one step takes.
-        self._least_ahead = max(MIN_AHEAD_BLOCKS, self._soon_taken // 2)
+        self._exchange = ConnectorExchange(
+            config, self._places, self._writer, fails_with_load=fails_with_load
+        )
         self._max_steps_in_flight = max_steps_in_flight
         self._runs_ahead = runs_ahead and max_steps_in_flight > 1
         self._in_flight: deque[StepInFlight] = deque()  # the oldest first
@@ -315,7 +290,7 @@ class Scheduler:
             if not step.pressed:
                 only_known = self._paused is Pause.NEW
                 retry = self._admission.admit(step, now, only_known=only_known)
-        meta = self._build_meta(pool.take_evicted())
+        meta = self._exchange.build_meta(pool.take_evicted())
         step.preempted_ids |= self._preempted_again
         output = step.build(places.finished_ids, meta, self._last_failed_id)
         places.finished_ids = set()
@@ -502,54 +477,19 @@ class Scheduler:
         again = self._preempted_again | scheduler_output.preempted_request_ids
         self._preempted_again = again & places.requests.keys()
 
-    def _build_meta(self, evicted: list[EvictedBlock]) -> ConnectorMetadata:
-        """The step's copies, among them those of blocks that one of the next steps may evict."""
-        connector = self.connector
-        wanted = connector.num_wanted_ahead()
-        pool = self.manager.pool
-        ahead = pool.take_fresh(wanted) if wanted and pool.has_fresh else []
-        if wanted > len(ahead):
-            count = wanted - len(ahead)
-            ahead += pool.take_cold(count, self._soon_taken, min(count, self._least_ahead))
-        return connector.build_meta(evicted, ahead)
-
     def _take_reports(
         self, worker_output: ConnectorWorkerOutput | None, now: float
     ) -> list[TokenOutput]:
         """Requests whose loads have ended go on; or end, if they have failed and are to."""
-        places = self._places
-        failures: list[tuple[str, str]] = []
-        if worker_output is None:
-            worker_output = NOTHING_FINISHED
-        reports = self.connector.update_from_worker(worker_output)
-        for request, report in places.loading.release(reports):
-            places.put_loaded(request)
-            places.note(request, Decision.LOADED, report.failure or "")
-            progress = places.progress[request.request_id]
-            progress.load_seconds += report.seconds
-            progress.loaded_by_tier = dict(report.tokens_by_tier)
-            if request.num_cached_tokens < 0:
-                request.cached_tokens_by_tier = dict(report.tokens_by_tier)
-            is_failed = request.external_load_failed or report.shorter_tokens > 0
-            places.counts["loads_failed"] += is_failed
-            if report.failure:
-                failures.append((request.request_id, report.failure))
-        if reports:
+        has_reports, outputs = self._exchange.take_reports(worker_output, now)
+        if has_reports:
             self._stalled = False
-        failures += places.loading.take_failures()
-        if not (self._fails_with_load and failures):
-            return []
-        ended = RequestStatus.FINISHED_ERROR
-        return [
-            self._writer.end(places.requests[request_id], ended, now, LOAD_FAILED.format(failure))
-            for request_id, failure in dict(failures).items()
-            if request_id in places.requests
-        ]
+        return outputs
 
     def _land(self, scheduler_output: SchedulerOutput) -> StepInFlight:
         """The first step in flight has come back, or one without tokens."""
         if scheduler_output.total_num_scheduled_tokens == 0:
-            return _NO_STEP
+            return NO_STEP
         if not self._in_flight or scheduler_output is not self._in_flight[0].output:
             raise RuntimeError(
                 "this is not the step in flight that is due; each comes back exactly once, the "

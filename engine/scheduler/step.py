@@ -2,7 +2,8 @@
 """The step being put together: who runs, with how many tokens, and what the worker must be told.
 
 A request the worker sees first is described in full, one it knows by the difference; one that was
-preempted and comes back replaces its table. Until `build` an entry can be taken back.
+preempted and comes back replaces its table. Until `build` an entry can be taken back; then the step
+is in flight until the worker's answer comes.
 """
 
 from __future__ import annotations
@@ -51,6 +52,16 @@ class StepEntry(NamedTuple):
         """Computed tokens after the step."""
         return self.num_computed_tokens + self.num_tokens
 
+
+class StepInFlight(NamedTuple):
+    """A step that the worker has, with what its requests were when it was made."""
+
+    output: SchedulerOutput
+    entries: list[StepEntry]
+    num_departed: int  # requests that had ended or been sent back before
+
+
+NO_STEP = StepInFlight(SchedulerOutput([], CachedRequestData(), {}, 0, set(), set()), [], 0)
 
 _GOES_ON = EntryKind.GOES_ON
 # From a tuple, at half the price of the class itself.

@@ -22,8 +22,8 @@ from stratakv.connector.offload_scheduler import CLOSE_SECONDS, OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.connector.transfer import CopySignal
 from stratakv.engine.config import SchedulerConfig
+from stratakv.engine.scheduler.exchange import LOAD_FAILED
 from stratakv.engine.scheduler.output import SchedulerOutput
-from stratakv.engine.scheduler.scheduler import LOAD_FAILED
 from stratakv.tiers.admission import make_filter
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.hierarchy.writes import STALL_SECONDS

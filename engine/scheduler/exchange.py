@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step exchanges with the connector: blocks to be stored in one direction, loads that have
+ended in the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...connector.base import (
+    NOTHING_FINISHED,
+    ConnectorMetadata,
+    ConnectorWorkerOutput,
+    EvictedBlock,
+)
+from ..config import SchedulerConfig
+from ..observer import Decision
+from ..request import RequestStatus
+from ..wire import TokenOutput
+from .output import OutputWriter
+from .places import Places
+
+# Below this many blocks, storing at eviction is cheaper than waking the copy thread early.
+MIN_AHEAD_BLOCKS = 8
+LOAD_FAILED = (
+    "blocks of this prompt could not be loaded: {}. It was not computed instead because of "
+    "--kv-offload-load-failure fail"
+)
+
+
+class ConnectorExchange:
+    """Called once when a step is made, and once when it comes back."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        places: Places,
+        writer: OutputWriter,
+        *,
+        fails_with_load: bool = False,
+    ) -> None:
+        """`fails_with_load`: see `Scheduler`."""
+        self._places = places
+        self._writer = writer
+        self._connector = places.connector
+        self._pool = places.manager.pool
+        self._fails_with_load = fails_with_load
+        # Upper bound on blocks that two steps can allocate (ignoring one per running request),
+        # capped at a quarter of the pool.
+        manager = places.manager
+        two_steps = 2 * -(-config.max_num_batched_tokens // manager.block_size) * manager.num_groups
+        self._soon_taken = min(two_steps, self._pool.num_blocks // 4)
+        # Half of them go at a time: what is left in front is what one step takes.
+        self._least_ahead = max(MIN_AHEAD_BLOCKS, self._soon_taken // 2)
+
+    def build_meta(self, evicted: Sequence[EvictedBlock]) -> ConnectorMetadata:
+        """The step's copies, among them those of blocks that one of the next steps may evict."""
+        wanted, pool = self._connector.num_wanted_ahead(), self._pool
+        ahead = pool.take_fresh(wanted) if wanted and pool.has_fresh else []
+        if wanted > len(ahead):
+            count = wanted - len(ahead)
+            ahead += pool.take_cold(count, self._soon_taken, min(count, self._least_ahead))
+        return self._connector.build_meta(evicted, ahead)
+
+    def take_reports(
+        self, worker_output: ConnectorWorkerOutput | None, now: float
+    ) -> tuple[bool, list[TokenOutput]]:
+        """Requests whose loads have ended go on; or end, if they have failed and are to. Whether
+        there was one, and what those that ended say."""
+        places = self._places
+        failures: list[tuple[str, str]] = []
+        if worker_output is None:
+            worker_output = NOTHING_FINISHED
+        reports = self._connector.update_from_worker(worker_output)
+        for request, report in places.loading.release(reports):
+            places.put_loaded(request)
+            places.note(request, Decision.LOADED, report.failure or "")
+            progress = places.progress[request.request_id]
+            progress.load_seconds += report.seconds
+            progress.loaded_by_tier = dict(report.tokens_by_tier)
+            if request.num_cached_tokens < 0:
+                request.cached_tokens_by_tier = dict(report.tokens_by_tier)
+            is_failed = request.external_load_failed or report.shorter_tokens > 0
+            places.counts["loads_failed"] += is_failed
+            if report.failure:
+                failures.append((request.request_id, report.failure))
+        failures += places.loading.take_failures()
+        if not (self._fails_with_load and failures):
+            return bool(reports), []
+        ended = RequestStatus.FINISHED_ERROR
+        return bool(reports), [
+            self._writer.end(places.requests[request_id], ended, now, LOAD_FAILED.format(failure))
+            for request_id, failure in dict(failures).items()
+            if request_id in places.requests
+        ]
