@@ -15,6 +15,7 @@ from stratakv.tiers.errors import TierDown
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.disk.space import plan_slots
 from stratakv.tiers.ssd.folder import shrinking
+from stratakv.tiers.ssd.index import index_file
 from stratakv.tiers.ssd.index.index_file import IndexFile, Row
 from stratakv.tiers.ssd.watched import WatchedStore
 
@@ -70,6 +71,20 @@ def test_a_row_that_was_to_be_removed_is_not_lost_sight_of(tmp_path: Path) -> No
     store = open_store(path, SLOTS - 1)
     assert store.lookup([key]) == [Answer.MISS]
     store.close(SECONDS)
+
+
+def test_rows_beyond_the_end_go_in_several_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDB bounds what one commit may change; a very large store could never be made smaller."""
+    monkeypatch.setattr(index_file, "_ROWS_PER_COMMIT", 3)
+    index = IndexFile(tmp_path / "index", 2**20)
+    keys = make_keys(11)
+    index.put([Row(slot, key, 1, 1 + slot) for slot, key in enumerate(keys)])
+    for end in (11, 10, 4, 0):
+        index.delete_from(end)
+        assert [row.slot for row in index.rows()] == list(range(end))
+    index.close()
 
 
 def bad_reads(monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[int], bool]) -> Callable[[], None]:

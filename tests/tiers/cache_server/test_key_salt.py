@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import random
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratakv.tiers.block import pack_key
+from stratakv.tiers.cache_server import key_salt
 from stratakv.tiers.cache_server.key_salt import SECRET_BYTES, KeySalt
 from stratakv.tiers.contract import make_keys
 
@@ -76,6 +78,19 @@ def test_keys_stand_in_their_order_and_on_their_own() -> None:
     assert salt.stored(keys) == [salt.stored([key])[0] for key in keys]
     assert salt.stored([]) == []
     assert [stored[32:] for stored in salt.stored(keys)] == [key[32:] for key in keys]
+
+
+def test_names_that_are_remembered_are_right_and_bounded(
+    monkeypatch: pytest.MonkeyPatch, rng: random.Random
+) -> None:
+    monkeypatch.setattr(key_salt, "_MOST_NAMES", 20)
+    keys, salt, most = make_keys(100), KeySalt(SECRET, "ann"), 0
+    names = {key: KeySalt(SECRET, "ann").stored([key])[0] for key in keys}
+    for _ in range(300):
+        asked = rng.choices(keys, k=rng.randrange(15))
+        assert salt.stored(asked) == [names[key] for key in asked]
+        most = max(most, len(salt._newer) + len(salt._older))
+    assert 20 < most <= 2 * (20 + 15)
 
 
 def test_a_short_secret_is_refused() -> None:
