@@ -230,7 +230,7 @@ class GrammarManager:
         has_own_ends = bool(own_ids) or end_ids != self._eos_ids
         self._followed[built.request_id] = _Followed(
             built,
-            Follower(grammar, waiting.compilation.first_words),
+            Follower(grammar, waiting.compilation.first_words, waiting.compilation.first_seconds),
             thought,
             end_ids,
             own_ids,
