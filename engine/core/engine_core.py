@@ -446,7 +446,8 @@ class EngineCore:
 
     def _mask_of(self, output: SchedulerOutput) -> TokenMask | None:
         """Which tokens the grammars of a step allow; requests at the end of theirs end."""
-        mask, ended = self._grammars.masks(self.scheduler.choosing(output))
+        grammars = self._grammars
+        mask, ended = grammars.masks(() if grammars.has_begun else self.scheduler.choosing(output))
         for request, error in ended:
             status = RequestStatus.FINISHED_ERROR if error else RequestStatus.FINISHED_STOPPED
             for last in self.scheduler.finish_requests([request.request_id], status, error or None):

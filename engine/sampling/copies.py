@@ -24,6 +24,12 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     return page_locked(tensor).to(device, non_blocking=True)
 
 
+def address_of(array: npt.NDArray[Any]) -> int:
+    """Where its first value lies; with fewer calls than `array.ctypes`."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
 class HostCopies(NamedTuple):
     """Tensors on their way to host memory."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.cpu.library import CpuLibrary, cpu_library
-from .copies import to_device
+from .copies import address_of, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,28 +28,29 @@ class TokenMask:
         """Ban what is not allowed, in place: row `indices[i]` of `logits` `[rows, vocab]` is that
         of `request_ids[i]`. Raises ValueError where the mask is not one row for each request,
         or a row is not there."""
-        if self.allowed.shape[:1] != (len(self.request_ids),) or self.allowed.ndim != 2:
+        allowed, count = self.allowed, len(self.request_ids)
+        if allowed.ndim != 2 or len(allowed) != count:
             raise ValueError(
-                f"a mask of {len(self.request_ids)} requests has a row of words for each, not the "
-                f"shape {self.allowed.shape}"
+                f"a mask of {count} requests has a row of words for each, not the shape "
+                f"{allowed.shape}"
             )
-        num_logits = len(logits)
-        if len(indices) != len(self.request_ids) or not all(0 <= i < num_logits for i in indices):
+        num_logits, chosen = len(logits), list(indices)
+        is_all = chosen == list(range(num_logits))
+        if len(chosen) != count or not (is_all or all(0 <= i < num_logits for i in chosen)):
             raise ValueError(
-                f"a mask of {len(self.request_ids)} requests is for as many rows of the "
-                f"{num_logits} that there are, not for {list(indices)}"
+                f"a mask of {count} requests is for as many rows of the {num_logits} that there "
+                f"are, not for {chosen}"
             )
-        words = self.allowed.astype("<u4", order="C", copy=False)
-        is_all = list(indices) == list(range(num_logits))
+        words = allowed.astype("<u4", order="C", copy=False)
         if logits.device.type == "cpu":
-            _ban_on_host(logits, words.view(np.uint8), None if is_all else indices)
+            _ban_on_host(logits, words.view(np.uint8), None if is_all else chosen)
             return
         octets = np.array(words).view(np.uint8)  # one that may be written, which torch asks for
         banned = banned_on(octets, logits.shape[1], logits.device)
         if is_all:  # none to be left alone, so no copy
             logits.masked_fill_(banned, -torch.inf)
             return
-        rows = to_device(np.asarray(indices, np.int64), logits.device)
+        rows = to_device(np.asarray(chosen, np.int64), logits.device)
         logits[rows] = logits[rows].masked_fill_(banned, -torch.inf)
 
 
@@ -83,9 +84,9 @@ def _ban_by_kernel(
         logits.data_ptr(),
         logits.stride(0),
         logits.shape[1],
-        octets.ctypes.data,
+        address_of(octets),
         num_octets // 4,
-        None if places is None else places.ctypes.data,
+        None if places is None else address_of(places),
         num_rows,
     )
 

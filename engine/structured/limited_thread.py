@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +35,17 @@ class Limit:
     seconds: float = 120.0  # for one that waits for something, as it never should
 
 
+class Jobs(Protocol):
+    """Where a thread gets its jobs from; None: it is to end."""
+
+    def get(self) -> Job | None: ...
+
+
 class LimitedThread:
     """Does jobs from a queue, which it may share. A job calls `next_piece` between its pieces, each
     of which has the whole limit."""
 
-    def __init__(self, name: str, jobs: queue.SimpleQueue[Job | None]) -> None:
+    def __init__(self, name: str, jobs: Jobs) -> None:
         self._jobs = jobs
         self._lock = threading.Lock()
         self._is_left = False

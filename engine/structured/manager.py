@@ -230,7 +230,7 @@ class GrammarManager:
         has_own_ends = bool(own_ids) or end_ids != self._eos_ids
         self._followed[built.request_id] = _Followed(
             built,
-            Follower(grammar, waiting.compilation.first_words),
+            Follower(grammar, waiting.compilation.first_words, waiting.compilation.first_seconds),
             thought,
             end_ids,
             own_ids,
@@ -283,13 +283,18 @@ class GrammarManager:
         if jobs:
             self._maker.begin(jobs)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether `begin` has found something to do for the step whose masks are asked for next."""
+        return self._maker.has_begun or bool(self._thinking)
+
     def masks(
         self, requests: Iterable[Request], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
     ) -> Masks:
         """Those of a step, as `begin` was told, which is done here where it was not. In the mask a
         request with k drafts has 1 + k rows one after the other. Requests that are `ended` are not
         in it."""
-        if not self._maker.has_begun:
+        if not self.has_begun:
             self.begin(requests, drafts)
         thinking, self._thinking = self._thinking, []
         ids = [each.request.request_id for each, num_rows in thinking for _ in range(num_rows)]
@@ -299,7 +304,7 @@ class GrammarManager:
         followed, self._begun = self._begun, []
         jobs, rows = self._maker.collect()
         words = rows.view(np.uint32)
-        has_any = np.asarray(words.any(axis=1))
+        has_any = np.bitwise_or.reduce(words, axis=1).tolist()
         kept: list[int] = []
         ended: list[Ended] = []
         end = 0
@@ -311,7 +316,7 @@ class GrammarManager:
             if error is None:
                 ids += [each.request.request_id] * job.num_rows
                 kept += range(start, end)
-            else:
+            elif not each.request.is_finished:  # or another one may have its id by now
                 ended.append(Ended(each.request, error and f"{_FAILED}: {error}"))
                 self.num_failed += bool(error)
                 del self._followed[each.request.request_id]

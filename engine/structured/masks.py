@@ -20,7 +20,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -47,14 +46,17 @@ TOO_MANY_HANG = "too many grammars before it hang, so none is followed any more;
 
 class Follower:
     """Where one answer is in its grammar. `first_words` is the row at its beginning, where somebody
-    has made it already."""
+    has made it already, and `first_seconds` what that took."""
 
-    def __init__(self, grammar: Grammar, first_words: Words | None = None) -> None:
+    def __init__(
+        self, grammar: Grammar, first_words: Words | None = None, first_seconds: float = 0.0
+    ) -> None:
         self._grammar = grammar
         self._matcher: Matcher | None = None
         self.is_bounded = grammar.is_bounded  # it cannot hang
         self.first_words = first_words
         self.num_taken = 0  # output tokens that have been accepted, or lie before the grammar
+        self.first_seconds = first_seconds
         # What a row of it has taken: the last one, or longer ones before; at first nobody knows.
         self.row_seconds = math.inf
         self.ahead: _Ahead | None = None  # its next row, while that is made between steps
@@ -280,29 +282,54 @@ class _Ahead:
 
     job: MaskJob
     row: Words
+    is_later: bool  # it is known to take long, and those of which nobody knows go before it
     error: str = ""
     is_done: bool = False
 
 
+class _Turns:
+    """Jobs for a thread, two queues of them."""
+
+    def __init__(self) -> None:
+        self._first: deque[Job | None] = deque()
+        self._later: deque[Job | None] = deque()
+        self._count: queue.SimpleQueue[None] = queue.SimpleQueue()  # an entry for each job
+
+    def put(self, job: Job, *, is_later: bool) -> None:
+        (self._later if is_later else self._first).append(job)
+        self._count.put(None)
+
+    def end(self) -> None:
+        """Whoever gets a job next is told to end, instead of the jobs that are left."""
+        self._first.appendleft(None)
+        self._count.put(None)
+
+    def get(self) -> Job | None:
+        self._count.get()
+        return (self._first or self._later).popleft()
+
+
 class AheadMaker:
     """Rows that may take long, made between steps: a step waits for none of them, and the request
-    sits out until its row is there. Called by the step's thread; `wakeup` by its own."""
+    sits out until its row is there. Those that are known to take long come last, so that whoever
+    asks for such a grammar again and again holds up no other's. Called by the step's thread;
+    `wakeup` by its own."""
 
     def __init__(self, vocab_size: int, limit: Limit, wakeup: Callable[[], None]) -> None:
         self._num_words = -(-vocab_size // BITS)
         self._limit = limit
         self._wakeup = wakeup
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs = _Turns()
         self._thread: LimitedThread | None = None
         self._left = LeftBehind()
-        self._open: deque[_Ahead] = deque()  # in the order in which they are made
+        self._open: list[_Ahead] = []
+        self._at: _Ahead | None = None  # at which the thread is, or was last
         self.num_made = 0
 
     @property
     def is_due(self) -> bool:
         """Whether a row has come, or can be given up, of which nobody has taken note."""
-        open_rows = self._open
-        return bool(open_rows) and (open_rows[0].is_done or self._hangs())
+        return bool(self._open) and (any(each.is_done for each in self._open) or self._hangs())
 
     @property
     def num_open(self) -> int:
@@ -333,14 +360,18 @@ class AheadMaker:
     def take_note(self) -> None:
         """Of what is made, whoever wanted it. A row that takes too long fails, and another thread
         makes the others."""
-        while self._open and self._open[0].is_done:
-            self._open.popleft()
-            self.num_made += 1
-        if self._open and self._thread is not None and self._thread.leave(self._limit):
+        if not self._open:
+            return
+        left = [each for each in self._open if not each.is_done]
+        self.num_made += len(self._open) - len(left)
+        self._open = left
+        if left and self._thread is not None and self._thread.leave(self._limit):
             self._left.add(self._thread)
             self._thread = None
-            hung = self._open.popleft()
+            hung = self._at
+            assert hung is not None
             hung.error, hung.is_done = HANGS, True
+            self._open = [each for each in left if each is not hung]
             for ahead in self._open:
                 self._put(ahead)
 
@@ -348,15 +379,14 @@ class AheadMaker:
         """End the thread, unless it hangs. Idempotent."""
         self._open.clear()
         if self._thread is not None:
-            with suppress(queue.Empty):  # rows that nobody wants
-                while True:
-                    self._jobs.get_nowait()
-            self._jobs.put(None)
+            self._jobs.end()
             self._thread.join(_CLOSE_SECONDS)
             self._thread = None
 
     def _begin(self, follower: Follower, new: Sequence[int]) -> None:
-        ahead = _Ahead(MaskJob(follower, new), np.zeros(self._num_words, np.int32))
+        row = np.zeros(self._num_words, np.int32)
+        is_known = follower.row_seconds != math.inf or follower.first_seconds > SLOW_SECONDS
+        ahead = _Ahead(MaskJob(follower, new), row, is_later=is_known)
         follower.ahead = ahead
         if self._left.are_too_many:
             ahead.error, ahead.is_done = TOO_MANY_HANG, True
@@ -366,12 +396,18 @@ class AheadMaker:
 
     def _put(self, ahead: _Ahead) -> None:
         if self._thread is None:
-            self._jobs = queue.SimpleQueue()
+            self._jobs = _Turns()
             self._thread = LimitedThread("stratakv-masks-ahead", self._jobs)
-        self._jobs.put(lambda thread: self._make(thread, ahead))
+        self._jobs.put(lambda thread: self._make(thread, ahead), is_later=ahead.is_later)
 
     def _make(self, thread: LimitedThread, ahead: _Ahead) -> None:
         """On the thread."""
+
+        def begin() -> None:
+            self._at = ahead
+
+        if not thread.next_piece(begin):
+            return
         began, error = time.thread_time(), ""
         try:
             ahead.job.run(ahead.row.reshape(1, -1))

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import math
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from stratakv.engine.structured.compiler import (
     GrammarCompiler,
     TooManyGrammars,
 )
-from stratakv.engine.structured.limited_thread import MOST_LEFT_BEHIND, Limit
+from stratakv.engine.structured.limited_thread import MOST_LEFT_BEHIND
 from stratakv.engine.structured.masks import (
     HANGS,
     QUICK_SECONDS,
@@ -51,17 +50,9 @@ from stratakv.tiers.settings.values import ConfigError
 
 from ..conftest import Reference
 from ..core.conftest import config_of, finish, prompt_of, request
+from .waiting import SHORT, WAIT_SECONDS, wait_for
 
-SHORT = Limit(cpu_seconds=0.05)
-WAIT_SECONDS = 60.0
 NUM_PROCESSES = 2
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 class Spinner(Backend):
@@ -115,13 +106,6 @@ class SpinningMatcher(Matcher):
 
 def spec(text: str) -> GrammarSpec:
     return GrammarSpec(Kind.REGEX, text)
-
-
-@pytest.fixture
-def threads_end() -> Any:
-    """All threads of grammars have ended with the test."""
-    yield
-    wait_for(lambda: not any(t.name.startswith("stratakv-") for t in threading.enumerate()))
 
 
 def test_one_that_does_not_stop_compiling_is_given_up(threads_end: None) -> None:

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that are made between steps: in which order, and what becomes of one that hangs."""
+
+from __future__ import annotations
+
+import threading
+
+from stratakv.engine.structured.base import Grammar, Matcher, Words
+from stratakv.engine.structured.masks import (
+    HANGS,
+    MASK_LIMIT,
+    SLOW_SECONDS,
+    AheadMaker,
+    Follower,
+)
+
+from .waiting import SHORT, WAIT_SECONDS, wait_for
+
+
+class OrderlyGrammar(Grammar):
+    """Its rows are noted in `made`; that of `gate` waits for it, and that of `spin` never ends."""
+
+    num_bytes, is_bounded = 10, True
+
+    def __init__(self, name: str, made: list[str], gate: threading.Event) -> None:
+        self.name, self.made, self.gate = name, made, gate
+
+    def matcher(self) -> Matcher:
+        return OrderlyMatcher(self)
+
+
+class OrderlyMatcher(Matcher):
+    may_end = False
+
+    def __init__(self, grammar: OrderlyGrammar) -> None:
+        self._grammar = grammar
+
+    def accept(self, token_id: int) -> bool:
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        pass
+
+    def fill(self, words: Words) -> None:
+        grammar = self._grammar
+        if grammar.name == "gate":
+            assert grammar.gate.wait(WAIT_SECONDS)
+        while grammar.name == "spin" and not grammar.gate.is_set():
+            pass
+        grammar.made.append(grammar.name)
+        words[:] = 9
+
+
+def test_rows_that_are_known_to_take_long_come_last(threads_end: None) -> None:
+    maker, made, gate = AheadMaker(40, MASK_LIMIT, lambda: None), [], threading.Event()
+
+    def begin(name: str, first_seconds: float) -> Follower:
+        follower = Follower(OrderlyGrammar(name, made, gate), None, first_seconds)
+        assert not maker.is_ready(follower, [1], 0)
+        return follower
+
+    try:
+        followers = [begin("gate", 0.0)]  # while it is made the others come
+        wait_for(lambda: maker._at is not None)
+        followers += [begin(f"long {number}", 2 * SLOW_SECONDS) for number in range(3)]
+        followers += [begin("new", 0.0), begin("another", SLOW_SECONDS / 2)]
+        gate.set()
+        wait_for(lambda: all(each.ahead is not None and each.ahead.is_done for each in followers))
+        assert made == ["gate", "new", "another", "long 0", "long 1", "long 2"]
+        maker.take_note()
+        assert (maker.num_open, maker.num_made) == (0, 6)
+        assert all(maker.is_ready(each, [1], 0) for each in followers)
+        assert [each.first_words.tolist() for each in followers] == [[9, 9]] * 6
+    finally:
+        maker.close()
+
+
+def test_a_row_that_hangs_fails_alone_whatever_was_asked_for_first(threads_end: None) -> None:
+    made: list[str] = []
+    gate, stop = threading.Event(), threading.Event()
+    maker = AheadMaker(40, SHORT, lambda: None)
+    try:
+        followers = {}
+        for name, seconds in (("gate", 0.0), ("long", 1.0), ("spin", 0.0), ("new", 0.0)):
+            grammar = OrderlyGrammar(name, made, gate if name == "gate" else stop)
+            followers[name] = Follower(grammar, None, seconds)
+            assert not maker.is_ready(followers[name], [1], 0)
+        gate.set()
+        wait_for(lambda: (maker.take_note(), not maker.num_open)[1])
+        for name, follower in followers.items():
+            assert maker.is_ready(follower, [1], 0)
+            assert follower.failed == (HANGS if name == "spin" else "")
+        assert made == ["gate", "new", "long"]
+    finally:
+        stop.set()
+        maker.close()
+
+
+def test_rows_that_nobody_wants_are_not_made_at_the_end(threads_end: None) -> None:
+    made: list[str] = []
+    gate = threading.Event()
+    maker = AheadMaker(40, MASK_LIMIT, lambda: None)
+    for name in ("gate", "new", "newer"):
+        maker.is_ready(Follower(OrderlyGrammar(name, made, gate)), [1], 0)
+    wait_for(lambda: maker._at is not None)
+    closer = threading.Thread(target=maker.close)
+    closer.start()
+    wait_for(lambda: not maker.num_open and maker._jobs._first[0] is None)
+    gate.set()
+    closer.join(WAIT_SECONDS)
+    assert made == ["gate"]
