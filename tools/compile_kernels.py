@@ -4,7 +4,8 @@
 Needs Triton, which brings NVIDIA's assembler and disassembler, and no device. Without options it
 writes `kernels/resources.json`: registers, spilled bytes and shared memory of every configuration
 for sm_80 and sm_90, and how many of its programs a multiprocessor runs side by side. Another Triton
-than that of `constraints.txt`, put on the path, writes `kernels/resources-triton-VERSION.json`. The
+than that of `constraints.txt`, put on the path, writes `kernels/resources-triton-VERSION.json`,
+which may have fewer of them: those that the launch tables were chosen by. The
 exit status is 1 when a configuration breaks a limit or lacks an instruction that it names; the
 table has its figures all the same, and the tests refuse it. Knows nothing of what a kernel does.
 
@@ -175,7 +176,10 @@ def compile_all(configurations: list[Any]) -> tuple[dict[str, Any], list[str]]:
 
 def _kept(names: set[str], version: str) -> dict[str, Any]:
     """The rows that the table has now of configurations that there still are."""
-    table = json.loads(table_of(version).read_text())
+    path = table_of(version)
+    if path != TABLE and not path.exists():
+        return {}
+    table = json.loads(path.read_text())
     if table["triton"] != version:
         raise SystemExit(f"the table is triton {table['triton']}'s, not {version}'s; compile all")
     return {name: row for name, row in table["configurations"].items() if name in names}

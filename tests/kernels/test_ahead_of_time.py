@@ -81,7 +81,9 @@ def test_the_table_has_every_configuration_and_no_other(shipped: list[str]) -> N
     pinned = json.loads(TABLE.read_text())["triton"]
     assert shipped, "kernels/shipped.py lists none"
     for version, table in tables().items():
-        assert list(table) == shipped, f"run tools/compile_kernels.py with Triton {version}"
+        # Other versions have the rows that the launch tables were chosen by.
+        known = shipped if version == pinned else [name for name in shipped if name in table]
+        assert list(table) == known, f"run tools/compile_kernels.py with Triton {version}"
         for name, row in table.items():
             assert set(row) in ({*TARGETS}, {"sm_90"}), name
             for target, found in row.items():
@@ -118,8 +120,9 @@ def test_configurations_compile_as_the_table_says(
     if report.triton == json.loads(TABLE.read_text())["triton"]:
         assert report.faults == [] and report.status == 0
     if table := tables().get(report.triton):
-        known = {name: table[name] for name in chosen}
-        assert report.resources == known, "run tools/compile_kernels.py and look at the difference"
+        known = {name: table[name] for name in chosen if name in table}
+        found = {name: report.resources[name] for name in known}
+        assert found == known, "run tools/compile_kernels.py and look at the difference"
     for fault in report.faults:
         spill = re.search(r"expected no spill, got (\d+) bytes$", fault)
         assert spill and int(spill[1]) <= SPILLED_BYTES_OF_OTHERS, fault
