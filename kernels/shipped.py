@@ -93,7 +93,10 @@ DECODE_VARIANTS = (
     ),
     *(
         _DecodeVariant("fp8e4nv", "bf16", group, size, scales=scales)
-        for group, size in ((1, 64), (1, 128), (8, 64), (8, 128), (32, 256))
+        for group, size in (
+            *((group, size) for group in (1, 4, 8) for size in (64, 128)),
+            *((32, size) for size in paged_decode_launch.HEAD_SIZES),
+        )
         for scales in ("head", "token")
     ),
 )
@@ -184,27 +187,22 @@ def _prefills() -> list[Configuration]:
         ("fp8e4nv", 128, 8, 32, 4),
     )
     found = [
-        _prefill(
-            "", paged_prefill_launch.WIDE, False, kv, head_dim, group, block_size, scales_dim, False
-        )
+        _prefill("", True, False, kv, head_dim, group, block_size, scales_dim, False)
         for kv, head_dim, group, block_size, scales_dim in usual
     ]
-    for name, table in (
-        ("wide", paged_prefill_launch.WIDE),
-        ("narrow", paged_prefill_launch.NARROW),
-    ):
-        for head_dim in table:
+    for name, is_wide in (("wide", True), ("narrow", False)):
+        for head_dim in paged_prefill_launch.NARROW:
             for short in (False, True):
                 for kv, scales_dim in (("bf16", 0), ("fp8e4nv", 4)):
                     found.append(
-                        _prefill(name, table, short, kv, head_dim, 7, 16, scales_dim, True)
+                        _prefill(name, is_wide, short, kv, head_dim, 7, 16, scales_dim, True)
                     )
     return found
 
 
 def _prefill(
     row: str,
-    table: dict[int, tuple[paged_prefill_launch.Launch, paged_prefill_launch.Launch]],
+    is_wide: bool,
     short: bool,
     kv: str,
     head_dim: int,
@@ -215,8 +213,10 @@ def _prefill(
 ) -> Configuration:
     from .attention.paged_prefill_triton import paged_prefill_kernel
 
-    launch = table[paged_prefill_launch.padded_head_dim(head_dim)][short]
     is_fp8 = kv == "fp8e4nv"
+    launch = paged_prefill_launch.choose_launch(
+        (9, 0) if is_wide else (8, 0), head_dim, group, 1 if short else 1 << 20, is_fp8=is_fp8
+    )
     fixed = paged_prefill_launch.constants(
         launch,
         head_dim=head_dim,
@@ -250,12 +250,8 @@ def _prefill(
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         multiples_of_16=frozenset(size for size in sizes if size.startswith(("q_", "out_", "kv_"))),
-        needs=frozenset({"HGMMA", "LDGSTS"} if table is paged_prefill_launch.WIDE else {"LDGSTS"}),
-        min_capability=(9, 0)
-        if table is paged_prefill_launch.WIDE
-        else (8, 9)
-        if is_fp8
-        else (8, 0),
+        needs=frozenset({"HGMMA", "LDGSTS"} if is_wide else {"LDGSTS"}),
+        min_capability=(9, 0) if is_wide else (8, 9) if is_fp8 else (8, 0),
     )
 
 

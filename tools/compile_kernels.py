@@ -3,9 +3,11 @@
 
 Needs Triton, which brings NVIDIA's assembler and disassembler, and no device. Without options it
 writes `kernels/resources.json`: registers, spilled bytes and shared memory of every configuration
-for sm_80 and sm_90. The exit status is 1 when a configuration breaks a limit or lacks an
-instruction that it names; the table has its figures all the same, and the tests refuse it. Knows
-nothing of what a kernel computes.
+for sm_80 and sm_90, and how many of its programs a multiprocessor runs side by side. Another Triton
+than that of `constraints.txt`, put on the path, writes `kernels/resources-triton-VERSION.json`,
+which may have fewer of them: those that the launch tables were chosen by. The
+exit status is 1 when a configuration breaks a limit or lacks an instruction that it names; the
+table has its figures all the same, and the tests refuse it. Knows nothing of what a kernel does.
 
     python tools/compile_kernels.py                         compile all, write the table
     python tools/compile_kernels.py --only 'write_kv.*'     compile some, replace their rows
@@ -32,8 +34,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "kernels" / "resources.json"
+PINNED = re.compile(r"^triton==(\S+)", re.MULTILINE)
 MAX_REGISTERS = 255
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # what one program may have, by target
+# Of a multiprocessor: registers in units of 8 a thread, shared memory of which each program takes a
+# KiB more, warps, programs.
+REGISTERS, REGISTER_UNIT, MAX_WARPS, MAX_PROGRAMS = 65536, 8, 64, 32
+SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024}
+PROGRAM_SHARED_BYTES = 1024
 NEEDS_TARGET = 90  # where a configuration's `needs` are looked for
 TOOL_SECONDS = 60
 MNEMONIC = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)")
@@ -83,13 +91,34 @@ def compile_for(configuration: Any, target: int) -> dict[str, Any]:
             options={"num_warps": configuration.num_warps, "num_stages": configuration.num_stages},
         )
     wanted = configuration.needs if target == NEEDS_TARGET else frozenset()
+    registers, shared = _number(r"Used (\d+) registers", log.getvalue()), compiled.metadata.shared
     return {
-        "registers": _number(r"Used (\d+) registers", log.getvalue()),
+        "programs": side_by_side(target, registers, shared, configuration.num_warps),
+        "registers": registers,
         "spilled_bytes": _number(r"(\d+) bytes spill stores", log.getvalue())
         + _number(r"(\d+) bytes spill loads", log.getvalue()),
-        "shared_bytes": compiled.metadata.shared,
+        "shared_bytes": shared,
         "lacks": sorted(wanted - mnemonics(compiled.asm["cubin"])) if wanted else [],
     }
+
+
+def side_by_side(target: int, registers: int, shared_bytes: int, num_warps: int) -> int:
+    """How many programs a multiprocessor of this target has room for."""
+    of_a_thread = -(-registers // REGISTER_UNIT) * REGISTER_UNIT
+    return min(
+        REGISTERS // (of_a_thread * 32 * num_warps),
+        SHARED_BYTES[target] // (shared_bytes + PROGRAM_SHARED_BYTES),
+        MAX_WARPS // num_warps,
+        MAX_PROGRAMS,
+    )
+
+
+def table_of(version: str) -> Path:
+    """Where the resources by this Triton are kept."""
+    pinned = PINNED.search((ROOT / "constraints.txt").read_text())
+    if pinned is None or pinned[1] == version:
+        return TABLE
+    return TABLE.with_name(f"resources-triton-{version}.json")
 
 
 def _number(pattern: str, log: str) -> int:
@@ -147,7 +176,10 @@ def compile_all(configurations: list[Any]) -> tuple[dict[str, Any], list[str]]:
 
 def _kept(names: set[str], version: str) -> dict[str, Any]:
     """The rows that the table has now of configurations that there still are."""
-    table = json.loads(TABLE.read_text())
+    path = table_of(version)
+    if path != TABLE and not path.exists():
+        return {}
+    table = json.loads(path.read_text())
     if table["triton"] != version:
         raise SystemExit(f"the table is triton {table['triton']}'s, not {version}'s; compile all")
     return {name: row for name, row in table["configurations"].items() if name in names}
@@ -184,7 +216,7 @@ def main() -> int:
     else:
         kept = _kept({item.name for item in found}, table["triton"]) if options.only else {}
         table["configurations"] = {**kept, **table["configurations"]}
-        TABLE.write_text(_text(table) + "\n")
+        table_of(table["triton"]).write_text(_text(table) + "\n")
         print(f"compiled {len(chosen)} of {len(table['configurations'])} configurations")
     for fault in wrong:
         print(fault, file=sys.stderr)

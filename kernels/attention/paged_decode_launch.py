@@ -17,7 +17,8 @@ MIN_SPLIT_TOKENS = 256  # a shorter split costs more to combine than it saves
 # What a program costs beside its tiles, in tiles: its start, the first loads, its partial result.
 # Derived from the machine code, not measured.
 PROGRAM_TILES = 1
-PROGRAMS_PER_MULTIPROCESSOR = 4  # as many 16-bit DOT programs fit side by side
+# As many 16-bit DOT programs fit side by side, and of float8 ones with their conversion.
+PROGRAMS_PER_MULTIPROCESSOR, FP8_PROGRAMS_PER_MULTIPROCESSOR = 4, 3
 MAX_SPLITS = 256
 DOT_ROWS = 16  # the fewest rows of a matrix product; groups are padded to it
 NEWEST = (9, 0)  # what is taken where there is no device: in the interpreter
@@ -30,7 +31,9 @@ class Row(NamedTuple):
 
 
 # How scores are computed: sums of products where no heads share a kv head, else matrix products.
+# More heads than the fewest rows of a product take other rows where numbers are converted.
 VECTOR, DOT, DOT_TOKEN_SCALES = "vector", "dot", "dot, a scale for each token"
+DOT_MANY = "dot, many heads"
 
 # Lowest capability -> (path, bytes of a pool element, largest head size) -> row.
 # Chosen by what the compiler says: no spill, and few enough registers that several programs share
@@ -52,10 +55,14 @@ TABLE: dict[tuple[int, int], dict[tuple[str, int, int], Row]] = {
         (VECTOR, 4, 256): Row(16, 4, 3),
     },
     (8, 9): {
-        # Conversion takes registers: 4 warps would need 195 for the same tile of 128.
-        (DOT, 1, 64): Row(64, 8, 5),
-        (DOT, 1, 128): Row(64, 8, 5),
+        # Conversion takes registers: with tiles of 64 there was room for one program of 8 warps.
+        (DOT, 1, 64): Row(32, 4, 5),
+        (DOT, 1, 128): Row(32, 4, 5),
         (DOT, 1, 256): Row(32, 8, 5),
+        # Tiles of 32 in 4 warps spill with 32 heads on Triton 3.6.0.
+        (DOT_MANY, 1, 64): Row(64, 8, 5),
+        (DOT_MANY, 1, 128): Row(64, 8, 5),
+        (DOT_MANY, 1, 256): Row(32, 8, 5),
         (DOT_TOKEN_SCALES, 1, 64): Row(32, 4, 5),
         (DOT_TOKEN_SCALES, 1, 128): Row(32, 4, 5),
         (DOT_TOKEN_SCALES, 1, 256): Row(16, 4, 5),
@@ -74,6 +81,7 @@ class Launch:
     num_stages: int
     group_pad: int  # rows of the matrix product; 1: products and sums instead
     head_pad: int
+    programs: int = PROGRAMS_PER_MULTIPROCESSOR  # of it that a multiprocessor runs side by side
 
     @property
     def min_tiles(self) -> int:
@@ -90,7 +98,10 @@ def choose_launch(
 ) -> Launch:
     """The row for `group` heads that share a kv head, of `head_dim` elements up to 256."""
     size = next(size for size in HEAD_SIZES if head_dim <= size)
+    is_fp8 = dtype.itemsize == 1
     path = VECTOR if group == 1 else DOT_TOKEN_SCALES if token_scales else DOT
+    if path == DOT and is_fp8 and group > DOT_ROWS:
+        path = DOT_MANY
     key = (path, dtype.itemsize, size)
     given = capability or NEWEST
     row = next(
@@ -99,23 +110,29 @@ def choose_launch(
         if lowest <= given and key in TABLE[lowest]
     )
     group_pad = 1 if group == 1 else max(DOT_ROWS, _power_of_two(group))
-    return Launch(*row, group_pad, max(DOT_ROWS, _power_of_two(head_dim)))
+    programs = FP8_PROGRAMS_PER_MULTIPROCESSOR if is_fp8 else PROGRAMS_PER_MULTIPROCESSOR
+    return Launch(*row, group_pad, max(DOT_ROWS, _power_of_two(head_dim)), programs)
 
 
-@functools.lru_cache(4096)
 @functools.lru_cache(maxsize=1024)  # all layers of a step ask for the same
-def choose_splits(pairs: int, max_tokens: int, multiprocessors: int, tile: int) -> int:
+def choose_splits(
+    pairs: int,
+    max_tokens: int,
+    multiprocessors: int,
+    tile: int,
+    programs: int = PROGRAMS_PER_MULTIPROCESSOR,
+) -> int:
     """Into how many parts contexts of up to `max_tokens` are cut, for `pairs` of (request, kv
     head), none shorter than it is worth: those that take the least time. A device runs programs in
     waves, and a last one of a few programs takes as long as a full one."""
-    slots = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
+    slots = programs * multiprocessors
     tiles = max(1, -(-max_tokens // tile))
     most = max(1, min(max_tokens // MIN_SPLIT_TOKENS, MAX_SPLITS))
     best, least = 1, 0
     for splits in range(1, most + 1):
         share = -(-tiles // splits)
-        programs = pairs * -(-tiles // share)
-        time = -(-programs // slots) * (share + PROGRAM_TILES)
+        waves = -(-pairs * -(-tiles // share) // slots)
+        time = waves * (share + PROGRAM_TILES)
         if splits == 1 or time < least:
             best, least = splits, time
     return best

@@ -249,7 +249,7 @@ def paged_decode_triton(
     min_tiles = 1
     if num_splits is None:
         num_splits = choose_splits(
-            requests * kv_heads, seen, _multiprocessors(q.device), launch.tile
+            requests * kv_heads, seen, _multiprocessors(q.device), launch.tile, launch.programs
         )
         min_tiles = launch.min_tiles
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..choice import AUTO, NATIVE, TRITON, KernelRefused, choose_kernel, probe_hardware
-from ..pool_checks import check_last_axis, check_scales, reason_against_fp8
+from ..pool_checks import FP8, check_last_axis, check_scales, reason_against_fp8
 from .attention_checks import (
     check_layout,
     check_query_and_pool,
@@ -86,7 +86,11 @@ def paged_prefill(
         from .paged_prefill_triton import paged_prefill_triton
 
         launch = choose_launch(
-            probe_hardware().capability, q.shape[2], q.shape[1] // kv.shape[3], max_query_len
+            probe_hardware().capability,
+            q.shape[2],
+            q.shape[1] // kv.shape[3],
+            max_query_len,
+            is_fp8=kv.dtype == FP8,
         )
         return paged_prefill_triton(
             q,

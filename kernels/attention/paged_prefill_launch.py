@@ -27,11 +27,15 @@ class Launch:
 # of its own: with 3 stages a tile of K and V is waited for as soon as it is asked for, with 5 one
 # more is under way meanwhile. Found by compiling ahead of time: nothing here spills with a group
 # of 7, a window, a soft cap and scales of tokens together.
-WIDE = {  # capability 9 and 10: four warps multiply at once, and 227 KB of shared memory
+# Of float8 pools on capability 9 and 10: four warps multiply at once, and 227 KB of shared memory.
+WIDE_FP8 = {
     64: (Launch(128, 64, 8, 5), Launch(64, 64, 4, 5)),
     128: (Launch(128, 64, 8, 5), Launch(64, 64, 4, 5)),
     256: (Launch(64, 32, 8, 5), Launch(64, 32, 8, 5)),
 }
+# Of 16-bit ones, which are not converted: twice the keys for each look at the running maximum, so
+# that softmax takes a smaller share. One program fills a multiprocessor's registers either way.
+WIDE = WIDE_FP8 | {128: (Launch(128, 128, 8, 3), Launch(64, 64, 4, 5))}
 NARROW = {  # the others: 64 keys spill with a group of 7, and some have 99 KB of shared memory
     64: (Launch(128, 64, 8, 5), Launch(64, 32, 4, 5)),
     128: (Launch(128, 32, 8, 5), Launch(64, 32, 4, 5)),
@@ -45,10 +49,17 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def choose_launch(
-    capability: tuple[int, int] | None, head_dim: int, group: int, max_query_len: int
+    capability: tuple[int, int] | None,
+    head_dim: int,
+    group: int,
+    max_query_len: int,
+    *,
+    is_fp8: bool,
 ) -> Launch:
-    """None is the interpreter, which runs what the largest devices run."""
-    table = WIDE if capability is None or capability[0] in (9, 10) else NARROW
+    """The row for a pool of float8 or of wider numbers. A capability of None is the interpreter,
+    which runs what the largest devices run."""
+    is_wide = capability is None or capability[0] in (9, 10)
+    table = (WIDE_FP8 if is_fp8 else WIDE) if is_wide else NARROW
     long, short = table[max(padded_head_dim(head_dim), min(table))]
     return short if max_query_len * group <= SHORT_ROWS else long
 

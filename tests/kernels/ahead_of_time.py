@@ -17,6 +17,9 @@ from typing import Any, NamedTuple, Self
 ROOT = Path(__file__).resolve().parent.parent.parent
 TOOLS = ROOT / "tools"
 TABLE = ROOT / "kernels" / "resources.json"
+# Folders of other versions of Triton, each as `pip install --target FOLDER --no-deps triton==...`
+# makes it; what is compiled by these is compared with their own tables.
+OTHER_TRITONS = [path for path in os.environ.get("STRATAKV_TRITONS", "").split(os.pathsep) if path]
 START_SECONDS = 100  # to import torch and triton on a busy machine
 CONFIGURATION_SECONDS = 30  # to compile one for every target
 
@@ -59,11 +62,20 @@ class Report(NamedTuple):
     faults: list[str]
 
 
-class Tool:
-    """The process; a context manager."""
+def tables() -> dict[str, dict[str, Any]]:
+    """The tables that are checked in, by the version of Triton that they are of."""
+    found = [json.loads(path.read_text()) for path in sorted(TABLE.parent.glob("resources*.json"))]
+    return {table["triton"]: table["configurations"] for table in found}
 
-    def __init__(self) -> None:
+
+class Tool:
+    """The process, with the Triton of this environment or that in `folder`; a context manager."""
+
+    def __init__(self, folder: str = "") -> None:
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        if folder:
+            paths = (folder, environment.get("PYTHONPATH"))
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._process: subprocess.Popen[str] = subprocess.Popen(
             [sys.executable, "-c", _LOOP, str(TOOLS)],
             stdin=subprocess.PIPE,

@@ -25,7 +25,6 @@ from stratakv.kernels.attention.paged_decode_launch import (
     MAX_SPLITS,
     MIN_SPLIT_TOKENS,
     NEWEST,
-    PROGRAMS_PER_MULTIPROCESSOR,
     choose_launch,
     choose_splits,
 )
@@ -276,20 +275,22 @@ def test_splits_fill_the_device_and_are_worth_their_combination():
     assert choose_splits(1, 2**20, 132, 64) == MAX_SPLITS
 
 
-def test_no_wave_is_wasted_where_there_is_work_for_every_program():
+@pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, 0.9), (FP8, 0.88)])
+def test_no_wave_is_wasted_where_there_is_work_for_every_program(dtype, least):
     """By the model of waves alone: the tiles that there are, over those that a full device would
     have done meanwhile, for one of the largest devices and requests of a model of 8 kv heads."""
-    slots = 132 * PROGRAMS_PER_MULTIPROCESSOR
+    launch = choose_launch(NEWEST, 4, 128, dtype)
+    slots = 132 * launch.programs
     for requests in range(1, 257):
         for max_tokens in (8192, 16384, 32768, 65536, 131072):
-            pairs, tiles = 8 * requests, max_tokens // 64
-            splits = choose_splits(pairs, max_tokens, 132, 64)
+            pairs, tiles = 8 * requests, max_tokens // launch.tile
+            splits = choose_splits(pairs, max_tokens, 132, launch.tile, launch.programs)
             share = -(-tiles // splits)
             programs = pairs * -(-tiles // share)
             if pairs * max_tokens < slots * MIN_SPLIT_TOKENS:
                 continue
             used = pairs * tiles / (slots * -(-programs // slots) * share)
-            assert used >= 0.9, (requests, max_tokens, splits)
+            assert used >= least, (requests, max_tokens, splits)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), None])

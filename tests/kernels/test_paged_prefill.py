@@ -25,6 +25,7 @@ from stratakv.kernels.attention.paged_prefill_launch import (
     MAX_GROUP,
     NARROW,
     WIDE,
+    WIDE_FP8,
     choose_launch,
     padded_head_dim,
 )
@@ -291,15 +292,16 @@ def test_a_planted_32_bit_offset_is_caught(plant: Any, device: torch.device) -> 
 
 
 def test_tiles_hold_the_rows_of_a_token_and_the_table_has_a_row_for_every_head() -> None:
-    for table in (WIDE, NARROW):
+    for table in (WIDE, WIDE_FP8, NARROW):
         assert all(launch.block_rows >= MAX_GROUP for pair in table.values() for launch in pair)
         assert max(table) == padded_head_dim(129) == 256
     for capability in (None, (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
         for head_dim in (16, 64, 65, 128, 256):
-            short = choose_launch(capability, head_dim, 4, 16)
-            assert short.block_rows == 64 >= 4 * 16
-            long = choose_launch(capability, head_dim, 4, 17)
-            assert long.block_rows == (64 if head_dim == 256 else 128)
+            for is_fp8 in (False, True):
+                short = choose_launch(capability, head_dim, 4, 16, is_fp8=is_fp8)
+                assert short.block_rows == 64 >= 4 * 16
+                long = choose_launch(capability, head_dim, 4, 17, is_fp8=is_fp8)
+                assert long.block_rows == (64 if head_dim == 256 else 128)
 
 
 def test_shipped_configurations_cover_every_row_of_the_table() -> None:
@@ -308,7 +310,7 @@ def test_shipped_configurations_cover_every_row_of_the_table() -> None:
         for c in shipped_configurations()
         if c.name.startswith("paged_prefill.")
     }
-    for table in (WIDE, NARROW):
+    for table in (WIDE, WIDE_FP8, NARROW):
         for pair in table.values():
             for row in pair:
                 assert (row.block_rows, row.block_keys, row.num_warps, row.num_stages) in shipped

@@ -9,6 +9,7 @@ tables are replaced in this process for one measurement at a time. Runs only in 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -75,8 +76,9 @@ def sweep_splits(place: Place, results: Results, case: Case) -> None:
     if place.is_rehearsal:
         counts = counts[:3]
     pairs = len(case.chunks) * case.kv_heads
+    launch = _launch(case)
     chosen = paged_decode_launch.choose_splits(
-        pairs, max(case.lengths), _multiprocessors(place), _launch(case).tile
+        pairs, max(case.lengths), _multiprocessors(place), launch.tile, launch.programs
     )
     trial = _Trials(place, results, batch, "splits", {"num_splits": chosen})
     for count in counts:
@@ -102,13 +104,21 @@ def sweep_prefill_launches(place: Place, results: Results, case: Case) -> None:
     """Tiles, warps and stages of long chunks in place of the table's."""
     size = max(64, paged_prefill_launch.padded_head_dim(case.head_dim))
     chosen = paged_prefill_launch.choose_launch(
-        probe_hardware().capability, case.head_dim, case.group, case.chunks[0][0]
+        probe_hardware().capability,
+        case.head_dim,
+        case.group,
+        case.chunks[0][0],
+        is_fp8=case.pool_dtype.itemsize == 1,
     )
     trial = _Trials(place, results, make_batch(place, case), "prefill table", asdict(chosen))
-    wide, narrow = paged_prefill_launch.WIDE, paged_prefill_launch.NARROW
+    tables = (
+        paged_prefill_launch.WIDE, paged_prefill_launch.WIDE_FP8, paged_prefill_launch.NARROW,
+    )  # fmt: skip
     for launch in _chosen_first(chosen, place.choose(PREFILL_LAUNCHES, (), PREFILL_LAUNCHES[:2])):
         both = {size: (launch, launch)}
-        with patch.dict(wide, both), patch.dict(narrow, both):
+        with ExitStack() as stack:
+            for table in tables:
+                stack.enter_context(patch.dict(table, both))
             trial.add({**asdict(launch), "is_chosen": launch == chosen})
 
 

@@ -196,7 +196,8 @@ def test_ratios_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_sweep_of_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = (paged_decode_launch.TABLE, paged_prefill_launch.WIDE, paged_prefill_launch.NARROW)
+    prefill = paged_prefill_launch
+    tables = (paged_decode_launch.TABLE, prefill.WIDE, prefill.WIDE_FP8, prefill.NARROW)
     before = [dict(table) for table in tables]
     met: list[Any] = []
     right = attention_cases.paged_decode
