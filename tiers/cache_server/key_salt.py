@@ -82,11 +82,7 @@ def _open(path: Path) -> int:
 
 SECRET_BYTES = 32
 _BLOCK_BYTES = 64  # of SHA-256
-<<<<<<< HEAD
-MOST_NAMES = 8192  # remembered, and as many older ones: 4 MB at the most
-=======
-_MOST_NAMES = 8192  # remembered, and as many older ones: 6 MB for a tenant at the most
->>>>>>> tiers
+MOST_NAMES = 8192  # remembered, and as many older ones: 6 MB at the most
 
 
 class KeySalt:

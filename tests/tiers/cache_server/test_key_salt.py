@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratakv.tiers.block import pack_key
-from stratakv.tiers.cache_server import key_salt
 from stratakv.tiers.cache_server.key_salt import SECRET_BYTES, KeySalt
 from stratakv.tiers.contract import make_keys
 
@@ -80,11 +79,8 @@ def test_keys_stand_in_their_order_and_on_their_own() -> None:
     assert [stored[32:] for stored in salt.stored(keys)] == [key[32:] for key in keys]
 
 
-def test_names_that_are_remembered_are_right_and_bounded(
-    monkeypatch: pytest.MonkeyPatch, rng: random.Random
-) -> None:
-    monkeypatch.setattr(key_salt, "_MOST_NAMES", 20)
-    keys, salt, most = make_keys(100), KeySalt(SECRET, "ann"), 0
+def test_names_that_are_remembered_are_right_and_bounded(rng: random.Random) -> None:
+    keys, salt, most = make_keys(100), KeySalt(SECRET, "ann", 20), 0
     names = {key: KeySalt(SECRET, "ann").stored([key])[0] for key in keys}
     for _ in range(300):
         asked = rng.choices(keys, k=rng.randrange(15))
@@ -96,13 +92,3 @@ def test_names_that_are_remembered_are_right_and_bounded(
 def test_a_short_secret_is_refused() -> None:
     with pytest.raises(ValueError, match="a server secret has 32 bytes or more, not 31"):
         KeySalt(bytes(SECRET_BYTES - 1), "ann")
-
-
-def test_names_that_are_remembered_are_few_and_right() -> None:
-    remembering = KeySalt(SECRET, "ann", 4)
-    keys = make_keys(64)
-    expected = [KeySalt(SECRET, "ann", 0).stored([key])[0] for key in keys]
-    for first in (0, 2, 0, 30, 29, 0, 60):
-        batch = slice(first, first + 4)
-        assert remembering.stored(keys[batch]) == expected[batch]
-    assert len(remembering._newer) + len(remembering._older) <= 16
