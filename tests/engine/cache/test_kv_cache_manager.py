@@ -344,3 +344,18 @@ def test_what_a_revoked_step_named_is_named_again(attention: tuple[LayerAttentio
     assert manager.get_computed_blocks(other)[1] == 4
     assert manager.allocate_slots(request, 13) is not None
     assert manager.get_computed_blocks(other)[1] == 16
+
+
+@pytest.mark.parametrize("attention", [(full(),), (full(), full()), (full(), window(9))])
+def test_hits_keep_their_names_when_the_step_that_found_them_fails(
+    attention: tuple[LayerAttention, ...],
+) -> None:
+    manager = make_manager(60, attention=attention)
+    owner = make_request("owner", "ABCDEFGHIJKLMNOPQ")
+    start(manager, owner)
+    manager.pool.commit_step()
+    manager.free(owner)
+    manager.pool.begin_step(1)
+    assert start(manager, make_request("r", "ABCDEFGHIJKLMNOPQRSTUVWX")) == 16
+    manager.pool.drop_uncomputed(1)
+    assert manager.get_computed_blocks(make_request("other", "ABCDEFGHIJKLMNOPQRS"))[1] == 16
