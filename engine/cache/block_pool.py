@@ -182,7 +182,7 @@ class BlockPool:
             elif gone is not None:
                 gone.append(key)
             block.block_hash = None
-            if block in uncomputed:
+            if uncomputed and block in uncomputed:
                 del uncomputed[block]
             else:
                 evicted.append((block.block_id, key, width))
@@ -254,9 +254,7 @@ class BlockPool:
             if found is not block:
                 self._add_duplicate(key, block, found)
         if not computed:
-            uncomputed, step_id = self._uncomputed, self._step_id
-            for block in blocks:
-                uncomputed[block] = step_id
+            self._uncomputed.update(dict.fromkeys(blocks, self._step_id))
 
     def name_computed(self, digest: bytes, block: KVCacheBlock, group_id: int = 0) -> None:
         """Name a held block after it was computed, so that it is offered as others are. It keeps

@@ -326,3 +326,36 @@ def test_hits_go_only_before_an_empty_table() -> None:
     hits = ([manager.pool.blocks[1]],)
     with pytest.raises(RuntimeError, match="request r has blocks"):
         manager.allocate_slots(request, 4, 4, hits)
+
+
+@pytest.mark.parametrize("attention", [(full(),), (full(), full()), (full(), window(9))])
+def test_what_a_revoked_step_named_is_named_again(attention: tuple[LayerAttention, ...]) -> None:
+    manager = make_manager(60, attention=attention)
+    request = make_request("r", "ABCDEFGHIJKLMNOPQ")
+    start(manager, request, 4)
+    manager.pool.commit_step()
+    manager.pool.begin_step(1)
+    before = manager.pool.num_held, manager.get_block_ids("r")
+    added = manager.allocate_slots(request, 13)
+    assert added is not None
+    manager.revoke(request, 4, manager.page_ids(added))
+    assert (manager.pool.num_held, manager.get_block_ids("r")) == before
+    other = make_request("other", "ABCDEFGHIJKLMNOPQ")
+    assert manager.get_computed_blocks(other)[1] == 4
+    assert manager.allocate_slots(request, 13) is not None
+    assert manager.get_computed_blocks(other)[1] == 16
+
+
+@pytest.mark.parametrize("attention", [(full(),), (full(), full()), (full(), window(9))])
+def test_hits_keep_their_names_when_the_step_that_found_them_fails(
+    attention: tuple[LayerAttention, ...],
+) -> None:
+    manager = make_manager(60, attention=attention)
+    owner = make_request("owner", "ABCDEFGHIJKLMNOPQ")
+    start(manager, owner)
+    manager.pool.commit_step()
+    manager.free(owner)
+    manager.pool.begin_step(1)
+    assert start(manager, make_request("r", "ABCDEFGHIJKLMNOPQRSTUVWX")) == 16
+    manager.pool.drop_uncomputed(1)
+    assert manager.get_computed_blocks(make_request("other", "ABCDEFGHIJKLMNOPQRS"))[1] == 16
