@@ -36,7 +36,7 @@ from .processors.thinking import ThinkingBudget
 from .row_parts import row_parts
 from .row_states import NO_LOGPROBS, RowStates, SamplingRows
 from .token_mask import TokenMask
-from .truncation import exp_, truncate
+from .truncation import draw_among_few, exp_, leaves_few, truncate
 
 # Penalties come behind biases: repetition looks at the sign that these leave.
 BUILT_IN: tuple[type[LogitsProcessor], ...] = (
@@ -306,9 +306,11 @@ class Sampler:
         temperatures = to_device(self._rows.temperature[rows][:, None], from_best.device)
         scaled = from_best.div_(temperatures.to(from_best.dtype))
         scaled = self._processors.after_temperature(scaled, belongs)
-        is_short = truncate(
-            scaled, self._rows.top_k[rows], self._rows.top_p[rows], all_candidates=all_candidates
-        )
+        top_k, top_p = self._rows.top_k[rows], self._rows.top_p[rows]
+        if leaves_few(top_k, scaled.shape[1], scaled.device):
+            chosen = draw_among_few(scaled, top_k, top_p, numbers.numpy())
+            return torch.from_numpy(chosen), None
+        is_short = truncate(scaled, top_k, top_p, all_candidates=all_candidates)
         sums = exp_(scaled).cumsum(dim=-1, dtype=torch.float64)
         total = sums[:, -1:]
         target = numbers[:, None] * total

@@ -19,6 +19,8 @@ from .copies import to_device
 
 # Top-p rarely needs more candidates; where it does, the whole vocabulary is sorted.
 FIRST_CANDIDATES = 256
+# A row with a top-k up to this is drawn from without a pass over what it leaves out.
+MOST_FEW = 1024
 
 _LOG2_E = math.log2(math.e)
 
@@ -52,6 +54,38 @@ def truncate(
     return torch.zeros(len(scaled), dtype=torch.bool, device=scaled.device).index_copy_(
         0, index, is_short
     )
+
+
+def leaves_few(top_k: IntArray, vocab_size: int, device: torch.device) -> bool:
+    """Whether `draw_among_few` is for such rows: on the host, where each has a small top-k."""
+    return is_free_to_look(device) and bool((top_k <= min(MOST_FEW, vocab_size - 1)).all())
+
+
+def draw_among_few(
+    scaled: Tensor, top_k: IntArray, top_p: FloatArray, numbers: FloatArray
+) -> npt.NDArray[np.int64]:
+    """The token that each row `[rows, vocab]` draws by its number in [0, 1) among what top-k and
+    top-p leave: the same as of the whole row, whose other tokens add nothing to any sum. Rows that
+    are not finite get token 0."""
+    cutoff, _ = _cutoff(scaled, top_k, top_p, False)
+    num_rows, vocab = scaled.shape
+    places = np.flatnonzero((scaled >= cutoff).numpy())
+    row, tokens = np.divmod(places, vocab)
+    counts = np.bincount(row, minlength=num_rows)
+    ends = counts.cumsum()
+    starts = ends - counts
+    shares = exp_(scaled.reshape(-1)[torch.from_numpy(places)]).numpy()
+    sums = np.zeros((num_rows, max(1, counts.max(initial=0))))
+    sums[row, np.arange(len(places)) - starts[row]] = shares
+    sums.cumsum(axis=1, out=sums)
+    total = sums[:, -1]
+    # As for whole rows: below the total even where the product was rounded up.
+    target = np.minimum(numbers * total, np.nextafter(total, 0.0))
+    at = np.minimum((sums <= target[:, None]).sum(axis=1), np.maximum(counts, 1) - 1)
+    chosen = np.zeros(num_rows, np.int64)
+    has_any = counts > 0
+    chosen[has_any] = tokens[(starts + at)[has_any]]
+    return chosen
 
 
 def _cutoff(

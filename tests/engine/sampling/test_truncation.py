@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from stratakv.engine.sampling import truncation
-from stratakv.engine.sampling.truncation import exp_, truncate
+from stratakv.engine.sampling.truncation import (
+    MOST_FEW,
+    draw_among_few,
+    exp_,
+    leaves_few,
+    truncate,
+)
 
 VOCAB = 40
 
@@ -61,3 +67,45 @@ def test_powers_of_e(dtype):
     result = exp_(logits.to(dtype).clone())
     torch.testing.assert_close(result.double(), expected, rtol=0, atol=1e-7)
     assert result[-2:].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_draw_among_few_is_that_of_the_whole_row(rng: random.Random, scale: str, dtype) -> None:
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    for _ in range(1000 if scale == "long" else 60):
+        rows, vocab = rng.randint(1, 7), rng.choice([3, 40, 2000])
+        logits = torch.randn(rows, vocab, generator=generator, dtype=dtype) * rng.choice([0.1, 4])
+        if rng.random() < 0.5:  # many that are equal, more than top-k says among them
+            logits = logits.round()
+        logits[torch.rand(rows, vocab, generator=generator) < rng.choice([0.0, 0.5])] = -torch.inf
+        logits -= logits.amax(dim=-1, keepdim=True)
+        top_k = np.array([rng.randint(1, min(vocab - 1, MOST_FEW)) for _ in range(rows)])
+        top_p = np.array([rng.choice([1.0, rng.uniform(0.05, 1.0)]) for _ in range(rows)])
+        numbers = np.array([rng.choice([0.0, 1 - 2**-53, rng.random()]) for _ in range(rows)])
+        assert leaves_few(top_k, vocab, logits.device)
+        whole = logits.clone()
+        assert truncate(whole, top_k, top_p) is None
+        shares = exp_(whole.clone()).double()
+        tokens = draw_among_few(logits.clone(), top_k, top_p, numbers)
+        for row, token in enumerate(tokens):
+            if not torch.isfinite(logits[row]).any():  # no choice, and told elsewhere
+                assert 0 <= token < vocab
+                continue
+            assert whole[row, token] > -torch.inf
+            target = numbers[row] * float(shares[row].sum())
+            before = float(shares[row, :token].sum())
+            slack = 1e-6 * float(shares[row].sum())  # of vectorised powers
+            assert before <= target + slack and before + shares[row, token] >= target - slack
+
+
+def test_a_row_that_is_not_finite_spoils_no_other() -> None:
+    logits = torch.zeros(3, 50)
+    logits[0, 7] = torch.nan
+    logits[1] = -torch.inf
+    logits[2, :-1] = -9.0
+    top_k, top_p = np.array([5, 5, 1]), np.array([0.9, 1.0, 0.5])
+    tokens = draw_among_few(logits, top_k, top_p, np.array([0.5, 0.5, 0.5]))
+    assert tokens[2] == 49 and all(0 <= token < 50 for token in tokens)
+    assert not leaves_few(np.array([5, MOST_FEW + 1]), 10_000, logits.device)
+    assert not leaves_few(np.array([5, 50]), 50, logits.device)  # the second leaves all
+    assert not leaves_few(top_k, 50, torch.device("meta"))
