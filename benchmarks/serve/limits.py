@@ -107,7 +107,7 @@ class Worker(Child):
             self.send({"work": work})
             found = self.read(ANSWER_SECONDS)
             self.taken.setdefault(work, []).append(found)
-            return found["amount"] / found["seconds"]
+            return float(found["amount"]) / float(found["seconds"])
 
         return do
 
