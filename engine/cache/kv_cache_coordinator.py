@@ -24,7 +24,7 @@ from .full_attention_manager import FullAttentionManager
 from .group_manager import GroupManager, num_free
 from .kv_block import BlockIds, KVCacheBlock
 from .local_attention_manager import LocalAttentionManager
-from .page_names import group_suffix, page_ids
+from .page_names import group_suffix, page_ids, page_tables
 
 # One list of blocks for all cache groups that share them, in the order of the first of these.
 GroupBlocks = tuple[list[KVCacheBlock], ...]
@@ -311,10 +311,7 @@ class KVCacheCoordinator:
 
     def page_ids(self, blocks: Sequence[Sequence[KVCacheBlock]]) -> BlockIds:
         """The pages of such blocks in each group."""
-        ids = [[block.block_id for block in each] for each in blocks]
-        if self._width == 1:
-            return tuple(ids)
-        return tuple([page_ids(each, place) for each in ids for place in range(self._width)])
+        return page_tables(blocks, self._width)
 
     def of_blocks(self, digests: Sequence[bytes]) -> Sequence[bytes]:
         """Of digests that come more often than blocks, those that name one: the last of each."""

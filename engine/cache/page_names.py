@@ -15,6 +15,7 @@ from functools import cache
 
 from ...connector.base import GROUP_BYTES
 from ...tiers.block import DIGEST_BYTES
+from .kv_block import BlockIds, KVCacheBlock
 
 
 @cache
@@ -26,6 +27,14 @@ def group_suffix(group_id: int) -> bytes:
 def page_ids(block_ids: Sequence[int], place: int) -> list[int]:
     """The pages of blocks in the group that comes `place` after their first one."""
     return [block_id and block_id + place for block_id in block_ids]  # 0 is the null block
+
+
+def page_tables(blocks: Sequence[Sequence[KVCacheBlock]], width: int) -> BlockIds:
+    """The ids of blocks, as of tables, in every group: `width` of them share the blocks of each."""
+    ids = [[block.block_id for block in each] for each in blocks]
+    if width == 1:
+        return tuple(ids)
+    return tuple([page_ids(each, place) for each in ids for place in range(width)])
 
 
 def page_keys(keys: Iterable[bytes], width: int) -> list[bytes]:

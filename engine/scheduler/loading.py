@@ -29,6 +29,7 @@ from collections.abc import Iterable, Mapping
 from ...connector.base import KVConnectorScheduler, LoadReport
 from ..cache.kv_cache_coordinator import GroupBlocks
 from ..cache.kv_cache_manager import KVCacheManager
+from ..cache.page_names import page_tables
 from ..observer import Observer
 from ..request import Progress, Request, RequestStatus
 
@@ -107,7 +108,7 @@ class LoadingRequests:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
             request.num_external_computed_tokens = num_external_tokens
             self._waiting[request.request_id] = request
-        block_ids = self._manager.page_ids(added)
+        block_ids = page_tables(added, self._manager.pool.width)
         self._connector.begin_load(request, block_ids, num_external_tokens, overlapped=overlapped)
         return True
 
