@@ -107,7 +107,7 @@ class Worker(Child):
             self.send({"work": work})
             found = self.read(ANSWER_SECONDS)
             self.taken.setdefault(work, []).append(found)
-            return float(found["amount"]) / float(found["seconds"])
+            return float(found["amount"] / found["seconds"])
 
         return do
 
@@ -193,10 +193,10 @@ def plot_limits(report: Report, path: Path) -> Path:
     """A bar for each case, by the clock and of processors."""
     figure, [[axes]] = plots.new_figure(1, 1, 3.4)
     names = [name.removeprefix("limit_") for name in CASES]
-    contests = report.figures["contests"]
+    found = report.figures["contests"]
     bars = {
         "by the clock": [report.ratios[name] for name in CASES],
-        "of processor seconds": [contests[name]["processor_ratio"] for name in CASES],
+        "of processor seconds": [found[name]["processor_ratio"] for name in CASES],
     }
     plots.draw_bars(axes, names, bars, (plots.COLOURS[0], plots.PLAIN), "%.2f", 8)
     marks = {float(at): case.gate.least for at, case in enumerate(CASES.values())}

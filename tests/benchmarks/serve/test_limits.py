@@ -43,12 +43,12 @@ def test_everything_in_small(
     written = json.loads((tmp_path / "serve_limits.json").read_text())
     assert set(written["ratios"]) == set(limits.CASES)
     assert all(ratio > 0 for ratio in written["ratios"].values())
-    contests, spreads = written["figures"]["contests"], written["figures"]["spreads"]
+    figures = written["figures"]
     for name, case in limits.CASES.items():
-        found = contests[name]
+        found = figures["contests"][name]
         assert len(found["rounds"]) == 2 and set(found["by_limit"]) == {case.limit, case.rival}
         assert found["processor_quartiles"][0] <= found["processor_ratio"]
-        assert spreads[name][0] <= written["ratios"][name] <= spreads[name][1]
+        assert figures["spreads"][name][0] <= written["ratios"][name] <= figures["spreads"][name][1]
         # The stricter of both limits is the one that stands.
         assert written["ratios"][name] == min(each["ratio"] for each in found["by_limit"].values())
     model = written["figures"]["model"]
