@@ -123,11 +123,11 @@ class _Client:
             blocks.check(self._stamps[name])
         return moved
 
-    def look_up(self, name: str, calls: int, keys: int, are_new: bool = False) -> list[float]:
+    def look_up(self, name: str, calls: int, keys: int) -> list[float]:
         """Seconds of each call."""
         transport = self._transports[name]
         assert isinstance(transport, ConnectionTransport)
-        return transport.look_up(calls, keys, are_new)
+        return transport.look_up(calls, keys)
 
 
 class Round(NamedTuple):
@@ -172,9 +172,9 @@ class Clients:
         num_bytes = len(self) * passes * self.count * self.block_bytes
         return Round(num_bytes / seconds, num_bytes, sum(move.cpu_seconds for move in moves))
 
-    def look_up(self, name: str, calls: int, keys: int, are_new: bool) -> list[float]:
+    def look_up(self, name: str, calls: int, keys: int) -> list[float]:
         """Seconds of each call of the first client."""
-        return list(*self._order("look_up", [(name, calls, keys, are_new)]))
+        return list(*self._order("look_up", [(name, calls, keys)]))
 
     def close(self) -> None:
         """End the processes. Idempotent."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import os
 import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -118,15 +117,13 @@ def row_name(case: str, size: str, clients: int) -> str:
     return f"{case}_{size}" + (f"_{clients}" if clients > 1 else "")
 
 
-def look_up_name(keys: int, *, are_new: bool = False) -> str:
-    """The name of a rate of look-ups: of names that were asked for before and are there, or of new
-    ones, of which none is."""
-    return f"lookup_{keys}_{'new_' * are_new}keys_per_second"
+def look_up_name(keys: int) -> str:
+    """The name of a rate of look-ups."""
+    return f"lookup_{keys}_keys_per_second"
 
 
 def _gates() -> dict[str, Gate]:
-    names = [look_up_name(LOOK_UP_KEYS[0], are_new=are_new) for are_new in (False, True)]
-    gates = {name: Gate(least=500_000) for name in names}
+    gates = {look_up_name(LOOK_UP_KEYS[0]): Gate(least=500_000)}
     for case in CASES:
         for clients, least in ((1, case.least), (FOUR, case.least_of_four)):
             if least is not None:
@@ -401,13 +398,12 @@ class Measurement:
             self._server(clients) as (_, address),
             clients.transport("shm", [_plan(address, "memory")]),
         ):
-            for keys, are_new in itertools.product(LOOK_UP_KEYS, (False, True)):
-                clients.look_up("shm", self._scale.look_ups, keys, are_new)  # to warm up
-                seconds = clients.look_up("shm", self._scale.look_ups, keys, are_new)
+            for keys in LOOK_UP_KEYS:
+                clients.look_up("shm", self._scale.look_ups, keys)  # to warm up
+                seconds = clients.look_up("shm", self._scale.look_ups, keys)
                 rates = [keys / each for each in seconds]
-                name = look_up_name(keys, are_new=are_new)
-                self._report.ratios[name] = median(rates)
-                self._report.figures["spreads"][name] = quartiles(rates)
+                self._report.ratios[look_up_name(keys)] = median(rates)
+                self._report.figures["spreads"][look_up_name(keys)] = quartiles(rates)
 
 
 def _plan(address: ServerAddress, kind: str, ca_file: Path | None = None) -> Plan:

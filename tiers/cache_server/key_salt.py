@@ -82,19 +82,12 @@ def _open(path: Path) -> int:
 
 SECRET_BYTES = 32
 _BLOCK_BYTES = 64  # of SHA-256
-MOST_NAMES = 8192  # remembered, and as many older ones: 6 MB at the most
 
 
 class KeySalt:
-    """The names of one tenant's blocks. Thread-safe.
+    """The names of one tenant's blocks."""
 
-    A key takes a microsecond, and one prompt's keys come several times: looked up, loaded, and
-    looked up again by the next prompt that begins alike. So the names of the latest are remembered,
-    in two dicts, of which the older one is thrown away whenever the newer one is full."""
-
-    def __init__(self, secret: bytes, tenant: str, most_names: int = MOST_NAMES) -> None:
-        """`most_names`: remembered in each dict; a server has many tenants, so one with little
-        memory remembers few."""
+    def __init__(self, secret: bytes, tenant: str) -> None:
         if len(secret) < SECRET_BYTES:
             raise ValueError(f"a server secret has {SECRET_BYTES} bytes or more, not {len(secret)}")
         tenant_key = hmac.digest(secret, tenant.encode(), "sha256")
@@ -102,30 +95,15 @@ class KeySalt:
         # HMAC with its two key blocks hashed in advance: half the work for each key.
         self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
-        self._most_names = min(most_names, MOST_NAMES)
-        self._newer: dict[bytes, bytes] = {}
-        self._older: dict[bytes, bytes] = {}
 
     def stored(self, keys: Sequence[bytes]) -> list[bytes]:
         """The 40-byte stored keys of 40-byte keys."""
-        # No lock: where two threads come at once, a name may be forgotten early, and is made again.
-        newer, older = self._newer, self._older
-        found = list(map(newer.get, keys))
-        result = [name for name in found if name is not None]
-        if len(result) == len(found):
-            return result
+        inner, outer = self._inner, self._outer
         result = []
-        for key, name in zip(keys, found, strict=True):
-            if name is None:
-                name = newer[key] = older.get(key) or self._made(key)
-            result.append(name)
-        if len(newer) > self._most_names:
-            self._newer, self._older = {}, newer
+        for key in keys:
+            hasher = inner.copy()
+            hasher.update(key)
+            outside = outer.copy()
+            outside.update(hasher.digest())
+            result.append(outside.digest() + key[DIGEST_BYTES:])
         return result
-
-    def _made(self, key: bytes) -> bytes:
-        hasher = self._inner.copy()
-        hasher.update(key)
-        outside = self._outer.copy()
-        outside.update(hasher.digest())
-        return bytes(outside.digest() + key[DIGEST_BYTES:])

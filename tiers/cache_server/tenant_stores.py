@@ -382,7 +382,7 @@ class TenantStores(ServedStores):
         except BaseException:
             slab.close()
             raise
-        salt = KeySalt(settings.secret, name, slab.num_slots)
+        salt = KeySalt(settings.secret, name)
         return TenantStore(slab, stores, salt, admission=admission, max_leases=limits.max_leases)
 
     def _stores(self, name: str, quota: Quota, layout: BlockLayout) -> list[StoreTier]:

@@ -30,7 +30,7 @@ from stratakv.benchmarks.service.transports import Plan
 from stratakv.benchmarks.tiers.scale import MIB
 from stratakv.engine.cli.main import main
 
-LOOK_UPS = [look_up_name(keys, are_new=new) for keys in LOOK_UP_KEYS for new in (False, True)]
+LOOK_UPS = [look_up_name(keys) for keys in LOOK_UP_KEYS]
 
 
 LITTLE = replace(QUICK, copied_bytes=8 * MIB, sent_bytes=8 * MIB, look_ups=5)

@@ -113,8 +113,7 @@ def test_a_server_without_room_is_no_figure(client: _Client) -> None:
 def test_look_ups(client: _Client) -> None:
     with server_with_room() as server:
         client.open("transport", _plan(where(server), "memory"))
-        for are_new in (False, True):
-            assert all(seconds > 0 for seconds in client.look_up("transport", 3, COUNT, are_new))
+        assert all(seconds > 0 for seconds in client.look_up("transport", 3, COUNT))
         server.tenant_store().clear()
         with pytest.raises(WrongWork, match="did not find every block"):
             client.look_up("transport", 1, COUNT)
