@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.benchmarks.sampling import command, hostile
+from stratakv.benchmarks.sampling import command
 from stratakv.benchmarks.sampling.command import GATES, Requests, Scale
 from stratakv.benchmarks.sampling.grammar_step import check_begins_as_asked
 from stratakv.engine.cli.main import main
