@@ -64,7 +64,7 @@ class Scale:
     hostile_rounds: int
 
 
-FULL = Scale(256, 151_936, 11, (1, 4, 16, 64), 41, 400, 9)
+FULL = Scale(256, 151_936, 11, (1, 4, 16, 64), 41, 400, 3)
 QUICK = Scale(16, 32_000, 3, (4,), 5, 40, 3)
 
 
