@@ -36,6 +36,7 @@ SILENT_SECONDS = 30.0  # it says something every few seconds, also when nothing 
 _MAX_LINE_BYTES = 64 * 1024
 _MAX_TOKEN_BYTES = 4096
 _STEADY_SECONDS = 120.0  # after so long the next end counts as the first
+_END_SECONDS = 1.0  # from the end of its output to its own
 _MODULE = "stratakv.tiers.peers.process"
 
 
@@ -115,7 +116,7 @@ class SlabServing:
             except Exception:  # this thread is the only one that starts it again
                 log.exception("the process that serves this engine's blocks cannot be looked after")
             if not self._ready.is_set():  # of the first one its starter hears
-                self._error = self._error or "the process that serves blocks ended at once"
+                self._error = self._error or "the process that serves blocks could not be started"
                 self._ready.set()
                 return
             if time.monotonic() - began > _STEADY_SECONDS:
@@ -162,9 +163,15 @@ class SlabServing:
                 self._take(line_of_it)
         except TimeoutError as error:
             self._error = f"it hung: {error}"
-        except (BrokenPipeError, ValueError):
-            pass  # it ended before it was told, or it is being closed
+        except BrokenPipeError:
+            pass  # it ended before it was told
+        except ValueError:  # `close` has closed its standard input
+            if not self._closing.is_set():
+                raise
         finally:
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(_END_SECONDS)
+                self._error = self._error or f"it ended with exit status {status}"
             process.kill()
             process.wait()
             process.stdout.close()

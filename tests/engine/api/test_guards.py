@@ -144,7 +144,7 @@ def test_a_head_that_does_not_come(
     monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.2)
     began = time.monotonic()
     assert _talk(strict, part) == b"", "closed without an answer"
-    assert 0.15 < time.monotonic() - began < 5
+    assert 0.15 < time.monotonic() - began < 20
 
 
 def test_the_head_of_a_second_request_that_does_not_come(

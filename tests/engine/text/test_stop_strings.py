@@ -48,9 +48,9 @@ def test_what_one_holds_back_is_not_looked_at_again_for_the_others() -> None:
     """At every piece that would be 16 times a thousand comparisons."""
     stops = ["a" * 1023 + "b", *("a" * 500 + f"c{i}" + "a" * 500 for i in range(15))]
     checker = StopStrings(stops)
-    began = time.monotonic()
+    began = time.thread_time()
     out = [checker.push("a") for _ in range(5000)]
-    assert time.monotonic() - began < 3
+    assert time.thread_time() - began < 3
     assert "".join([*out, checker.finish()]) == "a" * 5000
 
 

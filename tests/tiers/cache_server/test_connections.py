@@ -291,7 +291,7 @@ def test_a_server_that_stands_still_costs_the_deadline_and_no_more(plane: Plane,
         began = time.monotonic()
         with pytest.raises(ConnectionLost, match="before the deadline"):
             connection.load(keys, make_buffers(4, LAYOUT), began + 0.1)
-        assert 0.1 <= time.monotonic() - began < 2.0
+        assert 0.1 <= time.monotonic() - began < WAIT_SECONDS
     connection.close()
 
 
@@ -312,7 +312,7 @@ def test_a_server_that_goes_down_ends_idle_connections_at_once(kind: str) -> Non
     began = time.monotonic()
     plane.data.close(WAIT_SECONDS)
     plane.memory.close(WAIT_SECONDS)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < WAIT_SECONDS / 2
     assert not plane.num_connections
     with pytest.raises(ConnectionLost):
         fetch(connection, make_keys(1), LAYOUT)

@@ -103,7 +103,7 @@ def test_a_lease_ends_by_itself_though_nobody_calls(tenant_store: TenantStore) -
     lease = tenant_store.pin(keys, 0.2, soon())
     assert tenant_store.stats()["cpu"].pinned_blocks == 4
     wait_until(lambda: not tenant_store.num_leases)
-    assert 0.19 <= time.monotonic() - began < 5.0
+    assert 0.19 <= time.monotonic() - began < WAIT_SECONDS / 2
     assert tenant_store.stats()["cpu"].pinned_blocks == 0
     assert not tenant_store.unpin(lease.number)
 
@@ -219,7 +219,7 @@ def test_a_wait_has_an_end() -> None:
     read_lease = slow.begin_load(keys)
     began = time.monotonic()
     slow.wait_loaded(read_lease, soon(0.2))
-    assert 0.2 <= time.monotonic() - began < 5.0
+    assert 0.2 <= time.monotonic() - began < WAIT_SECONDS / 2
     assert read_lease.slots == [None, None]
     slow.end_load(read_lease)
     # Whoever waits when the tenant store is closed is woken.
@@ -227,7 +227,7 @@ def test_a_wait_has_an_end() -> None:
     waiter = threading.Thread(target=slow.wait_loaded, args=(read_lease, soon()), daemon=True)
     waiter.start()
     slow.close(0.5)
-    waiter.join(1.0)
+    waiter.join(WAIT_SECONDS / 2)
     assert not waiter.is_alive()
     assert read_lease.slots == [None, None]
 

@@ -268,7 +268,7 @@ def test_process_that_is_killed_is_started_again(caplog: pytest.LogCaptureFixtur
         made.serving.close(WAIT_SECONDS)
         # Nobody could load what is kept now, so nothing is.
         assert made.slab.keep(keys, 1.0) == [False] * 8
-    assert "is started again" in caplog.text
+    assert "is gone (it ended with exit status -9); it is started again" in caplog.text
 
 
 def test_process_that_hangs_is_given_up_and_started_again(
@@ -386,6 +386,15 @@ def test_token_that_is_none_lets_nobody_in(tmp_path: Path, token: str, words: st
 def test_port_in_use_says_so() -> None:
     with served() as made, pytest.raises(TierConfigError, match="is in use"):
         Served(port=made.serving.port)
+
+
+def test_process_that_ends_before_it_is_ready_says_how(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "_MODULE", "stratakv.no_such_module")
+    with pytest.raises(TierConfigError, match="--kv-serve: it ended with exit status 1"):
+        Served()
+    assert "No module named stratakv.no_such_module" in caplog.text
 
 
 def test_slab_without_an_index_is_not_served() -> None:

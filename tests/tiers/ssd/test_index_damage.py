@@ -299,7 +299,7 @@ def find_damage(folder: Path, timeout_seconds: float) -> str | None:
 def test_a_sound_index_is_found_sound_quickly(pristine: Path) -> None:
     began = time.monotonic()
     assert find_damage(pristine / "index", 30.0) is None
-    assert time.monotonic() - began < 5.0  # 0.05 s on an idle machine
+    assert time.monotonic() - began < 20.0  # 0.05 s on an idle machine
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def test_a_disk_that_hangs_is_waited_for_no_longer_than_allowed(
     sample = store.trial_read(0.5)
     took = time.monotonic() - began
     release.set()
-    assert 0.5 <= took < 5.0
+    assert 0.5 <= took < 20.0
     assert sample is not None and sample.seconds >= 0.5, "what had come by then, and how long"
     assert sample.num_bytes < 40 * BIG.page_bytes
 

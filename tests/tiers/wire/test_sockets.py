@@ -20,7 +20,10 @@ from stratakv.tiers.wire.sockets import Connection, ConnectionLost
 from ..cache_server.rig import LAYOUT, WAIT_SECONDS
 from ..remote.fault_proxy import FaultProxy
 
-SLACK = 0.25  # less than the shortest of the times that must not be waited for twice, 0.3
+# A wait that overlooks its deadline lasts WAIT_SECONDS or for ever; one that takes its time twice
+# lasts 2 * ONCE_SECONDS. A busy machine may stand still for a second.
+SLACK = 10.0
+ONCE_SECONDS = 2.0
 BIG = 8 * 1024**2  # more than the kernel's buffers take
 
 
@@ -114,7 +117,7 @@ def test_more_buffers_than_one_call_takes(pair: tuple[Connection, socket.socket]
 def test_a_peer_that_says_nothing(pair: tuple[Connection, socket.socket]) -> None:
     connection, _ = pair
     took = lasts(lambda: connection.receive(10, soon(0.2)), "before the deadline")
-    assert 0.2 <= took < 0.2 + SLACK
+    assert 0.2 <= took < SLACK
 
 
 def test_a_peer_that_trickles(pair: tuple[Connection, socket.socket]) -> None:
@@ -123,13 +126,13 @@ def test_a_peer_that_trickles(pair: tuple[Connection, socket.socket]) -> None:
     slowly(theirs, lambda: theirs.sendall(b"x"), stopped)
     took = lasts(lambda: connection.receive(1000, soon(0.4)), "deadline")
     stopped.set()
-    assert 0.4 <= took < 0.4 + SLACK
+    assert 0.4 <= took < SLACK
 
 
 def test_a_peer_that_takes_nothing(pair: tuple[Connection, socket.socket]) -> None:
     connection, _ = pair
     took = lasts(lambda: connection.send([bytes(BIG)], soon(0.2)), "deadline")
-    assert 0.2 <= took < 0.2 + SLACK
+    assert 0.2 <= took < SLACK
 
 
 def test_a_peer_that_takes_little_at_a_time(pair: tuple[Connection, socket.socket]) -> None:
@@ -137,9 +140,9 @@ def test_a_peer_that_takes_little_at_a_time(pair: tuple[Connection, socket.socke
     connection, theirs = pair
     stopped = threading.Event()
     slowly(theirs, lambda: theirs.recv(65536), stopped)
-    took = lasts(lambda: connection.send([bytes(BIG)] * 4, soon(0.4)), "deadline")
+    took = lasts(lambda: connection.send([bytes(BIG)] * 4, soon(ONCE_SECONDS)), "deadline")
     stopped.set()
-    assert 0.4 <= took < 0.4 + SLACK
+    assert ONCE_SECONDS <= took < 2 * ONCE_SECONDS
 
 
 def test_a_deadline_that_has_passed(pair: tuple[Connection, socket.socket]) -> None:
@@ -181,7 +184,7 @@ def test_nothing_is_received_without_waiting() -> None:
         ours.connect(listener.getsockname())
         connection = Connection(ours)
         began = time.monotonic()
-        assert connection.receive(0, soon(1.0)) == b""
+        assert connection.receive(0, soon()) == b""
         assert time.monotonic() - began < SLACK
         connection.close()
         listener.close()
@@ -215,7 +218,7 @@ def test_what_tls_has_read_already_counts_as_come() -> None:
 def test_an_end_from_another_thread(pair: tuple[Connection, socket.socket]) -> None:
     connection, _ = pair
     threading.Timer(0.1, connection.abort).start()
-    assert lasts(lambda: connection.receive(1, soon()), "closed|broke") < 0.1 + SLACK
+    assert lasts(lambda: connection.receive(1, soon()), "closed|broke") < SLACK
     assert lasts(lambda: connection.receive(1, soon()), "closed|broke") < SLACK
     connection.close()
     assert lasts(lambda: connection.receive(1, soon()), "closed|broke") < SLACK
@@ -261,8 +264,8 @@ def test_a_server_that_never_answers_is_waited_for_once(tls: bool) -> None:
     """Connecting, the handshake and the welcome have one time between them."""
     with FaultProxy(("127.0.0.1", 0), ("127.0.0.1", 9)) as proxy:
         proxy.swallow(True)
-        took = lasts(lambda: open_at(int(proxy.address[1]), 0.3, tls), "deadline|timed out")
-    assert 0.3 <= took < 0.3 + SLACK
+        took = lasts(lambda: open_at(int(proxy.address[1]), ONCE_SECONDS, tls), "deadline|timed out")
+    assert ONCE_SECONDS <= took < 2 * ONCE_SECONDS
 
 
 def test_every_address_of_a_host_shares_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +282,7 @@ def test_every_address_of_a_host_shares_the_time(monkeypatch: pytest.MonkeyPatch
         (socket.AF_INET, socket.SOCK_STREAM, 6, "", listener.getsockname()) for listener in full
     ]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: addresses)
-    took = lasts(lambda: open_at(1, 0.3, tls=False), "timed out|deadline")
+    took = lasts(lambda: open_at(1, ONCE_SECONDS, tls=False), "timed out|deadline")
     for sock in (*full, *fillers):
         sock.close()
-    assert took < 0.3 + SLACK
+    assert took < 2 * ONCE_SECONDS
