@@ -97,12 +97,9 @@ SLOW_PLACES = (
 # Tests that measure time, by path and name: they run after all others, with nothing beside them.
 ALONE_PLACES = (
     "engine/api/test_completions.py::test_long_prompts_of_ids_cost_little",
-    "engine/core/test_concurrent_prefill.py",
-    "engine/core/test_handover.py",
     "engine/router/test_asked_at_once.py",
     "tiers/cache_server/test_service.py::test_a_whole_prompt_in_one_look_up",
     "tiers/cache_server/test_timing.py",
-    "tiers/remote/test_faults.py::test_restarts_faster_than_anybody_looks",
     "tiers/ssd/test_reopen.py::test_a_large_index_is_small_and_quick",
 )
 
@@ -273,7 +270,10 @@ def _fixed_seeds(seed: int) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(seed)
+        # Where there is no CUDA yet, `torch.manual_seed` notes its caller, which takes a millisecond.
+        torch = sys.modules["torch"]
+        seeded = torch.default_generator if torch.version.cuda is None else torch
+        seeded.manual_seed(seed)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..plots import draw_peers
@@ -223,6 +222,8 @@ class TorchAttention:
             raise PeerRefused("it has neither a window nor a soft cap")
         if len(set(case.chunks)) != 1:
             raise PeerRefused("it takes requests of one length only")
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: a second
+
         requests, (new, before) = len(case.chunks), case.chunks[0]
         # [requests, heads, tokens, head_dim]
         q = batch.q.view(requests, new, case.heads, case.head_dim).transpose(1, 2)
