@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from stratakv.engine.client.process import ProcessClient
 from stratakv.engine.llm import LLM
 from stratakv.engine.sampling_params import SamplingParams
 
 from .free_ports import free_ports
-from .nursery_site.nursery_client import Nursery
 from .tiny_models import make_llama
 from .two_engines import (
     BLOCK_BYTES,
@@ -133,9 +133,7 @@ def test_tenants_and_other_models_find_nothing(model: Path, plain: Plain, tmp_pa
             assert answer.token_ids != wanted
 
 
-def test_slab_that_is_full_and_process_that_is_killed(
-    model: Path, plain: Plain, worker_nursery: Nursery
-) -> None:
+def test_slab_that_is_full_and_process_that_is_killed(model: Path, plain: Plain) -> None:
     """The engine goes on as ever, the other one computes what it does not get."""
     port, _ = free_ports(2)
     room = 24 * BLOCK_BYTES
@@ -143,27 +141,34 @@ def test_slab_that_is_full_and_process_that_is_killed(
         one,
         two,
     ):
+        killed = 0
         texts = [prompt(4000 + i, PROMPT_TOKENS) for i in range(12)]
         for number, text in enumerate(texts):
             wanted = plain(text, GREEDY)
             assert ask(one, text).token_ids == wanted
             if number % 4 == 2:
-                _kill_serving(worker_nursery)
+                killed += _kill_serving(one)
             assert ask(two, text).token_ids == wanted
         for text in texts[:4]:
             assert ask(two, text).token_ids == plain(text, GREEDY)
             assert ask(one, text).token_ids == plain(text, GREEDY)
+        assert killed
 
 
-def _kill_serving(nursery: Nursery) -> None:
-    """Kill what serves the slab of an engine of this test; it may be away already."""
+def _kill_serving(llm: LLM) -> int:
+    """Kill what serves the engine's slab; it may be away already. Other tests have such too."""
+    killed = 0
+    client = llm._client
+    assert isinstance(client, ProcessClient)
     for path in Path("/proc").glob("[0-9]*"):
         try:
             is_serving = b"stratakv.tiers.peers.process" in (path / "cmdline").read_bytes()
-            if is_serving and _parent(_parent(int(path.name))) == nursery.pid:
+            if is_serving and _parent(int(path.name)) == client.pid:
                 os.kill(int(path.name), signal.SIGKILL)
+                killed += 1
         except OSError:
             pass  # it has ended meanwhile
+    return killed
 
 
 def _parent(pid: int) -> int:
