@@ -270,7 +270,7 @@ def _fixed_seeds(seed: int) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     if "torch" in sys.modules:
-        # Where there is no CUDA yet, `torch.manual_seed` notes its caller, which takes a millisecond.
+        # Without CUDA `torch.manual_seed` notes its caller for later, which takes a millisecond.
         torch = sys.modules["torch"]
         seeded = torch.default_generator if torch.version.cuda is None else torch
         seeded.manual_seed(seed)

@@ -264,7 +264,8 @@ def test_a_server_that_never_answers_is_waited_for_once(tls: bool) -> None:
     """Connecting, the handshake and the welcome have one time between them."""
     with FaultProxy(("127.0.0.1", 0), ("127.0.0.1", 9)) as proxy:
         proxy.swallow(True)
-        took = lasts(lambda: open_at(int(proxy.address[1]), ONCE_SECONDS, tls), "deadline|timed out")
+        port = int(proxy.address[1])
+        took = lasts(lambda: open_at(port, ONCE_SECONDS, tls), "deadline|timed out")
     assert ONCE_SECONDS <= took < 2 * ONCE_SECONDS
 
 
