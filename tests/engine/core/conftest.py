@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from stratakv.engine.options import engine_config
 from stratakv.engine.request import pack_token_ids
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.wire import AddRequest, TokenOutput
+from stratakv.tiers.remote import settings
 
 from ...stepping import step_outputs
 
@@ -43,6 +45,20 @@ def make_core(tiny_model: Path) -> Iterator[MakeCore]:
     yield make
     for core in cores:
         core.shutdown(5.0)
+
+
+@pytest.fixture
+def patient_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of cache servers wait for answers however busy the machine is. As shipped a look-up
+    has a tenth of a second, and what comes later is computed."""
+    patient = partial(
+        settings.RemoteSettings,
+        attach_seconds=20.0,
+        lookup_seconds=10.0,
+        load_seconds=20.0,
+        store_seconds=20.0,
+    )
+    monkeypatch.setattr(settings, "RemoteSettings", patient)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -34,7 +34,7 @@ def shared() -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def make_node(make_core: MakeCore, shared: ServerProcess) -> MakeNode:
+def make_node(make_core: MakeCore, shared: ServerProcess, patient_clients: None) -> MakeNode:
     def make(role: str, server: ServerProcess = shared, **options: Any) -> EngineCore:
         return make_core(
             role=role,

@@ -34,7 +34,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def make_node(make_core: MakeCore, server: ServerProcess) -> MakeNode:
+def make_node(make_core: MakeCore, server: ServerProcess, patient_clients: None) -> MakeNode:
     """Cores that share the server, which loses everything before."""
 
     def make(role: str = "both", **options: Any) -> EngineCore:

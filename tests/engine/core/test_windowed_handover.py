@@ -39,7 +39,7 @@ def server(model: Path) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def nodes(model: Path, server: ServerProcess) -> Iterator[list[EngineCore]]:
+def nodes(model: Path, server: ServerProcess, patient_clients: None) -> Iterator[list[EngineCore]]:
     """A prefill node, whose steps are shorter than a window, and a decode node."""
     common: dict[str, Any] = {
         "kv_offload": f"cpu,grpc://127.0.0.1:{server.port}",
