@@ -115,10 +115,15 @@ def identity_text(identity: ChunkIdentity) -> str:
 
 def check_folders(path: Path, folder: str, layouts: int) -> None:
     """Raises ConfigError where the directory holds as many other layouts as it may: what they take
-    of the disk counts too."""
-    if not path.is_dir():
+    of the disk counts too. One that cannot be looked at is a disk that is down, as its store will
+    find."""
+    try:
+        if not path.is_dir():
+            return
+        held = sorted(each.name for each in path.iterdir() if _FOLDER.fullmatch(each.name))
+    except OSError as error:
+        log.warning("%s cannot be looked at (%s)", path, error.strerror)
         return
-    held = sorted(each.name for each in path.iterdir() if _FOLDER.fullmatch(each.name))
     others = [name for name in held if name != folder]
     if len(others) >= layouts:
         raise ConfigError(

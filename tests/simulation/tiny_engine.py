@@ -23,6 +23,7 @@ from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.engine.batch.batch_update import BatchUpdate
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager
 from stratakv.engine.config import SchedulerConfig
+from stratakv.engine.models.layer_attention import LayerAttention, full
 from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from stratakv.engine.scheduler.scheduler import Scheduler
 from stratakv.engine.worker.block_table import BlockTable, MultiGroupBlockTable
@@ -30,7 +31,15 @@ from stratakv.engine.worker.input_batch import InputBatch
 from stratakv.engine.worker.model_runner import StepBatch
 from stratakv.tiers.block import BlockLayout
 
-from ..engine.scheduler.conftest import EOS, SIZE, Engine, digest_of, fingerprint, next_token
+from ..engine.scheduler.conftest import (
+    EOS,
+    SIZE,
+    Engine,
+    digest_of,
+    fingerprint,
+    next_token,
+    salted,
+)
 from ..leftovers import check_ended
 
 LAYOUT = BlockLayout(1, SIZE, 1, 1, "float32")  # 32 bytes: one number of eight for each token
@@ -106,8 +115,16 @@ class TinyEngine(Engine):
         targets: Callable[[], set[int]] = set,
         pass_time: Callable[[], None] = lambda: None,
         fails: Callable[[], bool] = lambda: False,
+        attention: Sequence[LayerAttention] = (full(),),
     ) -> None:
-        manager = KVCacheManager(len(slots.pool), SIZE, max_model_len, watermark=watermark)
+        manager = KVCacheManager(
+            len(slots.pool),
+            SIZE,
+            max_model_len,
+            watermark=watermark,
+            attention=attention,
+            most_step_tokens=config.most_step_tokens,
+        )
         scheduler = Scheduler(
             config,
             manager,
@@ -116,13 +133,16 @@ class TinyEngine(Engine):
             connector=parts.side,
             fails_with_load=fails_with_load,
         )
-        super().__init__(scheduler, slots=slots)  # type: ignore[arg-type]
+        super().__init__(scheduler, slots=slots, attention=attention)  # type: ignore[arg-type]
         self.parts = parts
         self._targets = targets
         self._pass_time = pass_time
-        table = FaultyTable(config.max_num_seqs, -(-max_model_len // SIZE), SIZE)
-        table.fails = fails
-        batch = InputBatch(config.max_num_seqs, max_model_len, MultiGroupBlockTable([table]))
+        tables = [
+            FaultyTable(config.max_num_seqs, -(-max_model_len // SIZE), SIZE) for _ in attention
+        ]
+        for table in tables:
+            table.fails = fails
+        batch = InputBatch(config.max_num_seqs, max_model_len, MultiGroupBlockTable(tables))
         self._steps = StepBatch(batch)
         self._rows = Rows()
         self._to_spoil: str | None = None
@@ -135,7 +155,8 @@ class TinyEngine(Engine):
     def may_hold(self, key: bytes, page: bytes) -> bool:
         """Whether these may be the bytes of a block of this name, wherever it lies. Behind the end
         of a prompt anything may stand."""
-        right = np.array(self.names[key[:32]], np.int64)
+        group = int.from_bytes(key[32:34], "little")
+        right = np.array([salted(state, group) for state in self.names[key[:32]]], np.int64)
         found = np.frombuffer(page, np.int64)[: len(right)]
         return bool(((found == right) | (found == NAN)).all())
 
@@ -162,7 +183,7 @@ class TinyEngine(Engine):
             self._pass_time()
         result = ModelRunnerOutput({})
         for request_id, (_, end) in positions.items():
-            state = self._check(request_id, end)
+            state = self._check(request_id, *positions[request_id])
             done = end == len(self.states[request_id].tokens)
             result.sampled_token_ids[request_id] = []
             if done and state == NAN:
@@ -195,7 +216,7 @@ class TinyEngine(Engine):
         for name, row in batch.row_of.items():
             state = self.states[name]
             assert batch.token_ids[row, : len(state.tokens)].tolist() == state.tokens, name
-            assert batch.tables[0].row(row).tolist() == state.tables[0], name
+            assert batch.tables.block_ids(row) == tuple(state.tables), name
             if name in self._computed:
                 assert batch.num_computed[row] == self._computed[name]
             held = self._rows.held[row]
@@ -203,30 +224,41 @@ class TinyEngine(Engine):
 
     def _write(self, request_id: str, start: int, end: int) -> None:
         state = self.states[request_id]
-        table = state.tables[0]
-        written = {table[position // SIZE] for position in range(start, end)}
+        places = [divmod(position, SIZE) for position in range(start, end)]
+        written = {table[index] for table in state.tables for index, _ in places}
         assert written.isdisjoint(self._targets()), "written while a load is writing to it"
         assert 0 not in written
-        numbers = fingerprint(state.tokens)
-        is_nan = request_id == self._to_spoil or NAN in self._held(table, start)
-        for position in range(start, end):
-            place = table[position // SIZE], position % SIZE
-            self.slots[place] = NAN if is_nan else numbers[position]
+        numbers = fingerprint(state.tokens)[start:end]
+        is_nan = request_id == self._to_spoil or self._sees_nan(state.tables, start, start)
+        for group, table in enumerate(state.tables):
+            for (index, offset), number in zip(places, numbers, strict=True):
+                self.slots[table[index], offset] = NAN if is_nan else salted(number, group)
 
-    def _held(self, table: Sequence[int], end: int) -> list[int | None]:
-        return [self.slots.get((table[p // SIZE], p % SIZE)) for p in range(end)]
+    def _held(self, tables: Sequence[Sequence[int]], start: int, end: int) -> list[list[int]]:
+        """Of each group what the tokens from `start` on see, up to `end`."""
+        return [
+            [
+                self.slots.get((table[position // SIZE], position % SIZE))  # type: ignore[misc]
+                for position in range(kind.first_seen(start), end)
+            ]
+            for table, kind in zip(tables, self.attention, strict=True)
+        ]
 
-    def _check(self, request_id: str, end: int) -> int:
+    def _sees_nan(self, tables: Sequence[Sequence[int]], start: int, end: int) -> bool:
+        return any(NAN in held for held in self._held(tables, start, end))
+
+    def _check(self, request_id: str, start: int, end: int) -> int:
         """As of the engine without tiers; NAN for a request that attends to such a number."""
         state = self.states[request_id]
         expected = fingerprint(state.tokens)[:end]
         for index in range(end // SIZE):
             name = digest_of(state.tokens, index)
             self.names[name] = expected[index * SIZE : (index + 1) * SIZE]
-        held = self._held(state.tables[0], end)
-        right = [number in (NAN, wish) for number, wish in zip(held, expected, strict=True)]
-        assert all(right), f"{request_id} would read what is not its own"
-        return NAN if NAN in held else expected[-1]
+        for group, held in enumerate(self._held(state.tables, start, end)):
+            wishes = [salted(number, group) for number in expected[end - len(held) :]]
+            right = [number in (NAN, wish) for number, wish in zip(held, wishes, strict=True)]
+            assert all(right), f"{request_id} would read what is not its own"
+        return NAN if self._sees_nan(state.tables, start, end) else expected[-1]
 
 
 def is_busy(engine: TinyEngine) -> bool:

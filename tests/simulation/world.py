@@ -20,8 +20,10 @@ from stratakv.connector.device.base import DeviceError
 from stratakv.connector.economics import Choice
 from stratakv.connector.offload_scheduler import CLOSE_SECONDS, OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
+from stratakv.connector.parts import Parts as KeyParts
 from stratakv.connector.transfer import CopySignal
 from stratakv.engine.config import SchedulerConfig
+from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
 from stratakv.engine.scheduler.exchange import LOAD_FAILED
 from stratakv.engine.scheduler.output import SchedulerOutput
 from stratakv.tiers.admission import make_filter
@@ -51,6 +53,14 @@ from .tiny_engine import (
 MAX_MODEL_LEN = 48
 # Of a copy that takes longer than several steps.
 SLOW_COPY_SECONDS = 0.05
+# Cache groups of half of the lives; some share blocks, some forget.
+PLANS: list[tuple[LayerAttention, ...]] = [
+    (full(), full()),
+    (window(5), window(5)),
+    (full(), window(6)),
+    (window(9), full(), chunk(8)),
+    (full(), full(), window(3), window(3)),
+]
 # Of virtual time, for a request that meets every deadline there is.
 LIFE_SECONDS = 600.0
 SHUTDOWN_SECONDS = 30.0
@@ -85,6 +95,9 @@ class World:
         if self._faulty and self._harm.random() < 0.5:
             for kind in self._harm_rates:
                 self._harm_rates[kind] = self._harm.choice([0.0, 0.02, 0.1])
+        # Drawn apart too, for the same reason.
+        groups = random.Random(f"groups {seed}")
+        self._attention = groups.choice(PLANS) if groups.random() < 0.5 else (full(),)
         self._calm_at = 0.0  # what is to befall the stores has befallen them
         self._woken = VirtualEvent(self.clock)
         size = MAX_MODEL_LEN - 1
@@ -120,8 +133,7 @@ class World:
 
     def _build(self) -> None:
         rng, clock = self.rng, self.clock
-        blocks = 1 + MAX_MODEL_LEN // SIZE + rng.choice([0, 1, 4, 20])
-        slots = Slots(blocks)
+        spare = rng.choice([0, 1, 4, 20])
         num_slots = rng.choice([2, 8, 16, 40, 100])
         policy = rng.choice(sorted(POLICIES))
         self.slab = small_slab(LAYOUT, num_slots, policy_factory(policy)(num_slots))
@@ -152,21 +164,28 @@ class World:
         )  # fmt: skip
         self.device.register_slab(self.slab)
         choice = rng.choice([Choice.AUTO, *Choice])
-        side = OffloadScheduler(hierarchy, SIZE, signal, choice=choice)
+        seen = [None if kind.is_full else kind.first_seen for kind in self._attention]
+        side = OffloadScheduler(hierarchy, SIZE, signal, choice=choice, parts=KeyParts(SIZE, seen))
         side.set_wakeup(self._woken.set)
         max_wait_seconds = rng.choice([0.02, 30.0])
         worker = OffloadWorker(self.device, signal.note_ended, store_wait_seconds=max_wait_seconds)
+        config = self._config()
+        step_tokens = config.most_step_tokens
+        kinds = self._attention
+        blocks = 1 + spare + sum(k.most_blocks(MAX_MODEL_LEN, SIZE, step_tokens) for k in kinds)
+        slots = Slots(blocks)
         worker.register_pool(slots.pool)  # type: ignore[arg-type]
         self.engine = TinyEngine(
             Parts(side, worker),
             slots,
-            self._config(),
+            config,
             max_model_len=MAX_MODEL_LEN,
             watermark=rng.choice([0.0, 0.2]),
             fails_with_load=self._fails_with_load,
             targets=lambda: self.device.targets,
             pass_time=lambda: clock.advance(self._pass_seconds),
             fails=lambda: self._is_harmed("batch"),
+            attention=kinds,
         )
         self._driver = Driver(
             self.engine.scheduler,

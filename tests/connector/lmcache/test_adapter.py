@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import random
 import select
@@ -193,6 +194,26 @@ def test_several_disks(adapters: Callable[..., Any], tmp_path: Path) -> None:
     assert read_equal(fourth, keys, values) == [False] * 24
     (layout,) = fourth.report_status()["layouts"]
     assert f"{disks[1]} holds chunks of 1 other layouts" in layout["refused_because"]
+
+
+def test_a_disk_that_cannot_be_looked_at_leaves_the_others(
+    adapters: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All chunks of the layout were refused for good, though one of two disks worked."""
+    for disk in ("a", "b"):
+        (tmp_path / disk).mkdir()
+    real = Path.iterdir
+
+    def iterdir(self: Path) -> Iterator[Path]:
+        if self == tmp_path / "b":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(self)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    adapter = adapters(ssd_path=f"{tmp_path}/a,{tmp_path}/b")
+    keys, values = [key(i) for i in range(4)], objects(range(4))
+    assert store(adapter, keys, values) == 4 * CHUNK_BYTES
+    assert [each["refused_because"] for each in adapter.report_status()["layouts"]] == [""]
 
 
 def test_who_asks_is_in_the_key(adapters: Callable[..., Any], tmp_path: Path) -> None:

@@ -131,6 +131,14 @@ def test_several_blocks_may_carry_one_name() -> None:
     assert pool.take_evicted() == [EvictedBlock(1, key(9))]
 
 
+def test_a_name_is_taken_from_every_block_that_carries_it() -> None:
+    pool = BlockPool(6)
+    blocks = [named(pool, 9)[0] for _ in range(3)]
+    pool.drop_keys([digest(9), digest(8)])
+    assert pool.num_cached == 0
+    assert [block.block_hash for block in blocks] == [None] * 3
+
+
 def test_an_uncomputed_block_is_hit_but_never_evicted_to_a_tier() -> None:
     pool = BlockPool(3)
     blocks = named(pool, 1, 2, computed=False)

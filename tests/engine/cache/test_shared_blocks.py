@@ -8,9 +8,12 @@ import pytest
 from stratakv.connector.base import EvictedBlock, pages_of
 from stratakv.engine.cache.block_pool import BlockPool
 from stratakv.engine.cache.group_spec import pages_per_block
+from stratakv.engine.cache.kv_cache_manager import KVCacheManager
 from stratakv.engine.cache.page_names import block_keys, page_ids, page_keys
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
 from stratakv.engine.observer import Observer
+from stratakv.engine.request import Request
+from stratakv.engine.sampling_params import SamplingParams
 
 
 def digest(number: int) -> bytes:
@@ -92,6 +95,18 @@ def test_blocks_are_stored_whole() -> None:
         block.is_offered = False
     pool.free_blocks(blocks)
     assert [block.num_pages for block in pool.take_cold(3, 20)] == [2]
+
+
+def test_who_drops_or_hands_over_a_prompt_names_every_page() -> None:
+    """Head first in each group; of windows what is read behind the prompt."""
+    manager = KVCacheManager(40, 4, 100, attention=(full(), full(), window(3), window(3)))
+    request = Request("r", range(13), SamplingParams())
+    request.block_hashes = [digest(1), digest(2), digest(3)]
+    of_full = [key(number, group) for group in (0, 1) for number in (1, 2, 3)]
+    of_windows = [key(3, group) for group in (2, 3)]
+    assert manager.prompt_keys(request, with_tail=False) == of_full + of_windows
+    everything = [key(number, group) for group in range(4) for number in (1, 2, 3)]
+    assert manager.drop_names(request) == everything
 
 
 def test_whoever_watches_hears_of_every_page() -> None:

@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
-from stratakv.engine.cache.block_pool import BlockPool
+from stratakv.connector.base import EvictedBlock
 from stratakv.engine.cache.kv_block import KVCacheBlock
 from stratakv.engine.cache.kv_cache_coordinator import GroupBlocks
 from stratakv.engine.cache.page_names import group_suffix
@@ -65,11 +65,6 @@ PLANS: list[tuple[LayerAttention, ...]] = [
 T = TypeVar("T")
 
 
-def pages_of(pool: BlockPool, blocks: Iterable[KVCacheBlock]) -> list[int]:
-    width = [range(1), range(pool.width)]
-    return [block.block_id + i for block in blocks for i in width[not block.is_null]]
-
-
 class Number:
     """A whole number, taken apart into choices."""
 
@@ -101,6 +96,10 @@ class Life:
         self.attention = attention
         self.most_step_tokens = budget
         self.tiers = DictTiers(attention=attention)
+        # What the connector was told since the last act.
+        self.evicted: list[EvictedBlock] = []
+        self.dropped: list[EvictedBlock] = []
+        self.tiers.names_dropped = self.dropped.extend  # type: ignore[method-assign]
         self.engine = build_engine(
             1 + most + spare,
             tiers=self.tiers,
@@ -132,6 +131,7 @@ class Life:
                         self.keep(name, group)
         self.find = self.engine.manager.get_computed_blocks
         self.engine.manager.get_computed_blocks = self.checked_hit  # type: ignore[method-assign]
+        self.computed = self.computed_names()
         self.schedule = self.scheduler.schedule
         self.scheduler.schedule = self.checked_order  # type: ignore[method-assign]
 
@@ -153,6 +153,7 @@ class Life:
         if act is None:
             return
         act(number)
+        self.names_go_as_the_connector_is_told(is_reset=act == self.reset)
         self.blocks_are_owned_as_tables_say()
         self.tables_only_grow_and_forget()
         self.answers_and_counts_are_those_of_the_model()
@@ -278,8 +279,13 @@ class Life:
         return hits, num_tokens
 
     def checked_order(self) -> SchedulerOutput:
-        """Who begins overtakes no equal, unless that one stands aside."""
+        """Who begins overtakes no equal, unless that one stands aside. Who is away for a load holds
+        nothing that a step has yet to write."""
         output, places = self.schedule(), self.scheduler._places
+        self.evicted += self.tiers.stores
+        tables = self.engine.manager._coordinator.tables
+        for each in places.loading.unfinished():
+            assert all(map(self.are_written, tables(each.request_id)))
         aside = {each.request_id for queue in (places.deferred, places.skipped) for each in queue}
         aside |= places.loading._waiting.keys()
         self.order = [name for name in self.order if name in places.requests and name not in aside]
@@ -291,6 +297,9 @@ class Life:
                     self.are_equal(places.requests[other], one) for other in self.order[:at]
                 )
         return output
+
+    def are_written(self, blocks: Iterable[KVCacheBlock]) -> bool:
+        return self.engine.manager.pool._uncomputed.keys().isdisjoint(blocks)
 
     def are_equal(self, one: Request, other: Request) -> bool:
         policy = self.scheduler.config.policy
@@ -311,6 +320,25 @@ class Life:
         outputs = self.engine.outputs.values()
         return sum(len(each.new_token_ids) for told in outputs for each in told)
 
+    def computed_names(self) -> set[tuple[int, bytes]]:
+        """By block."""
+        pool = self.engine.manager.pool
+        named = [block for block in pool.blocks if block.block_hash]
+        return {(b.block_id, b.block_hash or b"") for b in named if b not in pool._uncomputed}
+
+    def names_go_as_the_connector_is_told(self, *, is_reset: bool) -> None:
+        """Whoever stores blocks hears of every name that is lost, and whole; and only a reset takes
+        names otherwise than by evicting them from blocks that were computed before."""
+        width, before = self.engine.manager.pool.width, self.computed
+        self.computed = self.computed_names()
+        assert all(block.num_pages == width for block in (*self.evicted, *self.dropped))
+        evicted = {(block.block_id, block.key) for block in self.evicted}
+        dropped = {(block.block_id, block.key) for block in self.dropped}
+        assert before - self.computed <= evicted | dropped
+        assert is_reset or not (dropped & before) - evicted
+        self.evicted.clear()
+        self.dropped.clear()
+
     def blocks_are_owned_as_tables_say(self) -> None:
         pool, tables = self.engine.manager.pool, self.now()
         references = [0] * pool.num_blocks
@@ -318,11 +346,10 @@ class Life:
             for block in table:
                 references[block] += block > 0
         # All pages of a block are held by the same requests.
-        assert {page: references[page] for page in pages_of(pool, pool.blocks)} == {
-            page: block.ref_cnt for block in pool.blocks for page in pages_of(pool, [block])
-        }
-        free = sorted(pages_of(pool, pool.free_queue))
-        assert free == [i for i in range(1, pool.num_usable + 1) if not references[i]]
+        counts = [block.ref_cnt for block in pool.blocks[1:] for _ in range(pool.width)]
+        assert counts == references[1 : pool.num_usable + 1]
+        free = sorted(block.block_id for block in pool.free_queue)
+        assert free == [b.block_id for b in pool.blocks[1:] if not references[b.block_id]]
         assert not any(references[pool.num_usable + 1 :])
         assert pool.null_block.block_hash is None
         kept = Counter(

@@ -22,6 +22,8 @@ PLANS: list[tuple[LayerAttention, ...]] = [
     (window(9), full(), chunk(8)),
     (full(), window(5), window(5), chunk(10)),
     (window(7),),
+    (full(), full()),
+    (full(), full(), window(6), window(6)),
 ]
 PRESSURES: list[dict[str, float]] = [
     {},
@@ -137,10 +139,13 @@ def check_invariants(engine: Any) -> None:
         for table in engine.manager.get_block_ids(name):
             for block in table:
                 references[block] += block > 0
-    assert [block.ref_cnt for block in pool.blocks] == references
-    assert pool.num_free == references[1:].count(0)
-    queued = [block.block_id for block in pool.free_queue]
-    assert sorted(queued) == [i for i, count in enumerate(references) if count == 0 and i > 0]
+    # All pages of a block are held by the same requests.
+    assert [block.ref_cnt for block in pool.blocks[1:] for _ in range(pool.width)] == references[
+        1 : pool.num_usable + 1
+    ]
+    assert pool.num_free == references[1 : pool.num_usable + 1].count(0)
+    queued = sorted(block.block_id for block in pool.free_queue)
+    assert queued == [block.block_id for block in pool.blocks[1:] if not references[block.block_id]]
     assert len(places.running) <= engine.scheduler.config.max_num_seqs
     waiting = [*places.waiting, *places.skipped, *places.deferred]
     assert (
@@ -167,7 +172,7 @@ def check_end(
 ) -> None:
     assert engine.scheduler.requests == {}, "not everybody ended"
     assert engine.manager.pool.is_idle
-    assert engine.manager.pool.num_free == engine.manager.pool.num_blocks - 1
+    assert engine.manager.pool.num_free == engine.manager.pool.num_usable
     assert all(block.ref_cnt == 0 for block in engine.manager.pool.blocks)
     assert engine.scheduler._places.progress == {}
     assert engine.scheduler._places.loading.num_overlapped == 0

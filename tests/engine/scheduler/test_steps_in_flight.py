@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from stratakv.connector.base import NullConnector
 from stratakv.engine.config import SchedulerConfig
+from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
 from stratakv.engine.observer import StepMade
 from stratakv.engine.request import RequestStatus
 from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
@@ -24,6 +26,17 @@ from .conftest import Engine, MakeEngine, reference
 from .dict_tiers import SIZE, DictTiers
 
 DEPTH = 2
+# Half of the lives are of groups that do not attend to everything, or share blocks.
+PLANS: list[tuple[LayerAttention, ...]] = [
+    (full(),),
+    (full(), full()),
+    (full(),),
+    (window(6),),
+    (full(),),
+    (window(9), full(), chunk(8)),
+    (full(),),
+    (full(), full(), window(3), window(3)),
+]
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -231,7 +244,10 @@ def test_random_lives_two_steps_deep(
             rng = random.Random(seed + turn)
             # A trace has a thread, so one life of eight has one.
             path = None if turn else tmp_path / "trace.jsonl"
-            check_life(make_engine, rng, path, with_tiers=case % 2 == 1, runs_ahead=runs_ahead)
+            plan = PLANS[(case // 2 + turn) % len(PLANS)]
+            check_life(
+                make_engine, rng, path, plan, with_tiers=case % 2 == 1, runs_ahead=runs_ahead
+            )
 
 
 class Traced(StepTrace):
@@ -258,16 +274,19 @@ def check_life(
     make_engine: MakeEngine,
     rng: random.Random,
     trace_path: Path | None,
+    attention: Sequence[LayerAttention],
     *,
     with_tiers: bool,
     runs_ahead: bool,
 ) -> None:
     trace = None if trace_path is None else Traced(trace_path)
-    tiers = DictTiers(rng) if with_tiers else None
+    tiers = DictTiers(rng, attention) if with_tiers else None
     recorder = Recorder(SIZE)
     engine = make_engine(
-        24,
+        # A third more than one request may hold: it has 44 tokens at most.
+        1 + 4 * sum(kind.most_blocks(44, SIZE, 16) for kind in attention) // 3,
         tiers=tiers,
+        attention=attention,
         max_steps_in_flight=DEPTH,
         runs_ahead=runs_ahead,
         max_num_batched_tokens=16,
