@@ -16,6 +16,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import selectors
 import signal
 import socket
@@ -125,7 +126,12 @@ def _run(job: Job, path: str) -> int:
         sys.path = [each for each in named if each and each not in there] + there
         sys.argv = [request["module"], *request["arguments"]]
         os.environ[VARIABLE] = path  # what it starts comes from the nursery too
-        return importlib.import_module(request["module"]).main() or 0
+        module = importlib.import_module(request["module"])
+        if hasattr(module, "main"):
+            return module.main() or 0
+        del sys.modules[module.__name__]
+        runpy.run_module(module.__name__, run_name="__main__", alter_sys=True)
+        return 0
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)

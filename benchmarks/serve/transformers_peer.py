@@ -49,10 +49,5 @@ def make_work(model_path: Path, threads: int) -> Work:
     return work
 
 
-def main() -> int:
-    """Until the input ends; the exit status."""
-    return serve(make_work)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(make_work))

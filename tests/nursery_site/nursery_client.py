@@ -99,8 +99,8 @@ class Nursery:
         start_new_session: bool = True,
         plan: Mapping[str, Any] | None = None,
     ) -> Any:
-        """`subprocess.Popen`, as the product and tests call it, of `python -m MODULE`, which has a
-        `main`, or of `python -c CODE`. It gets a session of its own; another program is started by
+        """`subprocess.Popen`, as the product and tests call it, of `python -m MODULE` and of
+        `python -c CODE`. It gets a session of its own; another program is started by
         `subprocess` itself. With a plan it is a worker that goes wrong so. `stderr` is a file, a
         descriptor or `STDOUT`."""
         options: dict[str, Any] = {"env": env, "cwd": cwd, "text": text, "pass_fds": pass_fds}

@@ -283,6 +283,7 @@ def _life(server: ServerProcess, rng: random.Random) -> Counter[str]:
     stopped_until = time.monotonic() + 2 * CALL_SECONDS
     while time.monotonic() < stopped_until:
         witness.turn()  # others take the slots of those that were stopped
+        time.sleep(0.01)
     for client in clients:
         os.kill(client.pid, signal.SIGCONT)
     for _ in range(3):

@@ -78,7 +78,8 @@ class Client:
                 self.seen["misses"] += 1
             else:
                 self.seen["hits"] += 1
-                self.seen["wrong"] += buffer[:size] != self._payloads[key]
+                # Bytes are compared by the thousand, the items of a view one by one.
+                self.seen["wrong"] += bytes(buffer[:size]) != self._payloads[key]
 
 
 def main() -> int:
