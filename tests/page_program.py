@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a Python program of the documentation in a process of the nursery's:
-`python -m tests.page_program FILE`."""
+"""Runs a Python program in a process of the nursery's: `python -m tests.page_program FILE`, or
+`-c CODE`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import sys
 def main() -> int:
     sys.path.insert(0, os.getcwd())  # as `python FILE` does where the file lies there
     sys.argv = sys.argv[1:]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if sys.argv[0] == "-c":
+        exec(compile(sys.argv.pop(1), "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
     return 0
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -17,8 +16,11 @@ from typing import Any
 
 import pytest
 
+from .nursery_site import nursery_client
+
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ROOT / "tools"
+RUN_FILE = [sys.executable, "-m", nursery_client.PROGRAM]
 
 MOST_SMALL_MODULES = 25  # under 100 lines, with exactly one importer
 MOST_STAMPS = 40  # the same sentence about what a module does not know
@@ -282,13 +284,8 @@ def test_the_command_line_names_findings(
 
 @pytest.mark.slow
 def test_a_block_is_followed_to_the_ssd_and_back() -> None:
-    done = subprocess.run(
-        [sys.executable, str(TOOLS / "follow_block.py"), "--json", "--pause", "0.5"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    words = [str(TOOLS / "follow_block.py"), "--json", "--pause", "0.5"]
+    done = nursery_client.run([*RUN_FILE, *words], timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     answer = json.loads(done.stdout)
     assert answer["cached_tokens"]["ssd"] > 0
@@ -299,13 +296,7 @@ def test_a_block_is_followed_to_the_ssd_and_back() -> None:
 
 @pytest.mark.slow
 def test_a_request_is_followed_through_admission() -> None:
-    done = subprocess.run(
-        [sys.executable, str(TOOLS / "walk_admission.py")],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = nursery_client.run([*RUN_FILE, str(TOOLS / "walk_admission.py")], timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     counts, files = done.stdout.splitlines()[-2:]
     stays, returns, _ = (int(word) for word in counts.split() if word.isdigit())

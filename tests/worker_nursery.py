@@ -16,6 +16,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import selectors
 import signal
 import socket
@@ -34,9 +35,13 @@ from .nursery_site.nursery_client import MOST_BYTES, VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 CHILD_SECONDS = 600  # after which one that nobody ended ends by SIGALRM
-# What `stratakv serve` and its core import, so that no child has to.
-ENGINE_MODULES = ("api.app", "api.http.server", "cli.serve", "client.process", "core.engine_core",
-                  "core.process", "core.worker_process", "text.tokenizer")  # fmt: skip
+# What `stratakv serve`, its core and `stratakv cache-server` import, so that no child has to.
+MODULES = (
+    "engine.api.app", "engine.api.http.server", "engine.cli.cache_server", "engine.cli.main",
+    "engine.cli.serve", "engine.client.process", "engine.core.engine_core", "engine.core.process",
+    "engine.core.worker_process", "engine.text.tokenizer", "tiers.cache_server.server",
+    "tiers.remote.remote_store", "tiers.ssd",
+)  # fmt: skip
 _MOST_DESCRIPTORS = 8
 # Where descriptors lie that are not yet where they belong.
 _FIRST_FREE = 200
@@ -50,7 +55,7 @@ class Job(NamedTuple):
 
 
 def main(descriptor: int, listening: int, path: str) -> None:
-    _import_engine()
+    _import_modules()
     alive: set[int] = set()
     with (
         socket.socket(fileno=descriptor) as parent,
@@ -95,9 +100,10 @@ def _answer(listener: socket.socket, alive: set[int]) -> Job | None:
     return None
 
 
-def _import_engine() -> None:
-    for name in ENGINE_MODULES:
-        importlib.import_module(f"stratakv.engine.{name}")
+def _import_modules() -> None:
+    for name in MODULES:
+        importlib.import_module(f"stratakv.{name}")
+    importlib.import_module("httpx")  # of huggingface_hub, which reads its variables itself
     importlib.import_module(".page_program", __package__)
     gc.collect()
     gc.freeze()  # a child collects only what is its own
@@ -120,8 +126,16 @@ def _run(job: Job, path: str) -> int:
         sys.path = [each for each in named if each and each not in there] + there
         sys.argv = [request["module"], *request["arguments"]]
         os.environ[VARIABLE] = path  # what it starts comes from the nursery too
-        status: int = importlib.import_module(request["module"]).main()
-        return status
+        module = importlib.import_module(request["module"])
+        if hasattr(module, "main"):
+            return module.main() or 0
+        del sys.modules[module.__name__]
+        runpy.run_module(module.__name__, run_name="__main__", alter_sys=True)
+        return 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
         return 1

@@ -27,6 +27,8 @@ from stratakv.connector.build import (
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.tier_settings import CpuSettings, SsdSettings
 
+from ..nursery_site.nursery_client import popen
+
 LAYOUT = BlockLayout(1, 4, 1, 8, "float32")
 NUM_BLOCKS = 8
 WAIT_SECONDS = 30.0
@@ -75,7 +77,7 @@ class RemoteWorker:
     def __init__(self, description: Any, note_ended: Any) -> None:
         read_end, write_end = os.pipe()
         code = "from tests.connector.test_two_processes import serve; serve()"
-        self.process = subprocess.Popen(
+        self.process = popen(
             [sys.executable, "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -71,21 +72,13 @@ def long_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def greedy_reference(tiny_model: Path) -> Reference:
     """`greedy_reference(prompt, n)`: the n next tokens in float64, end tokens not being special."""
     import torch
-    from transformers import LlamaForCausalLM
+
+    from ..tiny_models import greedy_reference
 
     # Threads that wait for each other at every operation take a hundred times longer where others
     # want the cores too.
     torch.set_num_threads(1)
-    model = LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
-
-    @torch.inference_mode()
-    def answer(prompt: Sequence[int], count: int) -> list[int]:
-        ids = list(prompt)
-        for _ in range(count):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        return ids[len(prompt) :]
-
-    return answer
+    return partial(greedy_reference, tiny_model)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import select
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +24,7 @@ from typing import Any
 VARIABLE = "TESTS_NURSERY"
 MOST_BYTES = 1 << 16
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = "tests.page_program"  # runs a file, or `-c CODE`
 
 
 class Child:
@@ -86,9 +89,9 @@ class Nursery:
         self,
         command: Sequence[str],
         *,
-        stdin: int | None = None,
-        stdout: int | None = None,
-        stderr: int | None = None,
+        stdin: Any = None,
+        stdout: Any = None,
+        stderr: Any = None,
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
         text: bool = False,
@@ -96,15 +99,16 @@ class Nursery:
         start_new_session: bool = True,
         plan: Mapping[str, Any] | None = None,
     ) -> Any:
-        """`subprocess.Popen`, as the product and tests call it, of `python -m stratakv.MODULE`,
-        which gets a session of its own; another program is started by `subprocess` itself. With a
-        plan it is a worker that goes wrong so. `stderr` is a descriptor or `STDOUT`."""
+        """`subprocess.Popen`, as the product and tests call it, of `python -m MODULE` and of
+        `python -c CODE`. It gets a session of its own; another program is started by
+        `subprocess` itself. With a plan it is a worker that goes wrong so. `stderr` is a file, a
+        descriptor or `STDOUT`."""
         options: dict[str, Any] = {"env": env, "cwd": cwd, "text": text, "pass_fds": pass_fds}
-        words = [word for word in command[1:3] if word != "-P"]
-        if command[0] != sys.executable or words[0] != "-m":
+        words = [word for word in command[1:] if word != "-P"]
+        if command[0] != sys.executable or words[0] not in ("-m", "-c"):
             options |= {"start_new_session": start_new_session}
             return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, **options)
-        module, *arguments = command[command.index("-m") + 1 :]
+        module, *arguments = words[1:] if words[0] == "-m" else [PROGRAM, *words]
         job = {
             "module": module,
             "arguments": arguments,
@@ -127,9 +131,9 @@ class Nursery:
                 theirs.append(os.open(os.devnull, os.O_RDWR))
                 given[place] = theirs[-1]
             elif wanted is not None:
-                given[place] = wanted
+                given[place] = _descriptor(wanted)
         if stderr is not None:
-            given[2] = given[1] if stderr == subprocess.STDOUT else stderr
+            given[2] = given[1] if stderr == subprocess.STDOUT else _descriptor(stderr)
         try:
             return Child(self, self.ask(job, [*given, *pass_fds]), pipes)
         finally:
@@ -208,4 +212,25 @@ class OwnNursery(Nursery):
 def popen(command: Sequence[str], **options: Any) -> Any:
     """`subprocess.Popen` of a process that may have a nursery."""
     path = os.environ.get(VARIABLE)
-    return Nursery(path).popen(command, **options) if path else subprocess.Popen(command, **options)
+    if path and importlib.util.find_spec("torch") is not None:  # the tiers are tested without
+        return Nursery(path).popen(command, **options)
+    return subprocess.Popen(command, **options)
+
+
+def run(
+    command: Sequence[str], *, timeout: float, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` of such a process, to its end, with what it says and its errors as text."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        child = popen(command, stdout=out, stderr=errors, **options)
+        try:
+            status = child.wait(timeout)
+        finally:
+            child.kill()
+        for file in (out, errors):
+            file.seek(0)
+        return subprocess.CompletedProcess(command, status, out.read(), errors.read())
+
+
+def _descriptor(file: Any) -> int:
+    return file if isinstance(file, int) else file.fileno()

@@ -14,7 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 # The modules of the product that start processes with torch in them.
-STARTERS = ("stratakv.engine.client.launcher", "stratakv.engine.core.process_executor")
+STARTERS = (
+    "stratakv.benchmarks.harness.peer",
+    "stratakv.benchmarks.harness.served",
+    "stratakv.engine.client.launcher",
+    "stratakv.engine.core.process_executor",
+)
 
 
 class _Starters(MetaPathFinder):
@@ -42,7 +47,7 @@ def _subprocess(plain: Any) -> SimpleNamespace:
         sys.path.append(folder)
     from nursery_client import popen
 
-    names = ("PIPE", "DEVNULL", "STDOUT", "TimeoutExpired")
+    names = ("PIPE", "DEVNULL", "STDOUT", "TimeoutExpired", "run")
     return SimpleNamespace(Popen=popen, **{name: getattr(plain, name) for name in names})
 
 

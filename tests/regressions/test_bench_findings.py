@@ -50,6 +50,8 @@ from stratakv.tiers.ssd.store import SsdStore
 from stratakv.tiers.wire.status import NotReady
 
 from .. import test_fault_sweep
+from ..benchmarks.core.test_core import LITTLE
+from ..nursery_site import nursery_client
 
 pytestmark = pytest.mark.regression
 
@@ -142,12 +144,12 @@ def test_u04_without_matplotlib_there_is_a_table(
     arguments = ["bench", *(w.format(trace=trace) for w in words), "--out", str(tmp_path / "out")]
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
+        "from stratakv.benchmarks.core import command as core\n"
+        f"vars(core).update({LITTLE!r})\n"
         "from stratakv.engine.cli.main import main\n"
         f"sys.exit(main({arguments!r}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
-    )
+    done = nursery_client.run([sys.executable, "-c", code], timeout=100)
     assert done.returncode == 0, done.stderr
     assert last in done.stdout.replace("_", " ")
     assert "no picture: that takes matplotlib" in done.stdout

@@ -41,6 +41,7 @@ from ..engine import conftest as engine_conftest
 from ..engine.client.test_process import config_of
 from ..engine.core.conftest import config_of as core_config_of
 from ..engine.core.conftest import prompt_of, request
+from ..nursery_site import nursery_client
 
 pytestmark = pytest.mark.regression
 tiny_model, long_model = engine_conftest.tiny_model, engine_conftest.long_model
@@ -286,7 +287,7 @@ def test_e05_health_looks_at_the_last_good_step() -> None:
 @pytest.fixture
 def served(long_model: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A server on the long model, and its port."""
-    process = subprocess.Popen(
+    process = nursery_client.popen(
         [sys.executable, "-m", "stratakv.engine.cli.main", "serve", str(long_model),
          "--served-model-name", "tiny", "--port", "0", "--num-threads", "1", "--num-blocks",
          "17000", "--max-num-seqs", "64", "--max-model-len", "8192"],

@@ -43,6 +43,7 @@ from stratakv.engine.options import EMBEDDED_MODEL
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.settings.server import ServerConfig
 
+from ..nursery_site import nursery_client
 from .refusals import refused
 
 pytestmark = pytest.mark.regression
@@ -73,7 +74,7 @@ def serving(home: Path, *words: str) -> Iterator[Served]:
     shutil.copytree(EMBEDDED_MODEL, home / "models" / "my-model")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("STRATAKV_", "XDG_"))}
     with tempfile.TemporaryDirectory(prefix="stratakv-test-") as scratch:
-        process = subprocess.Popen(
+        process = nursery_client.popen(
             [sys.executable, "-m", "stratakv.engine.cli.main", "serve", *words, *FLAGS],
             cwd=home,
             env=environment | {"HOME": str(home), "TMPDIR": scratch, "STRATAKV_API_KEY": KEY},
@@ -280,11 +281,11 @@ def test_u09_disk_space_that_nobody_asked_for_is_announced(tmp_path: Path) -> No
 
     def said(*more: str) -> str:
         words = ["--port", "0", "--device", "cuda:99", "--kv-offload", "cpu,ssd", *more]
-        done = subprocess.run(
+        done = nursery_client.run(
             [sys.executable, "-m", "stratakv.engine.cli.main", "serve", *words],
             env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
-            capture_output=True, text=True, timeout=START_SECONDS, check=False,
-        )  # fmt: skip
+            timeout=START_SECONDS,
+        )
         assert done.returncode == 2
         return done.stderr
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,8 @@ from stratakv.engine.options import EMBEDDED_MODEL, engine_config
 from stratakv.engine.settings.server import ServerConfig
 from stratakv.engine.wire import PROTOCOL_VERSION, Ready
 from stratakv.tiers.settings.values import ConfigError
+
+from ..nursery_site import nursery_client
 
 pytestmark = pytest.mark.regression
 
@@ -101,13 +102,8 @@ def test_u05_require_tiers_asks_for_cache_servers_too(monkeypatch: pytest.Monkey
 def test_u05_serve_with_require_tiers_says_why_and_ends(tmp_path: Path) -> None:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     command = [sys.executable, "-P", "-m", "stratakv.engine.cli.main", "serve"]
-    done = subprocess.run(
-        [*command, "--port=0", *flags, "--require-tiers"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=tmp_path,
+    done = nursery_client.run(
+        [*command, "--port=0", *flags, "--require-tiers"], cwd=tmp_path, timeout=120
     )
     assert done.returncode == 2
     assert not done.stdout

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,7 @@ from stratakv.tiers.remote.server_link import ServerLink
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.tag import Proofs
 
+from ..nursery_site.nursery_client import popen
 from .blocks import SMALL
 from .cache_server.bare_client import ROOT
 from .cache_server.data_plane import Plane, fetch
@@ -185,7 +187,7 @@ def test_damaged_stores(tmp_path: Path, rng: random.Random, scale: str) -> None:
     store.drop(make_keys(40, "before")[:30])
     assert all(put(store, STORE_KEYS))
     store.close(10)
-    judge = subprocess.Popen(
+    judge = popen(
         [sys.executable, "-c", JUDGE],
         cwd=ROOT,
         stdin=subprocess.PIPE,
@@ -225,8 +227,8 @@ def test_damaged_stores(tmp_path: Path, rng: random.Random, scale: str) -> None:
 # --- clients of a cache server
 
 
-def _start(port: int, seed: int, kind: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+def _start(port: int, seed: int, kind: str) -> Any:
+    return popen(
         [
             *(sys.executable, "-m", "tests.tiers.torture_client"),
             *(str(port), str(seed), kind, str(CALL_SECONDS)),
@@ -238,7 +240,7 @@ def _start(port: int, seed: int, kind: str) -> subprocess.Popen[str]:
     )
 
 
-def _end(client: subprocess.Popen[str]) -> Counter[str]:
+def _end(client: Any) -> Counter[str]:
     assert client.stdin is not None and client.stdout is not None
     client.stdin.close()
     said = client.stdout.read()
@@ -281,6 +283,7 @@ def _life(server: ServerProcess, rng: random.Random) -> Counter[str]:
     stopped_until = time.monotonic() + 2 * CALL_SECONDS
     while time.monotonic() < stopped_until:
         witness.turn()  # others take the slots of those that were stopped
+        time.sleep(0.01)
     for client in clients:
         os.kill(client.pid, signal.SIGCONT)
     for _ in range(3):

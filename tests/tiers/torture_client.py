@@ -78,10 +78,12 @@ class Client:
                 self.seen["misses"] += 1
             else:
                 self.seen["hits"] += 1
-                self.seen["wrong"] += buffer[:size] != self._payloads[key]
+                # Bytes are compared by the thousand, the items of a view one by one.
+                self.seen["wrong"] += bytes(buffer[:size]) != self._payloads[key]
 
 
-def main() -> None:
+def main() -> int:
+    """The exit status."""
     port, seed, kind, seconds = sys.argv[1:]
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
@@ -92,7 +94,8 @@ def main() -> None:
         client.turn()
     store.close(5.0)
     print(json.dumps(client.seen), flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

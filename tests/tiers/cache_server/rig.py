@@ -53,6 +53,7 @@ from stratakv.tiers.wire.raw_messages import Piece
 from stratakv.tiers.wire.rpc import Stub
 
 from ...free_ports import free_ports
+from ...nursery_site.nursery_client import popen
 
 # 4 KiB a block.
 LAYOUT = BlockLayout(num_layers=1, block_size=16, num_kv_heads=1, head_dim=32, kv_dtype="float32")
@@ -213,7 +214,7 @@ class ServerProcess(Client):
         self.port, self.data_port = free_ports(2)
         has_credentials = own_token or any(flag in flags for flag in _CREDENTIALS)
         self.flags = flags if has_credentials else (*flags, "--insecure")
-        self.process: subprocess.Popen[str] | None = None
+        self.process: Any = None
         self.output = ""
         # One that is killed leaves the folder of its socket behind.
         self._scratch = tempfile.TemporaryDirectory(prefix="stratakv-test-")
@@ -222,7 +223,7 @@ class ServerProcess(Client):
         """Start it, and wait until it is SERVING."""
         command = [sys.executable, "-m", "stratakv.engine.cli.main", "cache-server"]
         ports = ["--port", str(self.port), "--data-port", str(self.data_port)]
-        self.process = subprocess.Popen(
+        self.process = popen(
             [*command, *ports, *self.flags],
             cwd="/",
             env={**os.environ, "TMPDIR": self._scratch.name},

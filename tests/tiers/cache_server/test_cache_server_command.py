@@ -25,6 +25,7 @@ from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.wire.frames import State
 from stratakv.tiers.wire.raw_messages import Piece
 
+from ...nursery_site.nursery_client import run
 from .rig import LAYOUT, WAIT_SECONDS, load_blocks, pieces_of, server_process, store_blocks
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -62,10 +63,7 @@ def test_a_process_says_what_is_wrong() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = subprocess.run(
-            [*COMMAND, "--port", str(port)],
-            cwd="/", capture_output=True, text=True, timeout=WAIT_SECONDS, check=False,
-        )  # fmt: skip
+        done = run([*COMMAND, "--port", str(port)], cwd="/", timeout=WAIT_SECONDS)
     assert done.returncode == 2
     assert re.fullmatch(f"stratakv: port {port} of 127.0.0.1 is in use; .* --port\n", done.stderr)
 
@@ -191,10 +189,7 @@ def test_flags_come_before_the_file(tmp_path: Path) -> None:
 
 
 def test_a_new_token_fits_the_tenants_file(tmp_path: Path) -> None:
-    made = subprocess.run(
-        [*COMMAND, "--new-token", "ann"],
-        cwd="/", capture_output=True, text=True, timeout=WAIT_SECONDS, check=True,
-    ).stdout  # fmt: skip
+    made = run([*COMMAND, "--new-token", "ann"], cwd="/", timeout=WAIT_SECONDS).stdout
     token = made.splitlines()[0].removeprefix("token: ")
     path = tmp_path / "tenants.toml"
     path.write_text(made[made.index("[[tenant]]") :].replace("1GiB", "256KiB"))
