@@ -58,9 +58,9 @@ from .state import Job, StoreState
 
 log = logging.getLogger(__name__)
 
-BATCH_BYTES = 64 * 1024**2  # a sync for each costs nothing measurable beside writing it
+BATCH_BYTES = 32 * 1024**2
 BATCH_BLOCKS = 512  # of small blocks, so that the lock is not held for long
-BATCHES_IN_FLIGHT = 3  # written, synced and committed, or about to be
+BATCHES_IN_FLIGHT = 6  # written, synced and committed, or about to be
 IDLE_SECONDS = 10.0  # after which the last uses are written although nothing else is
 
 _PAUSE_SECONDS = 1.0  # after something that nobody foresaw
