@@ -58,6 +58,9 @@ from .state import Job, StoreState
 
 log = logging.getLogger(__name__)
 
+# A sync and a commit for each cost nothing measurable beside writing it, unless the disk is quick;
+# then those that are written meanwhile are ended together. Larger ones all end at once, and a disk
+# of 6 GB/s stood idle until the next ones came.
 BATCH_BYTES = 32 * 1024**2
 BATCH_BLOCKS = 512  # of small blocks, so that the lock is not held for long
 BATCHES_IN_FLIGHT = 6  # written, synced and committed, or about to be
