@@ -9,10 +9,11 @@ PYTEST_ARGS ?=
 BENCH ?= offload
 BENCH_ARGS ?=
 
-# The stamp's name holds a checksum of what decides the environment's content, the library of
-# kernels/cpu/ included. A time stamp would not do: checking out another branch and back would ask
-# for a new installation, and for a network.
-DECIDES := pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+# The stamp's name holds a checksum of what decides the environment's content, compiled libraries
+# included. A time stamp would not do: checking out another branch and back would ask for a new
+# installation, and for a network.
+DECIDES := pyproject.toml constraints.txt setup.py \
+	$(wildcard kernels/cpu/*.cpp kernels/cpu/*.h tiers/native/*.cpp)
 STAMP := $(VENV)/.installed-$(shell cat $(DECIDES) | cksum | tr ' ' '-')
 
 # No build isolation: an isolated build downloads setuptools again, even when nothing else is

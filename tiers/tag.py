@@ -65,6 +65,11 @@ class Tagger:
         self._name_head = _NAME_HEAD.pack(_MAGIC, layout_id, payload_bytes)
         self._keyed = None if tag_key is None else hmac.new(tag_key, digestmod="sha256")
 
+    @property
+    def is_keyed(self) -> bool:
+        """Whether a tag takes the bytes of its block, and not only their digest."""
+        return self._keyed is not None
+
     def tag(self, key: bytes, digest: bytes) -> bytes:
         """The tag without a tag key of the block `key` whose bytes have this digest."""
         return xxhash.xxh3_128_digest(self._name_head + key + digest)
@@ -91,6 +96,16 @@ class Tagger:
         hasher = self.begin(key)
         hasher.update(payload)
         return self.end(key, hasher)
+
+
+class Hashed:
+    """In place of a hasher, where the bytes have been hashed already."""
+
+    def __init__(self, digest: bytes) -> None:
+        self._digest = digest
+
+    def digest(self) -> bytes:
+        return self._digest
 
 
 class _KeyedHasher:

@@ -60,7 +60,7 @@ def build() -> Path:
         for entry in (ROOT / folder).iterdir():
             if entry.suffix != ".so" and not (package / folder / entry.name).exists():
                 (package / folder / entry.name).symlink_to(entry)
-    (made,) = (PLACE / "lib").rglob("*.so")
+    (made,) = (PLACE / "lib" / "stratakv" / LIBRARY_FOLDER).glob("*.so")
     made.rename(package / LIBRARY_FOLDER / made.name)
     return package.parent
 

@@ -13,12 +13,16 @@ several limits, the strictest decides: the one whose median ratio is least.
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .report import Report, median, ratios
+
+LEAST_ROUNDS = 4
 
 
 class WrongWork(RuntimeError):
@@ -183,13 +187,16 @@ def _spread(quarters: Sequence[float] | None) -> str:
     return f"{low:.2f}..{high:.2f}" if high < 1000 else f"{low / 1e3:.0f}k..{high / 1e3:.0f}k"
 
 
-def take_rounds(comparison: Comparison, rounds: int) -> Outcome:
+def take_rounds(comparison: Comparison, rounds: int, seconds: float = math.inf) -> Outcome:
     """Both in each round; who comes first changes from round to round. Both once before, uncounted:
-    threads, files and processors are warm then."""
+    threads, files and processors are warm then. After so many `seconds` LEAST_ROUNDS are enough."""
+    over = time.monotonic() + seconds
     outcome = Outcome(comparison, rivals={name: [] for name in comparison.rivals})
     comparison.ours()
     comparison.limit()
     for number in range(rounds):
+        if number >= LEAST_ROUNDS and number % 2 == 0 and time.monotonic() >= over:
+            break
         turns = [(comparison.ours, outcome.ours), (comparison.limit, outcome.limits)]
         turns += [(take, outcome.rivals[name]) for name, take in comparison.rivals.items()]
         if comparison.beside is not None:

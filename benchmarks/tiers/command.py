@@ -16,7 +16,8 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from ..harness.plots import (
     new_figure,
     save_figure,
 )
-from ..harness.report import Report, median, print_table, run_and_tell
+from ..harness.report import Report, chosen, median, print_table, run_and_tell
 from . import store_case
 from .index_case import IndexCase
 from .scale import FULL, MIB, QUICK, SIZES, Scale
@@ -43,6 +44,8 @@ from .slab_case import SlabCase, footprint_bytes
 from .store_case import NAMES as CHECKSUM_NAMES
 from .store_case import StoreCase, measure_codecs, print_codecs
 
+# Of a run; codecs have no gate.
+SECTIONS = SLAB, SSD, INDEX, CODECS = ("slab", "ssd", "index", "codecs")
 LOOK_UPS = "index_lookups_per_second"
 LOOK_UPS_WHILE_CHURNING = "index_lookups_per_second_while_churning"
 BYTES_PER_ENTRY = "index_bytes_per_entry"
@@ -84,45 +87,36 @@ def print_tiers(report: Report) -> None:
         "A/A: the limit against itself, quartiles"
     )
     print_table(title, COMPARISON_COLUMNS, rows)
-    _print_disk_limits(report)
-    print_codecs(report)
+    if SSD in report.figures["plan"]["sections"]:
+        _print_disk_limits(report)
+    if CODECS in report.figures:
+        print_codecs(report)
 
 
 def _print_disk_limits(report: Report) -> None:
     """Every limit of the disk in one table; the one that decides has a mark."""
     rows = []
     for name, comparison in report.figures["contests"].items():
-        if "beside_ratio" not in comparison:
-            continue
-        only = {"median": comparison["limit_median"], "ratio": report.ratios[name]}
-        cells = [
-            (limit, cell["median"], cell["ratio"], "decides" * (limit == comparison["limit"]))
-            for limit, cell in comparison.get("by_limit", {comparison["limit"]: only}).items()
-        ]
-        beside = comparison["beside_median"], comparison["beside_ratio"]
-        in_cache = f"{report.figures['plan']['disk_limit']}, eight buffers"
-        cells.append((in_cache, *beside, "in a cache: promises nothing"))
-        for limit, theirs, ratio, mark in cells:
-            rates = f"{comparison['median'] / 1e9:.2f} / {theirs / 1e9:.2f}"
-            rows.append([name.replace("_", " "), limit, rates, f"{ratio:.2f}", mark])
-    title = (
-        "Every limit of the disk; x8: eight requests at a time. But for eight buffers, which stay "
-        "in a cache, all have as much memory as the store, and the strictest of them decides"
-    )
+        for limit, cell in comparison.get("by_limit", {}).items():
+            rates = f"{comparison['median'] / 1e9:.2f} / {cell['median'] / 1e9:.2f}"
+            mark = "decides" * (limit == comparison["limit"])
+            rows.append([name.replace("_", " "), limit, rates, f"{cell['ratio']:.2f}", mark])
+    title = "Every limit of reads, the strictest of which decides; x8: eight requests at a time"
     print_table(title, ["what", "limit", "GB/s / limit", "ratio", ""], rows)
 
 
 def plot_tiers(report: Report, path: Path) -> Path:
     """Bars of the ratios, a group for each family and a bar for each size, with their gates."""
     figure, [[axes]] = new_figure(1, 1, 4.6)
-    names = [[f"{family}_{size}" for family in _FAMILIES] for size in SIZES]
+    families = [each for each in _FAMILIES if f"{each}_{_SMALLEST}" in report.ratios]
+    names = [[f"{family}_{size}" for family in families] for size in SIZES]
     ratios = [[report.ratios[name] for name in row] for row in names]
     colours = [
         [MET if GATES[name].is_met(report.ratios[name]) else MISSED for name in row]
         for row in names
     ]
     series = dict(zip(SIZES, ratios, strict=True))
-    draw_bars(axes, list(_FAMILIES.values()), series, colours, fmt="%.2f")
+    draw_bars(axes, [_FAMILIES[family] for family in families], series, colours, fmt="%.2f")
     width = 0.84 / len(SIZES)
     for number, (size, row) in enumerate(zip(SIZES, names, strict=True)):
         places = [place - 0.42 + width * (number + 0.5) for place in range(len(row))]
@@ -133,9 +127,9 @@ def plot_tiers(report: Report, path: Path) -> Path:
                           ha="center", fontsize=8, color="white")  # fmt: skip
     axes.axhline(1.0, color="#bbbbbb", linewidth=0.8, zorder=0)
     plan = report.figures["plan"]
-    pages = "huge" if plan["huge_pages"] else "plain"
+    pages = "huge" if plan.get("huge_pages") else "plain"
     several = any("by_limit" in comparison for comparison in report.figures["contests"].values())
-    disk = f"{plan['disk_limit']} or a stricter one" if several else plan["disk_limit"]
+    disk = f"{plan.get('disk_limit')}{' or a stricter one' * several}"
     title = (
         "Slab and SSD store, as a share of what memory and disk can do\n"
         f"1.0: memcpy (slab); {disk}, O_DIRECT, random places, {pages} pages (ssd). "
@@ -232,10 +226,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--huge-pages", action="store_true",
         help="blocks for the disk, ours and the limit's, lie on huge pages of the host's pool",
     )  # fmt: skip
+    parser.add_argument(
+        "--sections", metavar="NAMES", help=f"only these, by commas: {', '.join(SECTIONS)} (all)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Take all figures; 0, or 1 with the reason on the terminal. Raises ConfigError."""
+    """Take the figures; 0, or 1 with the reason on the terminal. Raises ConfigError."""
     if arguments.limit is not None:
         readers.one_of("fio", "loop")("--limit", arguments.limit)
     if arguments.huge_pages:
@@ -243,7 +240,10 @@ def run(arguments: argparse.Namespace) -> int:
     path = readers.path("--path", arguments.path)
     scale = QUICK if arguments.quick else FULL
     options = " --quick" * arguments.quick + " --huge-pages" * arguments.huge_pages
+    sections = chosen("--sections", arguments.sections, SECTIONS)
+    options += f" --sections {arguments.sections}" * (len(sections) < len(SECTIONS))
     report = Report("tiers", f"stratakv bench tiers{options}")
+    report.figures["plan"] = {"sections": sections}
 
     def take() -> None:
         with working_folder(path, scale.needed_bytes) as folder:
@@ -255,13 +255,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 def measure(report: Report, disk: Disk, scale: Scale) -> None:
     """Fill the report. Raises WrongWork where something did not do what it should."""
-    report.figures |= {"plan": {}, "contests": {}, "first_writes": {}, "spreads": {}}
-    measure_slab(report, scale)
-    for size in SIZES:
-        measure_store(report, size, disk, scale)
-    measure_index(report, disk.folder / "index", scale)
-    report.figures["codecs"] = measure_codecs()
-    report.ratios = {name: report.ratios[name] for name in GATES}
+    plan = report.figures["plan"]
+    report.figures |= {"contests": {}, "first_writes": {}, "spreads": {}}
+    work: Mapping[str, Callable[[], object]] = {
+        SLAB: lambda: measure_slab(report, scale),
+        SSD: lambda: [measure_store(report, size, disk, scale) for size in SIZES],
+        INDEX: lambda: measure_index(report, disk.folder / "index", scale),
+        CODECS: lambda: report.figures.update(codecs=measure_codecs()),
+    }
+    for section in plan["sections"]:
+        began = time.monotonic()
+        work[section]()
+        plan[f"{section}_seconds"] = round(time.monotonic() - began, 1)
+    report.ratios = {name: report.ratios[name] for name in GATES if name in report.ratios}
 
 
 def measure_slab(report: Report, scale: Scale) -> None:
@@ -270,7 +276,7 @@ def measure_slab(report: Report, scale: Scale) -> None:
     for size, block_bytes in SIZES.items():
         with contextlib.closing(SlabCase(block_bytes, slab_bytes)) as case:
             for comparison in case.comparisons(size):
-                take_rounds(comparison, scale.slab_rounds).add_to(report)
+                take_rounds(comparison, scale.slab_rounds, scale.seconds).add_to(report)
         gc.collect()
 
 
@@ -281,14 +287,15 @@ def measure_store(report: Report, size: str, disk: Disk, scale: Scale) -> None:
     report.figures["first_writes"][size] = case.first_write_rate
     try:
         for comparison in case.comparisons(size):
-            take_rounds(comparison, scale.rounds).add_to(report)
-        take_rounds(case.churn_comparison(size), scale.turnovers).add_to(report)
+            take_rounds(comparison, scale.rounds, scale.seconds).add_to(report)
+        take_rounds(case.churn_comparison(size), scale.rounds, scale.seconds).add_to(report)
         if size == _SMALLEST:
             rates = [case.look_ups_while_churning() for _ in range(scale.index_rounds)]
             report.ratios[LOOK_UPS_WHILE_CHURNING] = median(rates)
         if size == _MIDDLE:
             for comparison in store_case.checksum_comparisons(case):
-                take_rounds(comparison, scale.rounds).add_to(report, store_case.cost)
+                taken = take_rounds(comparison, scale.rounds, scale.seconds)
+                taken.add_to(report, store_case.cost)
             case.clear()
     finally:
         case.close()
@@ -297,7 +304,7 @@ def measure_store(report: Report, size: str, disk: Disk, scale: Scale) -> None:
 
 def measure_index(report: Report, folder: Path, scale: Scale) -> None:
     case = IndexCase(folder, scale.index_entries)
-    outcome = take_rounds(case.comparison(), scale.index_rounds)
+    outcome = take_rounds(case.comparison(), scale.index_rounds, scale.seconds)
     report.ratios[REOPEN] = 1 / outcome.ratio
     report.figures["reopen"] = {
         **outcome.figures(),

@@ -11,8 +11,7 @@ is depends on nothing as much:
   then are 2.7 times as fast. With buffers of its own a limit is as fast as the pages it chanced
   upon.
 - Eight buffers of 256 KiB stay in a processor's cache, where the host finds them 1.5 times as fast
-  as in memory. One loop of reads, eight at a time, did 2.2 GB/s into 8 buffers, 2.0 into 32 and 1.5
-  into 64 or 400. A store has as many buffers as blocks on their way, so its limit has as many.
+  as in memory. A store has as many buffers as blocks on their way, so its limit has as many.
 - 400 requests at a time may be slower than a few. fio gives each of its buffers a request of its
   own and cannot do otherwise; the loop uses all buffers in turn, for any number of requests, so it
   is what tells how many a disk likes best.
@@ -32,7 +31,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
 
-from ...tiers.block import ALIGNMENT
 from ...tiers.cpu import CpuSlab
 from ..harness.comparison import WrongWork
 
@@ -59,8 +57,7 @@ def make_limit(
 
 class LoopLimit:
     """Threads, eight unless told otherwise, each with one request after the other and its share of
-    the buffers. Rates are in bytes a second. `buffers` is how many blocks of the slab are used,
-    QUEUE_DEPTH at least and `most_buffers` at most."""
+    the slab's blocks as buffers. Rates are in bytes a second."""
 
     name = "loop"
 
@@ -72,19 +69,17 @@ class LoopLimit:
         self._num_blocks = num_blocks
         _lay_out(path, num_blocks * block_bytes)
 
-    def write(self, num_bytes: int, buffers: int) -> float:
+    def write(self, num_bytes: int) -> float:
         """Overwrite about so many bytes, at random places."""
-        return self._loop(os.O_WRONLY, os.pwritev, num_bytes, buffers, QUEUE_DEPTH)
+        return self._loop(os.O_WRONLY, os.pwritev, num_bytes, QUEUE_DEPTH)
 
-    def read(self, num_bytes: int, buffers: int) -> float:
+    def read(self, num_bytes: int) -> float:
         """Read about so many bytes, at random places."""
-        return self._loop(os.O_RDONLY, os.preadv, num_bytes, buffers, QUEUE_DEPTH)
+        return self.read_in_turn(num_bytes, QUEUE_DEPTH)
 
     def read_in_turn(self, num_bytes: int, requests: int) -> float:
-        """The same into as many buffers as there are, one after the other, with so many requests at
-        a time."""
-        requests = min(requests, self.most_buffers)
-        return self._loop(os.O_RDONLY, os.preadv, num_bytes, self.most_buffers, requests)
+        """The same by the loop, whichever limit it is, with so many requests at a time."""
+        return self._loop(os.O_RDONLY, os.preadv, num_bytes, requests)
 
     def close(self) -> None:
         """Remove the file."""
@@ -95,14 +90,14 @@ class LoopLimit:
         flags: int,
         call: Callable[[int, list[memoryview], int], int],
         num_bytes: int,
-        buffers: int,
         requests: int,
     ) -> float:
+        buffers = self.most_buffers
+        requests = min(requests, buffers)
         count = max(requests, num_bytes // self._block_bytes)
         places = [random.randrange(self._num_blocks) * self._block_bytes for _ in range(count)]
         size = self._block_bytes
-        start = _place_in(self._slab, size, buffers)
-        memory = self._slab.memory()[start : start + buffers * size]
+        memory = self._slab.memory()
         descriptor = os.open(self._path, flags | os.O_DIRECT)
         moved = [0] * requests
 
@@ -127,13 +122,13 @@ class FioLimit(LoopLimit):
 
     name = "fio"
 
-    def write(self, num_bytes: int, buffers: int) -> float:
-        return self._fio("write", num_bytes, buffers)
+    def write(self, num_bytes: int) -> float:
+        return self._fio("write", num_bytes)
 
-    def read(self, num_bytes: int, buffers: int) -> float:
-        return self._fio("read", num_bytes, buffers)
+    def read(self, num_bytes: int) -> float:
+        return self._fio("read", num_bytes)
 
-    def _fio(self, direction: str, num_bytes: int, buffers: int) -> float:
+    def _fio(self, direction: str, num_bytes: int) -> float:
         command = [
             "fio",
             "--name=limit",
@@ -142,12 +137,12 @@ class FioLimit(LoopLimit):
             f"--bs={self._block_bytes}",
             f"--size={self._num_blocks * self._block_bytes}",
             f"--io_size={num_bytes // self._block_bytes * self._block_bytes}",
-            f"--iodepth={buffers}",
+            f"--iodepth={self.most_buffers}",
             "--ioengine=libaio",
             "--direct=1",
             "--norandommap=1",
             f"--mem=mmapshared:/proc/self/fd/{self._slab.fd}",
-            f"--iomem_align={self._place(buffers)}",  # fio adds it to where the memory begins
+            "--iomem_align=0",  # fio adds it to where the memory begins
             "--randrepeat=0",
             "--output-format=json",
         ]
@@ -166,17 +161,6 @@ class FioLimit(LoopLimit):
         # Warnings of fio may stand before the JSON.
         result = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][direction]
         return float(result["io_bytes"] / (max(1, result["runtime"]) / 1e3))
-
-    def _place(self, buffers: int) -> int:
-        # fio maps twice as much before a place as it needs, and a pool of huge pages has no more
-        # than the slab; but those are alike wherever they are.
-        return 0 if self._slab.has_huge_pages else _place_in(self._slab, self._block_bytes, buffers)
-
-
-def _place_in(slab: CpuSlab, block_bytes: int, buffers: int) -> int:
-    """Where in the slab's memory the buffers of one round begin, each time elsewhere."""
-    room = len(slab.memory()) - buffers * block_bytes
-    return random.randrange(room // ALIGNMENT + 1) * ALIGNMENT
 
 
 def _sync(path: Path) -> None:

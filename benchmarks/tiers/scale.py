@@ -24,9 +24,9 @@ class Scale:
     store_bytes: int  # capacity of the store; the file of the limit is as large
     round_bytes: int  # written or read in one round: a third of a second, give or take a half
     rounds: int  # even, so that either side is the first one as often
-    turnovers: int
     index_entries: int
     index_rounds: int
+    seconds: float  # of a comparison, after which it begins no more rounds: a slow disk has fewer
 
     @property
     def needed_bytes(self) -> int:
@@ -40,9 +40,9 @@ FULL = Scale(
     store_bytes=GIB,
     round_bytes=768 * MIB,
     rounds=16,
-    turnovers=16,
     index_entries=1_000_000,
     index_rounds=5,
+    seconds=18.0,
 )
 QUICK = Scale(
     slab_bytes=64 * MIB,
@@ -50,9 +50,9 @@ QUICK = Scale(
     store_bytes=128 * MIB,
     round_bytes=48 * MIB,
     rounds=2,
-    turnovers=2,
     index_entries=20_000,
     index_rounds=2,
+    seconds=60.0,
 )
 
 

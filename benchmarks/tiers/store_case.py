@@ -104,6 +104,7 @@ class StoreCase:
                 {
                     f"loop x{requests}": partial(self.limit.read_in_turn, moved, requests)
                     for requests in READ_DEPTHS
+                    if (self.limit.name, requests) != ("loop", QUEUE_DEPTH)
                 },
             ),
         ]
@@ -189,7 +190,7 @@ class StoreCase:
         self,
         name: str,
         ours: Callable[[], float],
-        limit: Callable[[int, int], float],
+        limit: Callable[[int], float],
         num_bytes: int,
         rivals: Mapping[str, Callable[[], float]] | None = None,
     ) -> Comparison:
@@ -198,9 +199,8 @@ class StoreCase:
             "bytes/s",
             self.limit.name,
             ours,
-            lambda: limit(num_bytes, self.limit.most_buffers),
-            lambda: limit(num_bytes, QUEUE_DEPTH),
-            rivals or {},
+            lambda: limit(num_bytes),
+            rivals=rivals or {},
         )
 
     def _timed_store(self, count: int, *, evicting: bool = False) -> float:

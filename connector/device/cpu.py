@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from ...tiers.errors import InvalidBlock
+from ...tiers.native.library import copy_and_digest
 from ...tiers.tag import payload_digest
 from ..transfer import merge_runs
 from .base import CopyDevice, DeviceError, Event, SlabMemory, Stream
@@ -103,11 +104,15 @@ def _run(job: _Job) -> None:
             for source, target in zip(sources, targets, strict=True):
                 _copy_runs(source, target, runs)
         else:
-            # Block by block, so that each is hashed while the processor's cache has it.
+            # Block by block, so that each is hashed as it is copied.
             for start, end in zip(source_pages, target_pages, strict=True):
+                row = event.rows[end]
+                if len(sources) == 1 and sources[0].ndim == 2:
+                    event.digests.append(copy_and_digest(row.data, sources[0][start].data))
+                    continue
                 for source, target in zip(sources, targets, strict=True):
                     target[end] = source[start]
-                event.digests.append(payload_digest(event.rows[end].data))
+                event.digests.append(payload_digest(row.data))
     except Exception as failure:  # noqa: BLE001 - the event carries it to whoever asks
         # Without its frames, which would keep views of the pool and the slab alive.
         error = failure.with_traceback(None)

@@ -306,8 +306,8 @@ def test_t12_commit_of_bytes_that_are_not_there() -> None:
     keys = make_keys(2)
     real = connection._copy_in
 
-    def copy_in(hasher, buffer, target, lease_ends):  # type: ignore[no-untyped-def]
-        done = real(hasher, buffer, target, lease_ends)
+    def copy_in(key, buffer, target, lease_ends):  # type: ignore[no-untyped-def]
+        done = real(key, buffer, target, lease_ends)
         if bytes(buffer[:SIZE]) == payload_of(keys[0], LAYOUT):
             target[50] ^= 1  # what arrived is not what was sent
         return done

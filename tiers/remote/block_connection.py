@@ -81,6 +81,7 @@ class Tags:
             layout_id = hashlib.sha256(layout_id + namespace).digest()[: len(layout_id)]
         if namespace or tag_key is not None:
             self._wire = Tagger(layout_id, size, tag_key)
+        self.are_keyed = self._wire.is_keyed
         self.begin_block = self._wire.begin
 
     def sent(self, key: bytes, hasher: Any, proof: Proof | None) -> Proof | None:

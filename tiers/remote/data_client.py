@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ..block import BlockLayout
 from ..tag import TAG_BYTES, Proof, Proofs
-from ..wire.blocks import receive_block, send_blocks
+from ..wire.blocks import receive_blocks, send_blocks
 from ..wire.frames import NO_PROOF, State, Verb, encode_request, pack_keys
 from ..wire.sockets import Connection, ConnectionLost, connect
 from .socket_connection import SocketConnection, greet
@@ -62,13 +63,12 @@ class DataConnection(SocketConnection):
             first = len(proofs)
             if not 0 < reply.blocks <= len(keys) - first:
                 raise ConnectionLost("the server answered for blocks that were not asked for")
-            for index, state in enumerate(self._take_states(reply.blocks, deadline), first):
-                if state is State.HIT:
-                    proofs.append(self._receive_block(keys[index], buffers[index], deadline))
-                elif state is State.MISS:
-                    proofs.append(None)
-                else:
-                    raise ConnectionLost(f"the server answered {state.name} to a load")
+            states = self._take_states(reply.blocks, deadline)
+            for state in set(states) - {State.HIT, State.MISS}:
+                raise ConnectionLost(f"the server answered {state.name} to a load")
+            proofs += [None] * len(states)
+            hits = [index for index, state in enumerate(states, first) if state is State.HIT]
+            self._receive_hits(hits, keys, buffers, proofs, deadline)
         return proofs
 
     def store(
@@ -110,11 +110,21 @@ class DataConnection(SocketConnection):
                 damaged.append(index)
             yield payload, NO_PROOF if proof is None else proof.pack()
 
-    def _receive_block(self, key: bytes, buffer: memoryview, deadline: float) -> Proof | None:
-        hasher, payload = self._tags.begin_block(key), buffer[: self._page_bytes]
-        tag = receive_block(self._connection, hasher, payload, TAG_BYTES, deadline)
-        proof = self._tags.received(key, hasher, tag)
-        if proof is None:
-            self.corrupt_blocks += 1
-            self.corrupt_keys.append(key)
-        return proof
+    def _receive_hits(
+        self,
+        hits: Sequence[int],
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: list[Proof | None],
+        deadline: float,
+    ) -> None:
+        """Fill these buffers and their proofs."""
+        tags, arrived = self._tags, list[tuple[bytes, Any]]()
+        keyed = [tags.begin_block(keys[index]) for index in hits] if tags.are_keyed else None
+        payloads = [buffers[index][: self._page_bytes] for index in hits]
+        receive_blocks(self._connection, payloads, keyed, TAG_BYTES, deadline, arrived)
+        for index, (tag, hasher) in zip(hits, arrived, strict=True):
+            proofs[index] = tags.received(keys[index], hasher, tag)
+            if proofs[index] is None:
+                self.corrupt_blocks += 1
+                self.corrupt_keys.append(keys[index])

@@ -3,10 +3,10 @@
 
     load    PIN, copy and hash, UNPIN           store    RESERVE, hash and copy, COMMIT
 
-A part of a copy holds the interpreter's lock for some 15 us, which is less than giving it away and
-getting it back can cost; hashing leaves it to others. A block that was copied after its lease had
-ended is a miss: its slot may have been given to another block. The clock is looked at before each
-part; a process that is stopped within one writes to a slot that the server then keeps out of use.
+A block is copied and hashed in one call, which leaves the interpreter to others; where its tag
+takes a key, part by part. One that was copied after its lease had ended is a miss: its slot may
+have been given to another block. The clock is looked at before each copy; a process that is stopped
+within one writes to a slot that the server then keeps out of use.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..block import BlockLayout
+from ..native.library import PART_BYTES, copy_and_digest
 from ..shared_memory import has_fixed_size
-from ..tag import TAG_BYTES, Proof, Proofs
+from ..tag import TAG_BYTES, Hashed, Proof, Proofs
 from ..wire.frames import (
     MAX_LEASE_SECONDS,
     NO_PROOF,
@@ -41,7 +42,6 @@ from ..wire.frames import (
 from ..wire.sockets import Connection, ConnectionLost
 from .socket_connection import SocketConnection, welcomed
 
-COPY_BYTES = 256 * 1024  # copied, then hashed while they are warm
 LOAD_BYTES = 32 * 1024**2  # of one part: few messages
 STORE_BYTES = 8 * 1024**2  # the same: what the server has to check at the end is little
 FIRST_SHARE, GROWTH = 32, 4  # the first part is a 32nd of that; then they grow
@@ -87,7 +87,7 @@ class MemoryConnection(SocketConnection):
         self._slot_bytes = welcome.slot_bytes
         self._view = memoryview(memory)
         size = self._page_bytes
-        self._cuts = [(cut, min(cut + COPY_BYTES, size)) for cut in range(0, size, COPY_BYTES)]
+        self._cuts = [(cut, min(cut + PART_BYTES, size)) for cut in range(0, size, PART_BYTES)]
 
     @classmethod
     def open(
@@ -268,10 +268,10 @@ class MemoryConnection(SocketConnection):
         packed = []
         for place, slot in zip(reserved.wanted, reserved.slots, strict=True):
             index = first + place
-            hasher = self._tags.begin_block(keys[index])
-            is_whole = self._copy_in(hasher, buffers[index], self._slot(slot), reserved.lease_ends)
-            proof = self._tags.sent(keys[index], hasher, proofs[index]) if is_whole else None
-            if is_whole and proof is None:
+            key, target = keys[index], self._slot(slot)
+            hasher = self._copy_in(key, buffers[index], target, reserved.lease_ends)
+            proof = None if hasher is None else self._tags.sent(key, hasher, proofs[index])
+            if hasher is not None and proof is None:
                 damaged.append(index)
             packed.append(NO_PROOF if proof is None else proof.pack())
         return packed
@@ -309,9 +309,9 @@ class MemoryConnection(SocketConnection):
         self, key: bytes, source: memoryview, buffer: memoryview, tag: bytes
     ) -> Proof | None:
         """The proof of what arrived in `buffer`; None where it is not the block with this tag."""
-        if self._page_bytes <= COPY_BYTES and self._page_bytes == buffer.nbytes:
-            buffer[:] = source  # as below, without what slices cost
-            return self._tags.check(key, buffer, tag)
+        if not self._tags.are_keyed:
+            digest = copy_and_digest(buffer[: self._page_bytes], source)
+            return self._tags.received(key, Hashed(digest), tag)
         hasher = self._tags.begin_block(key)
         for start, end in self._cuts:
             part = buffer[start:end]
@@ -320,13 +320,18 @@ class MemoryConnection(SocketConnection):
         return self._tags.received(key, hasher, tag)
 
     def _copy_in(
-        self, hasher: Any, buffer: memoryview, target: memoryview, lease_ends: float
-    ) -> bool:
-        """Hash and copy; the server hashes what arrived. False where the lease ended before."""
+        self, key: bytes, buffer: memoryview, target: memoryview, lease_ends: float
+    ) -> Any | None:
+        """Hash and copy; the server hashes what arrived. None where the lease ended before."""
+        if time.monotonic() >= lease_ends:
+            return None
+        if not self._tags.are_keyed:
+            return Hashed(copy_and_digest(target, buffer[: self._page_bytes]))
+        hasher = self._tags.begin_block(key)
         for start, end in self._cuts:
             if time.monotonic() >= lease_ends:
-                return False
+                return None
             part = buffer[start:end]
             hasher.update(part)
             target[start:end] = part
-        return True
+        return hasher

@@ -24,9 +24,9 @@ from .encoded_io import EncodingWriter
 from .index.slot_index import Entry
 from .state import Job, StoreState
 
-# Under way at once, though each thread has one run with the disk while it hashes the next. A sync
-# and a commit wait behind it: with twice as much a disk of 6 GB/s stood idle a tenth of the time.
-FLIGHT_BYTES = 16 * 1024**2
+# Under way at once, though each thread has one run with the disk while it hashes the next. A thread
+# by itself has its part of it, which has to keep a disk busy; a sync and a commit wait behind all.
+FLIGHT_BYTES = 32 * 1024**2
 NO_HEADER = bytes(HEADER_BYTES)
 
 

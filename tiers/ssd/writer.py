@@ -58,9 +58,12 @@ from .state import Job, StoreState
 
 log = logging.getLogger(__name__)
 
-BATCH_BYTES = 64 * 1024**2  # a sync for each costs nothing measurable beside writing it
+# A sync and a commit for each cost nothing measurable beside writing it, unless the disk is quick;
+# then those that are written meanwhile are ended together. Larger ones all end at once, and a disk
+# of 6 GB/s stood idle until the next ones came.
+BATCH_BYTES = 32 * 1024**2
 BATCH_BLOCKS = 512  # of small blocks, so that the lock is not held for long
-BATCHES_IN_FLIGHT = 3  # written, synced and committed, or about to be
+BATCHES_IN_FLIGHT = 6  # written, synced and committed, or about to be
 IDLE_SECONDS = 10.0  # after which the last uses are written although nothing else is
 
 _PAUSE_SECONDS = 1.0  # after something that nobody foresaw

@@ -1,26 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks through a connection: payload and what follows it, hashed while the bytes are warm.
+"""Blocks through a connection: payload and what follows it, hashed while the bytes are warm. Where
+the compiled library runs, one call of it receives and hashes all blocks that are on their way.
 
 Both ends use it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import xxhash
+
+from ..native.library import LEAST_BYTES
+from ..tag import Hashed
 from .sockets import Connection
 
 # What is received or sent between two looks at the hash; fits a core's cache beside the socket's.
 PART_BYTES = 256 * 1024
-SEND_BYTES = 4 * 1024**2  # gathered for one call to the kernel
+SEND_BYTES = 16 * 1024**2  # gathered for one call to the kernel
 
 
-def receive_block(
+def receive_blocks(
+    connection: Connection,
+    payloads: Sequence[memoryview],
+    keyed_hashers: Sequence[Any] | None,
+    trailer_bytes: int,
+    deadline: float,
+    arrived: list[tuple[bytes, Any]],
+) -> None:
+    """Fill `payloads`, all of one length. Of each that came whole, also where others then do not,
+    `arrived` is given what came behind it, and a hasher that was given the payload: one of those
+    with a key or, without any, what has its plain digest. Raises ConnectionLost."""
+    if not payloads:
+        return
+    if keyed_hashers is None and connection.can_digest and payloads[0].nbytes >= LEAST_BYTES:
+        came, lost = connection.receive_and_digest(payloads, trailer_bytes, deadline)
+        arrived += [(trailer, Hashed(digest)) for trailer, digest in came]
+        if lost is not None:
+            raise lost
+        return
+    for index, payload in enumerate(payloads):
+        hasher = xxhash.xxh3_128() if keyed_hashers is None else keyed_hashers[index]
+        trailer = _receive_block(connection, hasher, payload, trailer_bytes, deadline)
+        arrived.append((trailer, hasher))
+
+
+def _receive_block(
     connection: Connection, hasher: Any, payload: memoryview, trailer_bytes: int, deadline: float
 ) -> bytes:
-    """Fill `payload`, which `hasher` is given as it comes; the bytes behind it. Raises
-    ConnectionLost."""
     trailer = bytearray(trailer_bytes)
     left = payload.nbytes
     for start in range(0, payload.nbytes, PART_BYTES):

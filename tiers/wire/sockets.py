@@ -16,6 +16,8 @@ import struct
 import time
 from collections.abc import Sequence
 
+from ..native.library import PeerLeft, has_digests, receive_and_digest
+
 _TIMEVAL = struct.Struct("ll")
 _LEAST_SECONDS = 0.001  # a timeout of zero would mean not to wait at all
 _MOST_BUFFERS = 256  # of one sendmsg; the kernel takes 1,024
@@ -67,6 +69,20 @@ class Connection:
             if not got:
                 raise ConnectionLost("the peer closed the connection")
             _drop(views, got)
+
+    @property
+    def can_digest(self) -> bool:
+        """Whether `receive_and_digest` works here."""
+        return not self._is_tls and has_digests()
+
+    def receive_and_digest(
+        self, payloads: Sequence[memoryview], trailer_bytes: int, deadline: float
+    ) -> tuple[list[tuple[bytes, bytes]], ConnectionLost | None]:
+        """Fill payloads, all of one length of LEAST_BYTES or more, in one call. Of each that came
+        whole, what came behind it and its digest; and why the next one did not. Raises nothing."""
+        came = receive_and_digest(self._sock.fileno(), payloads, trailer_bytes, deadline)
+        lost = None if came.lost is None else _lost(came.lost, "sent")
+        return list(zip(came.trailers, came.digests, strict=True)), lost
 
     def send(self, buffers: Sequence[memoryview | bytes], deadline: float) -> None:
         """Send all of these, one after the other."""
@@ -184,6 +200,8 @@ def _drop(views: list[memoryview], size: int) -> None:
 
 
 def _lost(error: OSError, verb: str) -> ConnectionLost:
+    if isinstance(error, PeerLeft):
+        return ConnectionLost(str(error))
     if isinstance(error, TimeoutError | BlockingIOError):
         return ConnectionLost(f"the peer {verb} too little before the deadline")
     return ConnectionLost(f"the connection broke: {error}")

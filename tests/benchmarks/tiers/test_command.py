@@ -32,8 +32,6 @@ def test_the_quick_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert len(comparison["rounds"]) == len(comparison["limit_rounds"]) >= 2
         if name.startswith("ssd"):
             assert comparison["limit"].startswith("loop")
-        if name.startswith("ssd"):
-            assert len(comparison["beside_rounds"]) == len(comparison["rounds"])
         assert written["limits"][f"{name}_limit"] == comparison["limit_median"]
     plan = written["figures"]["plan"]
     assert (plan["disk_limit"], plan["huge_pages"]) == ("loop", False)
@@ -41,6 +39,20 @@ def test_the_quick_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (tmp_path / "tiers.png").read_bytes().startswith(b"\x89PNG")
     assert list(disk.iterdir()) == []
     assert "reopen over sequential read" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.slow
+def test_one_section(tmp_path: Path) -> None:
+    options = ["--quick", "--out", str(tmp_path), "--path", str(tmp_path / "disk")]
+    assert main(["bench", "tiers", *options, "--sections", "index"]) == 0
+    written = json.loads((tmp_path / "tiers.json").read_text())
+    assert list(written["ratios"]) == [command.LOOK_UPS, command.BYTES_PER_ENTRY, command.REOPEN]
+    assert written["command"].endswith("--sections index")
+
+
+def test_an_unknown_section_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "tiers", "--sections", "sdd", "--out", str(tmp_path)]) == 2
+    assert "--sections takes names by commas, not 'sdd'" in capsys.readouterr().err
 
 
 def test_a_path_in_memory_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

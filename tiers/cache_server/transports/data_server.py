@@ -10,13 +10,12 @@ import errno
 import socket
 import ssl
 from collections import deque
-from collections.abc import Callable, Mapping
-
-import xxhash
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from ...errors import TierConfigError
 from ...tag import PROOF_BYTES, Proof, unpack_proof
-from ...wire.blocks import receive_block, send_blocks
+from ...wire.blocks import receive_blocks, send_blocks
 from ...wire.frames import Reply, Request, State, Status, Verb, encode_reply, part_blocks
 from ...wire.sockets import Connection
 from ..leases import ReadLease
@@ -28,6 +27,7 @@ from .session_server import SessionServer, SessionSettings
 # Of a LOAD the next part is being read from the disk while one part is sent. Whatever ends the
 # connection, the tenant store gets everything back.
 
+MOST_PART_BYTES = 32 * 1024**2
 PARTS_AHEAD = 2  # parts of a LOAD that are being read or sent
 
 
@@ -39,8 +39,7 @@ class DataSession(Session):
 
     def _load(self, request: Request, deadline: float) -> None:
         keys = self._receive_keys(request, deadline)
-        size = part_blocks(self._tenant_store.page_bytes, self._tenant_store.num_slots)
-        parts = deque(keys[start : start + size] for start in range(0, len(keys), size))
+        parts = deque(self._parts(keys))
         is_whole = len(parts) <= 1
         read_leases: deque[ReadLease] = deque()
         try:
@@ -57,6 +56,14 @@ class DataSession(Session):
             for read_lease in read_leases:
                 self._tenant_store.end_load(read_lease)
 
+    def _parts(self, keys: list[bytes]) -> Iterator[list[bytes]]:
+        """The first one small, for nothing is sent before it is read; then few of them."""
+        sizes = self._tenant_store.page_bytes, self._tenant_store.num_slots
+        size, most, start = part_blocks(*sizes), part_blocks(*sizes, MOST_PART_BYTES), 0
+        while start < len(keys):
+            yield keys[start : start + size]
+            start, size = start + size, min(2 * size, most)
+
     def _send_part(self, request: Request, read_lease: ReadLease, deadline: float) -> None:
         tenant_store = self._tenant_store
         tags = tenant_store.tags(read_lease)
@@ -71,23 +78,21 @@ class DataSession(Session):
         tenant_store = self._tenant_store
         write_lease = tenant_store.begin_store(keys)
         proofs: list[Proof | None] = [None] * len(keys)
+        wanted = [index for index, slot in enumerate(write_lease.slots) if slot is not None]
+        arrived: list[tuple[bytes, Any]] = []
         try:
-            wanted = bytes(write_lease.states)
-            self._send_reply(request, Status.OK, deadline, blocks=len(keys), rest=wanted)
-            for index, slot in enumerate(write_lease.slots):
-                if slot is not None:
-                    proofs[index] = self._receive_block(tenant_store.buffer(slot), deadline)
+            states = bytes(write_lease.states)
+            self._send_reply(request, Status.OK, deadline, blocks=len(keys), rest=states)
+            slots = [slot for slot in write_lease.slots if slot is not None]
+            payloads = [tenant_store.buffer(slot) for slot in slots]
+            receive_blocks(self._connection, payloads, None, PROOF_BYTES, deadline, arrived)
         finally:
             # Blocks that came whole are kept, also of a client that went away after them.
-            states = tenant_store.end_store(write_lease, proofs)
-        self._send_reply(request, Status.OK, deadline, blocks=len(keys), rest=bytes(states))
-
-    def _receive_block(self, payload: memoryview, deadline: float) -> Proof | None:
-        """Fill a slot; the proof that came, None where what came has another digest."""
-        hasher = xxhash.xxh3_128()
-        trailer = receive_block(self._connection, hasher, payload, PROOF_BYTES, deadline)
-        proof = unpack_proof(trailer)
-        return proof if proof.digest == hasher.digest() else None
+            for index, (trailer, hasher) in zip(wanted, arrived, strict=False):
+                proof = unpack_proof(trailer)
+                proofs[index] = proof if proof.digest == hasher.digest() else None
+            states = bytes(tenant_store.end_store(write_lease, proofs))
+        self._send_reply(request, Status.OK, deadline, blocks=len(keys), rest=states)
 
 
 class DataServer(SessionServer):

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled library of the tiers against xxhash and hmac, and its twins in its place."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import random
+import socket
+import threading
+import time
+
+import pytest
+import xxhash
+
+from stratakv.tiers.cache_server.key_salt import KeySalt
+from stratakv.tiers.native import library as native
+from stratakv.tiers.native.library import LEAST_BYTES, PART_BYTES
+
+SIZES = [
+    *range(LEAST_BYTES, LEAST_BYTES + 70), *range(1000, 1100), 2047, 2048, 2049, 65_536, 98_304,
+    PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES + 1023,
+]  # fmt: skip
+WAIT_SECONDS = 60.0
+needs_library = pytest.mark.skipif(not native.has_digests(), reason="needs the compiled library")
+
+
+@pytest.fixture(params=["library", "twin"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With the library, and without it."""
+    if request.param == "twin":
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif not native.has_digests():
+        pytest.skip("needs the compiled library")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 64])
+def test_a_copy_has_the_digest_of_its_bytes(either: str, shift: int) -> None:
+    noise = os.urandom(max(SIZES) + 64)
+    room = memoryview(bytearray(len(noise) + 64))
+    for size in (0, 16, LEAST_BYTES - 1, *SIZES):
+        room[:] = bytes(len(room))
+        source = memoryview(bytearray(noise[shift : shift + size]))
+        digest = native.copy_and_digest(room[shift : shift + size], source)
+        assert digest == xxhash.xxh3_128_digest(source)
+        assert room[shift : shift + size] == source
+        assert not any(room[:shift]) and not any(room[shift + size : shift + size + 64])
+
+
+def test_a_source_that_is_read_only_is_copied(either: str) -> None:
+    source, target = memoryview(os.urandom(5000)), memoryview(bytearray(5000))
+    assert native.copy_and_digest(target, source) == xxhash.xxh3_128_digest(source)
+    assert target == source
+
+
+def test_other_lengths_are_refused(either: str) -> None:
+    with pytest.raises(ValueError, match="400 bytes cannot be copied to 500"):
+        native.copy_and_digest(memoryview(bytearray(500)), memoryview(bytearray(400)))
+
+
+@needs_library
+@pytest.mark.parametrize("more", [0, 16, 32])
+def test_what_is_received_has_the_digest_of_its_bytes(more: int, rng: random.Random) -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        for size in (LEAST_BYTES, 1024, 1025, 98_304, 2 * PART_BYTES + 77):
+            parts = [os.urandom(size + more) for _ in range(3)]
+
+            def send(sent: bytes = b"".join(parts)) -> None:
+                place = 0
+                while place < len(sent):  # in pieces of any length
+                    piece = sent[place : place + rng.randrange(1, 70_000)]
+                    there.sendall(piece)
+                    place += len(piece)
+
+            sender = threading.Thread(target=send)
+            sender.start()
+            payloads = [memoryview(bytearray(size)) for _ in parts]
+            came = native.receive_and_digest(
+                here.fileno(), payloads, more, time.monotonic() + WAIT_SECONDS
+            )
+            sender.join()
+            assert came.lost is None
+            assert came.digests == [xxhash.xxh3_128_digest(part[:size]) for part in parts]
+            assert came.trailers == [part[size:] for part in parts]
+            assert [bytes(payload) for payload in payloads] == [part[:size] for part in parts]
+
+
+@needs_library
+def test_of_a_peer_that_leaves_or_is_late_what_came_whole_is_told() -> None:
+    payloads = [memoryview(bytearray(1000)) for _ in range(3)]
+    block, tag = os.urandom(1000), os.urandom(16)
+    digest = xxhash.xxh3_128_digest(block)
+    here, there = socket.socketpair()
+    with here, there:
+        began = time.monotonic()
+        there.sendall(block + tag + block)
+        late = native.receive_and_digest(here.fileno(), payloads, 16, began + 0.05)
+        assert time.monotonic() - began >= 0.05
+        assert (late.digests, late.trailers) == ([digest], [tag])
+        assert isinstance(late.lost, TimeoutError)
+        late = native.receive_and_digest(here.fileno(), payloads, 16, began)
+        assert late.digests == [] and isinstance(late.lost, TimeoutError)
+        there.sendall(block + tag + block + tag + block + tag[1:])
+        there.close()
+        deadline = time.monotonic() + WAIT_SECONDS
+        left = native.receive_and_digest(here.fileno(), payloads, 16, deadline)
+        assert left.digests == [digest] * 2 and isinstance(left.lost, native.PeerLeft)
+    closed = native.receive_and_digest(-1, payloads, 16, time.monotonic() + WAIT_SECONDS)
+    assert closed.digests == [] and "descriptor" in str(closed.lost)
+
+
+def test_names_are_hmac(either: str) -> None:
+    secret = os.urandom(32)
+    salt = KeySalt(secret, "tenant")
+    tenant_key = hmac.digest(secret, b"tenant", "sha256")
+    for count in (0, 1, 2, 300):
+        keys = [os.urandom(40) for _ in range(count)]
+        assert salt.stored(keys) == [
+            hmac.digest(tenant_key, key, "sha256") + key[32:] for key in keys
+        ]
+
+
+def test_a_library_of_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    native.library.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "ABI", native.ABI + 1)
+        assert native.library() is None
+        native.library.cache_clear()
+        patch.undo()
+        patch.setenv(native.VARIABLE, "none")
+        assert native.library() is None
+    native.library.cache_clear()

@@ -1,0 +1,324 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the tiers do to many bytes or to many names in one call, without the interpreter: digests
+// (XXH3, 128 bits, no seed) of bytes as they are copied or received, and names by HMAC-SHA256.
+//
+// A digest is of what is written: every 64 bytes are read once, and what was read is both stored
+// and taken into the digest, so that nobody who changes the source meanwhile can have other bytes
+// arrive than were hashed.
+#include <cpuid.h>
+#include <errno.h>
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <sys/time.h>
+#include <time.h>
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+#define WIDE __attribute__((target("avx2")))
+#define SHA __attribute__((target("sha,sse4.1")))
+
+// Grows with every change of a function; `library.py` has the same number.
+EXPORTED int64_t stratakv_bytes_abi() { return 1; }
+
+static bool has_sha() {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_SHA);
+}
+
+// Whether this processor, and the system with it, runs 0 digests, 1 names.
+EXPORTED int64_t stratakv_bytes_runs(int64_t what) {
+    __builtin_cpu_init();
+    return what == 0 ? __builtin_cpu_supports("avx2") != 0
+                     : __builtin_cpu_supports("sse4.1") && has_sha();
+}
+
+// ---- XXH3, of more than 240 bytes
+
+static const uint64_t P32_1 = 0x9E3779B1, P32_2 = 0x85EBCA77, P32_3 = 0xC2B2AE3D;
+static const uint64_t P64_1 = 0x9E3779B185EBCA87, P64_2 = 0xC2B2AE3D27D4EB4F,
+                      P64_3 = 0x165667B19E3779F9, P64_4 = 0x85EBCA77C2B2AE63,
+                      P64_5 = 0x27D4EB2F165667C5;
+
+// The algorithm's own bytes where no secret is given.
+static const uint8_t SECRET[192] __attribute__((aligned(64))) = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
+    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
+    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
+    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
+    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
+    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+};
+static const int64_t STRIPE = 64, BLOCK = 1024, LAST = sizeof SECRET - STRIPE;
+static const int64_t AHEAD = 1024;  // bytes that are asked for before they are used
+
+struct Sums {
+    __m256i low, high;
+};
+
+WIDE static inline __m256i loaded(const uint8_t *at) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(at));
+}
+
+WIDE static inline __m256i taken(__m256i sum, __m256i data, const uint8_t *secret) {
+    const __m256i mixed = _mm256_xor_si256(data, loaded(secret));
+    const __m256i product = _mm256_mul_epu32(mixed, _mm256_srli_epi64(mixed, 32));
+    return _mm256_add_epi64(_mm256_add_epi64(sum, _mm256_shuffle_epi32(data, 0x4E)), product);
+}
+
+WIDE static inline __m256i scrambled(__m256i sum, const uint8_t *secret) {
+    const __m256i mixed =
+        _mm256_xor_si256(_mm256_xor_si256(sum, _mm256_srli_epi64(sum, 47)), loaded(secret));
+    const __m256i prime = _mm256_set1_epi64x(P32_1);
+    const __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(mixed, 32), prime);
+    return _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), _mm256_slli_epi64(high, 32));
+}
+
+WIDE static Sums beginning() {
+    return {_mm256_set_epi64x(P64_3, P64_2, P64_1, P32_3),
+            _mm256_set_epi64x(P32_1, P64_5, P32_2, P64_4)};
+}
+
+// How the bytes of a stripe are written: not at all, through the cache, past it.
+enum Writing { NOT, CACHED, PAST };
+
+template <Writing writing>
+WIDE static inline void take_stripe(Sums &sums, uint8_t *to, const uint8_t *from, int64_t secret) {
+    const __m256i low = loaded(from), high = loaded(from + 32);
+    __m256i *const target = reinterpret_cast<__m256i *>(to);
+    if (writing == CACHED) {
+        _mm256_storeu_si256(target, low);
+        _mm256_storeu_si256(target + 1, high);
+    } else if (writing == PAST) {
+        _mm256_stream_si256(target, low);
+        _mm256_stream_si256(target + 1, high);
+    }
+    sums.low = taken(sums.low, low, SECRET + secret);
+    sums.high = taken(sums.high, high, SECRET + secret + 32);
+}
+
+// Whole blocks of BLOCK bytes, none of them the last one.
+template <Writing writing>
+WIDE static void take_blocks(Sums &sums, uint8_t *to, const uint8_t *from, int64_t count) {
+    for (; count > 0; count--, from += BLOCK, to += writing == NOT ? 0 : BLOCK) {
+        for (int64_t i = 0; i < BLOCK / STRIPE; i++) {
+            _mm_prefetch(reinterpret_cast<const char *>(from + i * STRIPE + AHEAD), _MM_HINT_T0);
+            take_stripe<writing>(sums, to + i * STRIPE, from + i * STRIPE, 8 * i);
+        }
+        sums.low = scrambled(sums.low, SECRET + LAST);
+        sums.high = scrambled(sums.high, SECRET + LAST + 32);
+    }
+}
+
+static uint64_t folded(uint64_t a, uint64_t b) {
+    const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
+    return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+}
+
+static uint64_t word(const uint8_t *at) {
+    uint64_t value;
+    memcpy(&value, at, sizeof value);
+    return value;
+}
+
+static uint64_t merged(const uint64_t *sums, int64_t secret, uint64_t start) {
+    const uint8_t *at = SECRET + secret;
+    for (int i = 0; i < 4; i++, at += 16)
+        start += folded(sums[2 * i] ^ word(at), sums[2 * i + 1] ^ word(at + 8));
+    start ^= start >> 37;
+    start *= 0x165667919E3779F9;
+    return start ^ start >> 32;
+}
+
+// The last block, which lies at `tail` with all before it, and the digest, big-endian as in
+// XXH128's canonical form.
+WIDE static void end_digest(Sums &sums, const uint8_t *whole, int64_t size, uint8_t *digest) {
+    const int64_t done = (size - 1) / BLOCK * BLOCK;
+    for (int64_t i = 0; i < (size - 1 - done) / STRIPE; i++)
+        take_stripe<NOT>(sums, nullptr, whole + done + i * STRIPE, 8 * i);
+    take_stripe<NOT>(sums, nullptr, whole + size - STRIPE, LAST - 7);
+    uint64_t all[8];
+    memcpy(all, &sums, sizeof all);
+    const uint64_t high = merged(all, LAST - 11, ~(size * P64_2));
+    const uint64_t low = merged(all, 11, size * P64_1);
+    const uint64_t both[2] = {__builtin_bswap64(high), __builtin_bswap64(low)};
+    memcpy(digest, both, sizeof both);
+}
+
+// Copies `size` bytes, more than 240, and writes the 16 bytes of their digest. `past`: the target
+// is not to be brought into the cache.
+EXPORTED WIDE int64_t stratakv_bytes_copy(uint8_t *to, const uint8_t *from, int64_t size,
+                                          int64_t past, uint8_t *digest) {
+    Sums sums = beginning();
+    const int64_t blocks = (size - 1) / BLOCK;
+    if (past && reinterpret_cast<uintptr_t>(to) % 32 == 0)
+        take_blocks<PAST>(sums, to, from, blocks);
+    else
+        take_blocks<CACHED>(sums, to, from, blocks);
+    memcpy(to + blocks * BLOCK, from + blocks * BLOCK, size - blocks * BLOCK);
+    // The last stripe may reach back into what was written past the cache, which this core sees.
+    end_digest(sums, to, size, digest);
+    _mm_sfence();
+    return 0;
+}
+
+static int64_t now_micros() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * int64_t(1000000) + now.tv_nsec / 1000;
+}
+
+static const int64_t PART = 256 * 1024;  // received, then hashed while it is in the cache
+
+// The same for one of `receive`'s blocks.
+WIDE static int64_t receive_one(int64_t fd, uint8_t *to, int64_t size, uint8_t *trailer,
+                                int64_t more, int64_t deadline, uint8_t *digest) {
+    Sums sums = beginning();
+    const int64_t blocks = (size - 1) / BLOCK;
+    int64_t received = 0, hashed = 0;  // bytes; blocks
+    while (received < size + more) {
+        const int64_t left = deadline - now_micros();
+        if (left <= 0) return -2;
+        const timeval timeout = {left / 1000000, left % 1000000};
+        if (setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof timeout)) return errno;
+        int64_t part = PART - received % PART;
+        if (part > size - received) part = size - received;
+        if (part < 0) part = 0;
+        const int64_t behind = received > size ? received - size : 0;
+        iovec places[2] = {{to + received, size_t(part)}, {trailer + behind, size_t(more - behind)}};
+        msghdr message = {};
+        message.msg_iov = places + (part == 0);
+        message.msg_iovlen = part == 0 ? 1 : 1 + (received + part == size && more > 0);
+        const int64_t got = recvmsg(fd, &message, MSG_WAITALL);
+        if (got == 0) return -1;
+        if (got < 0) {
+            if (errno == EINTR) continue;
+            return errno == EAGAIN || errno == EWOULDBLOCK ? -2 : errno;
+        }
+        received += got;
+        const int64_t whole = (received < size ? received : size) / BLOCK;
+        const int64_t ready = (whole < blocks ? whole : blocks) - hashed;
+        take_blocks<NOT>(sums, nullptr, to + hashed * BLOCK, ready);
+        hashed += ready;
+    }
+    end_digest(sums, to, size, digest);
+    return 0;
+}
+
+// Receives `count` payloads of `size` bytes, more than 240, each to its place, and `more` bytes
+// behind each, by the monotonic microsecond `deadline`; writes 16 bytes of a digest for each, and
+// how many came whole. 0, or -1 where the peer has left, -2 after the deadline, else the error's
+// number.
+EXPORTED int64_t stratakv_bytes_receive(int64_t fd, uint8_t *const *places, int64_t count,
+                                        int64_t size, uint8_t *trailers, int64_t more,
+                                        int64_t deadline, uint8_t *digests, int64_t *whole) {
+    for (*whole = 0; *whole < count; ++*whole) {
+        const int64_t i = *whole;
+        const int64_t status = receive_one(fd, places[i], size, trailers + i * more, more, deadline,
+                                           digests + i * 16);
+        if (status) return status;
+    }
+    return 0;
+}
+
+// ---- names: HMAC-SHA256
+
+static const uint32_t ROUNDS[64] __attribute__((aligned(16))) = {
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
+};
+
+// The eight words of a state in the order of the instructions.
+struct State {
+    __m128i abef, cdgh;
+};
+
+SHA static State state_of(const uint32_t *words) {
+    const __m128i *at = reinterpret_cast<const __m128i *>(words);
+    const __m128i dcba = _mm_loadu_si128(at), hgfe = _mm_loadu_si128(at + 1);
+    const __m128i cdab = _mm_shuffle_epi32(dcba, 0xB1), efgh = _mm_shuffle_epi32(hgfe, 0x1B);
+    return {_mm_alignr_epi8(cdab, efgh, 8), _mm_blend_epi16(efgh, cdab, 0xF0)};
+}
+
+SHA static void write_state(State state, uint8_t *to) {
+    const __m128i feba = _mm_shuffle_epi32(state.abef, 0x1B);
+    const __m128i dchg = _mm_shuffle_epi32(state.cdgh, 0xB1);
+    const __m128i big = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
+    const __m128i dcba = _mm_blend_epi16(feba, dchg, 0xF0);
+    const __m128i hgfe = _mm_alignr_epi8(dchg, feba, 8);
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm_shuffle_epi8(dcba, big));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(to) + 1, _mm_shuffle_epi8(hgfe, big));
+}
+
+// The state after one block of 64 bytes.
+SHA static State compressed(const State &before, const uint8_t *block) {
+    const __m128i big = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
+    __m128i words[4];  // sixteen words, of which each four rounds need four and make four new ones
+    for (int i = 0; i < 4; i++)
+        words[i] = _mm_shuffle_epi8(
+            _mm_loadu_si128(reinterpret_cast<const __m128i *>(block) + i), big);
+    State state = before;
+    for (int i = 0; i < 16; i++) {
+        const __m128i now = words[i % 4];
+        const __m128i keyed =
+            _mm_add_epi32(now, _mm_load_si128(reinterpret_cast<const __m128i *>(ROUNDS) + i));
+        state.cdgh = _mm_sha256rnds2_epu32(state.cdgh, state.abef, keyed);
+        state.abef = _mm_sha256rnds2_epu32(state.abef, state.cdgh, _mm_shuffle_epi32(keyed, 0x0E));
+        if (i < 12) {
+            const __m128i next = words[(i + 1) % 4], third = words[(i + 2) % 4];
+            const __m128i last = words[(i + 3) % 4];
+            const __m128i sum =
+                _mm_add_epi32(_mm_sha256msg1_epu32(now, next), _mm_alignr_epi8(last, third, 4));
+            words[i % 4] = _mm_sha256msg2_epu32(sum, last);
+        }
+    }
+    return {_mm_add_epi32(state.abef, before.abef), _mm_add_epi32(state.cdgh, before.cdgh)};
+}
+
+static const int64_t KEY = 40, DIGEST = 32;
+
+// A block with what ends a message of `bytes` after one block of 64, the message left out.
+static void pad(uint8_t *block, int64_t bytes) {
+    memset(block, 0, 64);
+    block[bytes] = 0x80;
+    const uint64_t bits = __builtin_bswap64((64 + bytes) * 8);
+    memcpy(block + 56, &bits, sizeof bits);
+}
+
+// Of each of `count` keys of 40 bytes: HMAC-SHA256 under `secret`, of 32 bytes, and the last eight
+// bytes of the key.
+EXPORTED SHA int64_t stratakv_bytes_names(const uint8_t *secret, const uint8_t *keys, int64_t count,
+                                          uint8_t *names) {
+    static const uint32_t initial[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                                        0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+    uint8_t inside[64], outside[64];
+    for (int i = 0; i < 64; i++) {
+        const uint8_t byte = i < DIGEST ? secret[i] : 0;
+        inside[i] = byte ^ 0x36;
+        outside[i] = byte ^ 0x5C;
+    }
+    const State start = state_of(initial);
+    const State inner = compressed(start, inside), outer = compressed(start, outside);
+    pad(inside, KEY);
+    pad(outside, DIGEST);
+    for (int64_t i = 0; i < count; i++, keys += KEY, names += KEY) {
+        memcpy(inside, keys, KEY);
+        write_state(compressed(inner, inside), outside);
+        write_state(compressed(outer, outside), names);
+        memcpy(names + DIGEST, keys + DIGEST, KEY - DIGEST);
+    }
+    return 0;
+}
