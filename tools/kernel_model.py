@@ -38,8 +38,8 @@ from stratakv.kernels.attention.paged_decode_launch import (
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "kernels" / "resources.json"
 TARGET = "sm_90"
-# Of the shapes in docs/gpu.md: Llama's heads of 128, 4 or 8 to a kv head.
-USUAL = ("paged_decode.*.d128.g[48]", "paged_decode.*.d128.g[48].*-scales", "paged_prefill.*.g4.*")
+# The shapes of the targets in docs/gpu.md: heads of 128, 4 to a kv head.
+USUAL = ("paged_decode.*.d128.g4", "paged_decode.*.d128.g4.*-scales", "paged_prefill.*.d128.g4.*")
 
 MULTIPROCESSORS = 132  # data sheets of H100 SXM and H200
 MEMORY_BYTES = {"H100": 3.35e12, "H200": 4.8e12}  # a second; the same data sheets
@@ -162,7 +162,7 @@ def of_cases(rows: dict[str, dict[str, Any]]) -> list[str]:
             splits, share = used(name, rows[name], requests, tokens)
             one = predict(name, rows[name], "H200")
             range_ = f"{one.worst * share:.2f} to {one.best * share:.2f}"
-            cells.append(f"{splits} splits, {share:.2f}: {range_}")
+            cells.append(f"{splits}, {share:.2f}, {range_}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
