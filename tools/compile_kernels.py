@@ -67,8 +67,8 @@ def read_from(path: Path) -> Iterator[Any]:
     yield from module.shipped_configurations()
 
 
-def compile_for(configuration: Any, target: int) -> dict[str, Any]:
-    """What the compiler and the disassembler say; `lacks` are needed instructions not found.
+def compile_for(configuration: Any, target: int) -> tuple[dict[str, Any], bytes]:
+    """What the compiler says, and the machine code.
 
     Of the configuration itself it has warps and the work of a tile, so that a reader of the table
     needs nothing else."""
@@ -96,10 +96,8 @@ def compile_for(configuration: Any, target: int) -> dict[str, Any]:
             target=GPUTarget("cuda", target, 32),
             options={"num_warps": configuration.num_warps, "num_stages": configuration.num_stages},
         )
-    code = machine_code.disassemble(compiled.asm["cubin"])
-    wanted = configuration.needs if target == NEEDS_TARGET else frozenset()
     registers, shared = _number(r"Used (\d+) registers", log.getvalue()), compiled.metadata.shared
-    return {
+    found = {
         "programs": side_by_side(target, registers, shared, configuration.num_warps),
         "registers": registers,
         "spilled_bytes": _number(r"(\d+) bytes spill stores", log.getvalue())
@@ -108,9 +106,8 @@ def compile_for(configuration: Any, target: int) -> dict[str, Any]:
         "warps": configuration.num_warps,
         "tile_bytes": configuration.tile_bytes,
         "tile_flops": configuration.tile_flops,
-        "passes": machine_code.passes(code),
-        "lacks": sorted(wanted - {one.mnemonic for one in code}),
     }
+    return found, compiled.asm["cubin"]
 
 
 def side_by_side(target: int, registers: int, shared_bytes: int, num_warps: int) -> int:
@@ -139,7 +136,9 @@ def _number(pattern: str, log: str) -> int:
     return int(found[0])
 
 
-def faults(target: int, found: dict[str, Any], min_programs: int) -> Iterator[str]:
+def faults(
+    configuration: Any, target: int, found: dict[str, Any], mnemonics: set[str]
+) -> Iterator[str]:
     """What is wrong with one result, one sentence each."""
     if found["registers"] > MAX_REGISTERS:
         yield f"expected at most {MAX_REGISTERS} registers, got {found['registers']}"
@@ -148,11 +147,13 @@ def faults(target: int, found: dict[str, Any], min_programs: int) -> Iterator[st
     if found["shared_bytes"] > MAX_SHARED_BYTES[target]:
         limit = MAX_SHARED_BYTES[target]
         yield f"expected at most {limit} bytes of shared memory, got {found['shared_bytes']}"
-    if found["lacks"]:
-        yield f"expected {', '.join(found['lacks'])} in the machine code, got none"
-    if target == NEEDS_TARGET and 0 < found["programs"] < min_programs:  # 0 has its reason above
+    if target != NEEDS_TARGET:
+        return
+    if lacks := sorted(configuration.needs - mnemonics):
+        yield f"expected {', '.join(lacks)} in the machine code, got none"
+    if 0 < found["programs"] < configuration.min_programs:  # 0 has its reason above
         yield (
-            f"expected room for {min_programs} programs on a multiprocessor, "
+            f"expected room for {configuration.min_programs} programs on a multiprocessor, "
             f"got {found['programs']}"
         )
 
@@ -178,22 +179,22 @@ def compile_all(
 
     names = [configuration.name for configuration in configurations]
     wrong = [f"{name}: expected one of that name" for name in names if names.count(name) > 1]
-    table: dict[str, dict[str, Any]] = {}
+    chosen = sorted(configurations, key=lambda item: item.name)
+    table: dict[str, dict[str, Any]] = {configuration.name: {} for configuration in chosen}
     dearer = []
-    for configuration in sorted(configurations, key=lambda item: item.name):
-        row = table.setdefault(configuration.name, {})
-        for target in MAX_SHARED_BYTES:
-            if divmod(target, 10) < configuration.min_capability:
-                continue
-            found = compile_for(configuration, target)
+    for target in MAX_SHARED_BYTES:
+        some = [it for it in chosen if divmod(target, 10) >= it.min_capability]
+        compiled = [compile_for(configuration, target) for configuration in some]
+        codes = machine_code.disassemble([cubin for _, cubin in compiled], target)
+        for configuration, (found, _), code in zip(some, compiled, codes, strict=True):
+            found["passes"] = machine_code.passes(code)
+            table[configuration.name][f"sm_{target}"] = found
+            mnemonics = {one.mnemonic for one in code}
             where = f"{configuration.name} sm_{target}"
-            least = configuration.min_programs
-            wrong += [f"{where}: {it}" for it in faults(target, found, least)]
-            del found["lacks"]
-            row[f"sm_{target}"] = found
+            wrong += [f"{where}: {it}" for it in faults(configuration, target, found, mnemonics)]
             if before := known.get(configuration.name, {}).get(f"sm_{target}"):
                 dearer += [f"{where}: {it}" for it in worse(before, found)]
-    return {"triton": triton.__version__, "configurations": table}, wrong, dearer
+    return {"triton": triton.__version__, "configurations": table}, sorted(wrong), dearer
 
 
 def _rows(path: Path) -> tuple[str, dict[str, Any]]:

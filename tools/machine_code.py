@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the machine code of a kernel: its instructions, and what one pass of each inner loop does.
 
-NVIDIA's disassembler, which Triton brings, does the first part. A loop is what lies between a
+NVIDIA's disassembler, which Triton brings, does the first part, for many kernels at once, for each
+start of it takes a third of a processor second. A loop is what lies between a
 branch backwards and where it leads; those with another loop inside do not count, nor do loops that
 neither multiply matrices nor copy where another does. A kernel without a loop counts as one pass.
 
@@ -18,6 +19,7 @@ neither multiply matrices nor copy where another does. A kernel without a loop c
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 import tempfile
 from collections import Counter
@@ -26,13 +28,12 @@ from typing import Any, NamedTuple
 
 TOOL_SECONDS = 60
 SLACK = 1.02  # of instructions; a pass may have so many more than before
-# A label, or an instruction behind its address and its predicate.
-_LINE = re.compile(
-    r"^\s*(?:(?P<label>\.L\w+):|/\*[0-9a-f]{4,}\*/\s+"
-    r"(?:@!?U?P\w+\s+)?(?P<opcode>[A-Z][\w.]*)(?P<operands>[^;]*);)",
+INSTRUCTION_BYTES = 16  # since capability 7.0
+_LINE = re.compile(  # an address, a predicate, what it does
+    r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<opcode>[A-Z][\w.]*)(?P<operands>[^;]*);",
     re.MULTILINE,
 )
-_TARGET = re.compile(r"`\((\.L\w+)\)")
+_TARGET = re.compile(r"\b0x([0-9a-f]+)\s*$")
 _WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}  # bits; without one 32
 _MATRIX = {"HMMA", "HGMMA", "IMMA", "IGMMA", "QGMMA", "DMMA"}
 _GLOBAL = {"LDG", "STG", "LDGSTS"}
@@ -41,7 +42,7 @@ _ENDS = {"EXIT", "RET"}
 
 class Instruction(NamedTuple):
     opcode: str  # with its modifiers: "LDGSTS.E.BYPASS.128"
-    leads_to: int | None  # of a branch: the index of the instruction that follows its label
+    leads_to: int | None  # of a branch: the index of an instruction
 
     @property
     def mnemonic(self) -> str:
@@ -53,31 +54,54 @@ class Instruction(NamedTuple):
         return next((_WIDTHS[part] for part in self.opcode.split(".") if part in _WIDTHS), 32)
 
 
-def disassemble(cubin: bytes) -> list[Instruction]:
-    """The instructions of a compiled kernel, in order."""
+def disassemble(cubins: Sequence[bytes], target: int) -> list[list[Instruction]]:
+    """The instructions of each of some kernels that were compiled for one target, in order."""
     from triton import knobs
 
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+    if not cubins:
+        return []
+    texts = [_text(cubin) for cubin in cubins]
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"".join(texts))
         file.flush()
-        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        command = [knobs.nvidia.nvdisasm.path, "-ndf", "--binary", f"SM{target}", file.name]
         done = subprocess.run(
             command, check=True, capture_output=True, text=True, timeout=TOOL_SECONDS
         )
-    return read(done.stdout)
+    return read(done.stdout, [len(text) // INSTRUCTION_BYTES for text in texts])
 
 
-def read(text: str) -> list[Instruction]:
-    """The instructions in what the disassembler prints."""
-    labels: dict[str, int] = {}
-    found: list[tuple[str, str | None]] = []
-    for line in _LINE.finditer(text):
-        if line["label"]:
-            labels[line["label"]] = len(found)
-        else:
-            target = _TARGET.search(line["operands"]) if line["opcode"].startswith("BRA") else None
-            found.append((line["opcode"], target and target[1]))
-    return [Instruction(opcode, labels.get(label or "")) for opcode, label in found]
+def _text(cubin: bytes) -> bytes:
+    """The code in an ELF file of one kernel."""
+    (headers,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, strings = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<I20xQQ", cubin, headers + size * i) for i in range(count)]
+    names = sections[strings][1]
+    found = [
+        cubin[offset : offset + length]
+        for name, offset, length in sections
+        if cubin.startswith(b".text.", names + name)
+    ]
+    if len(found) != 1:
+        raise ValueError(f"expected machine code of one kernel, got {len(found)} sections of it")
+    return found[0]
+
+
+def read(printed: str, lengths: Sequence[int]) -> list[list[Instruction]]:
+    """The instructions of kernels that lie one behind another, each so many instructions long."""
+    lines = [(line["opcode"], line["operands"]) for line in _LINE.finditer(printed)]
+    if len(lines) != sum(lengths):
+        raise ValueError(f"expected {sum(lengths)} instructions, the disassembler has {len(lines)}")
+    kernels, start = [], 0
+    for length in lengths:
+        kernel = []
+        for opcode, operands in lines[start : start + length]:
+            target = _TARGET.search(operands) if opcode.startswith("BRA") else None
+            leads_to = int(target[1], 16) // INSTRUCTION_BYTES - start if target else None
+            kernel.append(Instruction(opcode, leads_to))
+        kernels.append(kernel)
+        start += length
+    return kernels
 
 
 def passes(code: Sequence[Instruction]) -> list[dict[str, Any]]:

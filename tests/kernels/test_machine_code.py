@@ -6,6 +6,7 @@ No compiler takes part: `test_ahead_of_time.py` holds the tables to what it says
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -20,31 +21,35 @@ TABLES = sorted(TABLE.parent.glob("resources*.json"))
 # Loops of three kinds: one that only counts, one around another, one that does the work; behind the
 # end of the program the branch to itself with which every kernel ends.
 CODE = """
-.text.kernel:
         /*0000*/                   S2R R0, SR_TID.X ;
-.L_x_0:
         /*0010*/                   IADD3 R1, R1, 0x1, RZ ;
-        /*0020*/              @!P0 BRA `(.L_x_0) ;
-.L_x_1:
+        /*0020*/              @!P0 BRA 0x10 ;
         /*0030*/                   LDG.E R2, desc[UR4][R2.64] ;
-.L_x_2:
         /*0040*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
         /*0050*/              @!P2 LDGSTS.E.BYPASS.128 [R4], desc[UR4][R2.64], P1 ;
         /*0060*/                   LDGSTS.E [R4], desc[UR4][R2.64] ;
-        /*0070*/               @P3 BRA `(.L_x_3) ;
+        /*0070*/               @P3 BRA 0xa0 ;
         /*0080*/                   LDS.U8 R5, [R4] ;
         /*0090*/                   LDSM.16.MT88.4 R8, [R4] ;
-.L_x_3:
         /*00a0*/                   HMMA.16816.F32.BF16 R12, R8, R10, R12 ;
         /*00b0*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR16], R24, gsb0 ;
         /*00c0*/                   MUFU.EX2 R5, R5 ;
-        /*00d0*/              @!P1 BRA `(.L_x_2) ;
-        /*00e0*/               @P0 BRA `(.L_x_1) ;
+        /*00d0*/             @!UP1 BRA.U 0x40 ;
+        /*00e0*/               @P0 BRA 0x30 ;
         /*00f0*/                   EXIT ;
-.L_x_4:
-        /*0100*/                   BRA `(.L_x_4);
+        /*0100*/                   BRA 0x100;
         /*0110*/                   NOP;
 """
+LENGTH = 18
+
+
+def _moved(code: str) -> str:
+    """The same kernel behind the first."""
+
+    def place(found: re.Match[str]) -> str:
+        return f"{found[1]}{int(found[2], 16) + 16 * LENGTH:04x}"
+
+    return re.sub(r"(/\*|BRA(?:\.U)? 0x)([0-9a-f]+)", place, code)
 
 
 def _import(name: str) -> ModuleType:
@@ -65,7 +70,9 @@ def model() -> ModuleType:
 
 
 def test_a_pass_is_one_of_the_inner_loop_that_does_the_work(machine_code: ModuleType) -> None:
-    assert machine_code.passes(machine_code.read(CODE)) == [
+    first, second = machine_code.read(CODE + _moved(CODE), [LENGTH, LENGTH])
+    assert first == second
+    assert machine_code.passes(first) == [
         {
             "instructions": 10,
             "barriers": 1,
@@ -80,8 +87,14 @@ def test_a_pass_is_one_of_the_inner_loop_that_does_the_work(machine_code: Module
 
 def test_a_kernel_without_a_loop_is_one_pass_up_to_its_end(machine_code: ModuleType) -> None:
     straight = "\n".join(line for line in CODE.splitlines() if "BRA" not in line)
-    (one,) = machine_code.passes(machine_code.read(straight))
+    (code,) = machine_code.read(straight, [LENGTH - 5])
+    (one,) = machine_code.passes(code)
     assert one["instructions"] == 12 and one["memory"]["LDG.32"] == 1
+
+
+def test_instructions_that_were_not_understood_are_no_small_loop(machine_code: ModuleType) -> None:
+    with pytest.raises(ValueError, match="expected 19 instructions, the disassembler has 18"):
+        machine_code.read(CODE, [LENGTH + 1])
 
 
 @pytest.mark.parametrize(
