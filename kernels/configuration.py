@@ -30,6 +30,10 @@ class Configuration:
     its value: the ones that are `tl.constexpr`, integers that are always 1 (Triton makes a constant
     of those when it launches), and None for a pointer that is not passed. Pointers count as aligned
     to 16 bytes; integers that are multiples of 16, such as strides, are named in `multiples_of_16`.
+
+    `tile_bytes` and `tile_flops` are the work of one pass of the inner loop, by which its machine
+    code is judged: bytes of the pool that it reads, and operations of its products, without those
+    on padding. 0 where nobody counts them.
     """
 
     name: str  # unique among all kernels: "paged_decode.bf16.d128.g4"
@@ -41,6 +45,9 @@ class Configuration:
     multiples_of_16: frozenset[str] = frozenset()
     needs: frozenset[str] = frozenset()  # of the machine code for sm_90: {"HGMMA", "LDGSTS"}
     min_capability: tuple[int, int] = (8, 0)  # fp8 e4m3 needs (8, 9)
+    min_programs: int = 1  # that a multiprocessor of sm_90 has to run side by side
+    tile_bytes: int = 0
+    tile_flops: int = 0
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):

@@ -170,7 +170,17 @@ def _decode(variant: _DecodeVariant) -> Configuration:
         multiples_of_16=frozenset(strides),
         needs=frozenset({"LDGSTS"}),
         min_capability=(8, 9) if fp8 else (8, 0),
+        min_programs=_least_side_by_side(variant),
+        tile_bytes=2 * launch.tile * variant.head_dim * dtype.itemsize,
+        tile_flops=4 * variant.group * launch.tile * variant.head_dim,
     )
+
+
+def _least_side_by_side(variant: _DecodeVariant) -> int:
+    """Of usual shapes as many as loads of some need to hide behind the arithmetic of others."""
+    if variant.head_dim > 128 or variant.group > paged_decode_launch.DOT_ROWS:
+        return 1
+    return 2 if variant.scales or variant.group == 1 else 4
 
 
 def _prefills() -> list[Configuration]:
@@ -252,6 +262,9 @@ def _prefill(
         multiples_of_16=frozenset(size for size in sizes if size.startswith(("q_", "out_", "kv_"))),
         needs=frozenset({"HGMMA", "LDGSTS"} if is_wide else {"LDGSTS"}),
         min_capability=(9, 0) if is_wide else (8, 9) if is_fp8 else (8, 0),
+        min_programs=2 if short and head_dim <= 128 else 1,
+        tile_bytes=2 * launch.block_keys * head_dim * POOLS[kv].itemsize,
+        tile_flops=4 * (launch.block_rows // group * group) * launch.block_keys * head_dim,
     )
 
 

@@ -3,11 +3,15 @@
 
 Needs Triton, which brings NVIDIA's assembler and disassembler, and no device. Without options it
 writes `kernels/resources.json`: registers, spilled bytes and shared memory of every configuration
-for sm_80 and sm_90, and how many of its programs a multiprocessor runs side by side. Another Triton
-than that of `constraints.txt`, put on the path, writes `kernels/resources-triton-VERSION.json`,
-which may have fewer of them: those that the launch tables were chosen by. The
-exit status is 1 when a configuration breaks a limit or lacks an instruction that it names; the
-table has its figures all the same, and the tests refuse it. Knows nothing of what a kernel does.
+for sm_80 and sm_90, how many of its programs a multiprocessor runs side by side, and what a pass of
+each inner loop does (`machine_code.py`). Another Triton than that of `constraints.txt`, put on the
+path, writes `kernels/resources-triton-VERSION.json`, which may have fewer of them: those that the
+launch tables were chosen by.
+
+The exit status is 1 when a configuration breaks a limit or lacks an instruction that it names; the
+table has its figures all the same, and the tests refuse it. It is 1 too, and nothing is written,
+when machine code costs more than the table says; `--accept` writes it. Knows nothing of what a
+kernel does. `kernel_model.py` makes predictions of the table.
 
     python tools/compile_kernels.py                         compile all, write the table
     python tools/compile_kernels.py --only 'write_kv.*'     compile some, replace their rows
@@ -25,12 +29,13 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import machine_code
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "kernels" / "resources.json"
@@ -43,8 +48,6 @@ REGISTERS, REGISTER_UNIT, MAX_WARPS, MAX_PROGRAMS = 65536, 8, 64, 32
 SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024}
 PROGRAM_SHARED_BYTES = 1024
 NEEDS_TARGET = 90  # where a configuration's `needs` are looked for
-TOOL_SECONDS = 60
-MNEMONIC = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)")
 
 
 def declared() -> Iterator[Any]:
@@ -64,8 +67,11 @@ def read_from(path: Path) -> Iterator[Any]:
     yield from module.shipped_configurations()
 
 
-def compile_for(configuration: Any, target: int) -> dict[str, Any]:
-    """What the compiler and the disassembler say; `lacks` are needed instructions not found."""
+def compile_for(configuration: Any, target: int) -> tuple[dict[str, Any], bytes]:
+    """What the compiler says, and the machine code.
+
+    Of the configuration itself it has warps and the work of a tile, so that a reader of the table
+    needs nothing else."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -90,16 +96,18 @@ def compile_for(configuration: Any, target: int) -> dict[str, Any]:
             target=GPUTarget("cuda", target, 32),
             options={"num_warps": configuration.num_warps, "num_stages": configuration.num_stages},
         )
-    wanted = configuration.needs if target == NEEDS_TARGET else frozenset()
     registers, shared = _number(r"Used (\d+) registers", log.getvalue()), compiled.metadata.shared
-    return {
+    found = {
         "programs": side_by_side(target, registers, shared, configuration.num_warps),
         "registers": registers,
         "spilled_bytes": _number(r"(\d+) bytes spill stores", log.getvalue())
         + _number(r"(\d+) bytes spill loads", log.getvalue()),
         "shared_bytes": shared,
-        "lacks": sorted(wanted - mnemonics(compiled.asm["cubin"])) if wanted else [],
+        "warps": configuration.num_warps,
+        "tile_bytes": configuration.tile_bytes,
+        "tile_flops": configuration.tile_flops,
     }
+    return found, compiled.asm["cubin"]
 
 
 def side_by_side(target: int, registers: int, shared_bytes: int, num_warps: int) -> int:
@@ -128,21 +136,9 @@ def _number(pattern: str, log: str) -> int:
     return int(found[0])
 
 
-def mnemonics(cubin: bytes) -> set[str]:
-    """The instructions of the machine code, without their modifiers."""
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
-        done = subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=TOOL_SECONDS
-        )
-    return set(MNEMONIC.findall(done.stdout))
-
-
-def faults(target: int, found: dict[str, Any]) -> Iterator[str]:
+def faults(
+    configuration: Any, target: int, found: dict[str, Any], mnemonics: set[str]
+) -> Iterator[str]:
     """What is wrong with one result, one sentence each."""
     if found["registers"] > MAX_REGISTERS:
         yield f"expected at most {MAX_REGISTERS} registers, got {found['registers']}"
@@ -151,42 +147,76 @@ def faults(target: int, found: dict[str, Any]) -> Iterator[str]:
     if found["shared_bytes"] > MAX_SHARED_BYTES[target]:
         limit = MAX_SHARED_BYTES[target]
         yield f"expected at most {limit} bytes of shared memory, got {found['shared_bytes']}"
-    if found["lacks"]:
-        yield f"expected {', '.join(found['lacks'])} in the machine code, got none"
+    if target != NEEDS_TARGET:
+        return
+    if lacks := sorted(configuration.needs - mnemonics):
+        yield f"expected {', '.join(lacks)} in the machine code, got none"
+    if 0 < found["programs"] < configuration.min_programs:  # 0 has its reason above
+        yield (
+            f"expected room for {configuration.min_programs} programs on a multiprocessor, "
+            f"got {found['programs']}"
+        )
 
 
-def compile_all(configurations: list[Any]) -> tuple[dict[str, Any], list[str]]:
-    """The table of resources, and everything that is wrong with it."""
+def worse(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    """In what one result costs more than the table says, one sentence each."""
+    if after["programs"] < before["programs"]:
+        yield (
+            f"expected room for {before['programs']} programs on a multiprocessor as before, "
+            f"got {after['programs']}"
+        )
+    if after["spilled_bytes"] > before["spilled_bytes"]:
+        yield f"expected {before['spilled_bytes']} bytes spilled, got {after['spilled_bytes']}"
+    yield from machine_code.worse(before["passes"], after["passes"])
+
+
+def compile_all(
+    configurations: list[Any], known: dict[str, Any]
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """The table of resources, everything that is wrong with it, and what costs more than in the
+    rows that are known."""
     import triton
 
     names = [configuration.name for configuration in configurations]
     wrong = [f"{name}: expected one of that name" for name in names if names.count(name) > 1]
-    table: dict[str, dict[str, Any]] = {}
-    for configuration in sorted(configurations, key=lambda item: item.name):
-        row = table.setdefault(configuration.name, {})
-        for target in MAX_SHARED_BYTES:
-            if divmod(target, 10) < configuration.min_capability:
-                continue
-            found = compile_for(configuration, target)
-            wrong += [f"{configuration.name} sm_{target}: {it}" for it in faults(target, found)]
-            del found["lacks"]
-            row[f"sm_{target}"] = found
-    return {"triton": triton.__version__, "configurations": table}, wrong
+    chosen = sorted(configurations, key=lambda item: item.name)
+    table: dict[str, dict[str, Any]] = {configuration.name: {} for configuration in chosen}
+    dearer = []
+    for target in MAX_SHARED_BYTES:
+        some = [it for it in chosen if divmod(target, 10) >= it.min_capability]
+        compiled = [compile_for(configuration, target) for configuration in some]
+        codes = machine_code.disassemble([cubin for _, cubin in compiled], target)
+        for configuration, (found, _), code in zip(some, compiled, codes, strict=True):
+            found["passes"] = machine_code.passes(code)
+            table[configuration.name][f"sm_{target}"] = found
+            mnemonics = {one.mnemonic for one in code}
+            where = f"{configuration.name} sm_{target}"
+            wrong += [f"{where}: {it}" for it in faults(configuration, target, found, mnemonics)]
+            if before := known.get(configuration.name, {}).get(f"sm_{target}"):
+                dearer += [f"{where}: {it}" for it in worse(before, found)]
+    return {"triton": triton.__version__, "configurations": table}, sorted(wrong), dearer
 
 
-def _kept(names: set[str], version: str) -> dict[str, Any]:
-    """The rows that the table has now of configurations that there still are."""
-    path = table_of(version)
-    if path != TABLE and not path.exists():
-        return {}
+def _rows(path: Path) -> tuple[str, dict[str, Any]]:
+    """The version of Triton that a table is of, and its rows; none where there is no table."""
+    if not path.exists():
+        return "", {}
     table = json.loads(path.read_text())
-    if table["triton"] != version:
-        raise SystemExit(f"the table is triton {table['triton']}'s, not {version}'s; compile all")
-    return {name: row for name, row in table["configurations"].items() if name in names}
+    return table["triton"], table["configurations"]
 
 
 def _text(table: dict[str, Any]) -> str:
-    return json.dumps(table, indent=1, sort_keys=True)
+    """JSON, one line for each target of a configuration and for each pass of a loop."""
+    rows = []
+    for name, row in sorted(table["configurations"].items()):
+        targets = []
+        for target, found in sorted(row.items()):
+            passes = ",\n    ".join(json.dumps(one, sort_keys=True) for one in found["passes"])
+            head = json.dumps({key: found[key] for key in sorted(found) if key != "passes"})[:-1]
+            targets.append(f'   "{target}": {head}, "passes": [\n    {passes}]}}')
+        rows.append(f'  "{name}": {{\n' + ",\n".join(targets) + "}")
+    text = ",\n".join(rows)
+    return f'{{"triton": "{table["triton"]}",\n "configurations": {{\n{text}}}}}'
 
 
 def main() -> int:
@@ -195,6 +225,8 @@ def main() -> int:
     parser.add_argument("--from", dest="source", type=Path, help="a file with configurations")
     parser.add_argument("--list", action="store_true", help="print the names and compile nothing")
     parser.add_argument("--print", action="store_true", help="print the table and write nothing")
+    parser.add_argument("--accept", action="store_true", help="write what costs more, too")
+    parser.add_argument("--against", type=Path, help="compare with this table, not the checked-in")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         parser.error("TRITON_INTERPRET=1 leaves nothing to compile; unset it")
@@ -210,17 +242,30 @@ def main() -> int:
         if options.list:
             print("\n".join(sorted(item.name for item in chosen)))
             return 0
-        table, wrong = compile_all(chosen)
+        import triton
+
+        path = table_of(triton.__version__)
+        version, known = _rows(options.against or path)
+        if version != triton.__version__:  # another compiler's figures are no measure
+            if options.only and not options.print and version:
+                parser.error(
+                    f"the table is triton {version}'s, not {triton.__version__}'s; compile all"
+                )
+            known = {}
+        table, wrong, dearer = compile_all(chosen, known)
+    for fault in (*wrong, *dearer):
+        print(fault, file=sys.stderr)
     if options.print:
         print(_text(table))
+    elif dearer and not options.accept:
+        print(f"{path.name} is as it was: --accept writes what costs more", file=sys.stderr)
     else:
-        kept = _kept({item.name for item in found}, table["triton"]) if options.only else {}
+        names = {item.name for item in found}
+        kept = {name: row for name, row in known.items() if name in names} if options.only else {}
         table["configurations"] = {**kept, **table["configurations"]}
-        table_of(table["triton"]).write_text(_text(table) + "\n")
+        path.write_text(_text(table) + "\n")
         print(f"compiled {len(chosen)} of {len(table['configurations'])} configurations")
-    for fault in wrong:
-        print(fault, file=sys.stderr)
-    return 1 if wrong else 0
+    return 1 if wrong or (dearer and not options.accept) else 0
 
 
 if __name__ == "__main__":

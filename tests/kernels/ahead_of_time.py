@@ -58,7 +58,7 @@ class Report(NamedTuple):
 
     status: int
     triton: str
-    resources: dict[str, dict[str, dict[str, int]]]  # name -> target -> what it takes
+    resources: dict[str, dict[str, dict[str, Any]]]  # name -> target -> what it takes
     faults: list[str]
 
 
