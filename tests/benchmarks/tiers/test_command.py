@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,22 +12,15 @@ import pytest
 from stratakv.benchmarks.harness.comparison import WrongWork
 from stratakv.benchmarks.tiers import command
 from stratakv.benchmarks.tiers.command import GATES, file_system_of, working_folder
-from stratakv.benchmarks.tiers.scale import MIB, QUICK, SIZES
+from stratakv.benchmarks.tiers.scale import SIZES
 from stratakv.engine.cli.main import main
 from stratakv.tiers.settings.values import ConfigError
 
 IN_MEMORY = Path("/dev/shm")
-# The figures are not looked at.
-LITTLE = replace(
-    QUICK, slab_bytes=32 * MIB, store_bytes=64 * MIB, round_bytes=20 * MIB, index_entries=5_000
-)
 
 
 @pytest.mark.slow
-def test_the_quick_form(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "QUICK", LITTLE)
+def test_the_quick_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     disk = tmp_path / "disk"
     options = ["--quick", "--out", str(tmp_path), "--path", str(disk), "--limit", "loop"]
     assert main(["bench", "tiers", *options]) == 0
