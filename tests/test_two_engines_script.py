@@ -48,7 +48,7 @@ def test_a_signal_ends_all_of_them() -> None:
             if "Ctrl-C ends all three" in line:
                 break
         (*_, port) = re.findall(r"http://127\.0\.0\.1:(\d+)/v1", "".join(told))
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=60) as response:
             assert response.status == 200
         assert len(children_of(process.pid)) == 3
         end(process, signal.SIGINT)

@@ -35,12 +35,12 @@ from .nursery_site.nursery_client import MOST_BYTES, VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 CHILD_SECONDS = 600  # after which one that nobody ended ends by SIGALRM
-# What `stratakv serve`, its core and `stratakv cache-server` import, so that no child has to.
+# What `stratakv serve`, its core and `stratakv cache-server` import, so that no child has to;
+# but for gRPC, which reads its variables when it is imported.
 MODULES = (
     "engine.api.app", "engine.api.http.server", "engine.cli.cache_server", "engine.cli.main",
     "engine.cli.serve", "engine.client.process", "engine.core.engine_core", "engine.core.process",
-    "engine.core.worker_process", "engine.text.tokenizer", "tiers.cache_server.server",
-    "tiers.remote.remote_store", "tiers.ssd",
+    "engine.core.worker_process", "engine.text.tokenizer", "tiers.ssd",
 )  # fmt: skip
 _MOST_DESCRIPTORS = 8
 # Where descriptors lie that are not yet where they belong.

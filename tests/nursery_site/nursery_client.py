@@ -24,6 +24,7 @@ from typing import Any
 VARIABLE = "TESTS_NURSERY"
 MOST_BYTES = 1 << 16
 ROOT = Path(__file__).resolve().parents[2]
+PYTHON = sys.executable  # which a test may replace
 PROGRAM = "tests.page_program"  # runs a file, or `-c CODE`
 
 
@@ -105,7 +106,7 @@ class Nursery:
         descriptor or `STDOUT`."""
         options: dict[str, Any] = {"env": env, "cwd": cwd, "text": text, "pass_fds": pass_fds}
         words = [word for word in command[1:] if word != "-P"]
-        if command[0] != sys.executable or words[0] not in ("-m", "-c"):
+        if command[0] != PYTHON or words[0] not in ("-m", "-c"):
             options |= {"start_new_session": start_new_session}
             return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, **options)
         module, *arguments = words[1:] if words[0] == "-m" else [PROGRAM, *words]

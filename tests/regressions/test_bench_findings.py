@@ -439,7 +439,7 @@ def test_t14_the_same_buffers_with_few_requests_at_a_time(
             under_way += 1
             most = max(most, under_way)
         with contextlib.suppress(threading.BrokenBarrierError):
-            all_there.wait(5.0 if most < requests else 0.0)
+            all_there.wait(30.0 if most < requests else 0.0)
         try:
             return plain(*arguments)
         finally:

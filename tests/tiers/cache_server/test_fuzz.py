@@ -59,8 +59,8 @@ KEYS, THEIRS = make_keys(8), make_keys(8, "theirs")
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A process with tenants ann, who has blocks, and eve, who fuzzes."""
+def server(tmp_path: Path, no_nursery: None) -> Iterator[ServerProcess]:
+    """A process with tenants ann, who has blocks, and eve, who fuzzes; its memory is its own."""
     path = tmp_path / "tenants.toml"
     path.write_text(
         "".join(

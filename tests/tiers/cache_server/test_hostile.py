@@ -210,6 +210,7 @@ MANY_IN_A_ROW = 200
 MOST_MORE_BYTES = 64 * 1024**2
 
 
+@pytest.mark.usefixtures("no_nursery")  # all its memory is its own
 def test_others_are_served_as_before_while_hostile_clients_try(scale: str, tmp_path: Path) -> None:
     """Every call of rounds of quiet and of attack in turn is answered, with the right bytes and
     within its deadline. The attackers have the CPU time that nobody wants, as if they were on other
