@@ -36,7 +36,7 @@ class TokenMask:
                 f"a mask of {count} requests has a row of words for each, not the shape "
                 f"{allowed.shape}"
             )
-        num_logits = len(logits)
+        num_logits, num_tokens = logits.shape
         is_all = indices == range(num_logits) or list(indices) == list(range(num_logits))
         if len(indices) != count or not (is_all or all(0 <= i < num_logits for i in indices)):
             raise ValueError(
@@ -47,10 +47,10 @@ class TokenMask:
         if words.dtype is not _WORD or not words.flags.c_contiguous:
             words = words.astype(_WORD, order="C")
         if logits.is_cpu:
-            _ban_on_host(logits, words, None if is_all else indices)
+            _ban_on_host(logits, num_tokens, words, None if is_all else indices)
             return
         octets = np.array(words).view(np.uint8)  # one that may be written, which torch asks for
-        banned = banned_on(octets, logits.shape[1], logits.device)
+        banned = banned_on(octets, num_tokens, logits.device)
         if is_all:  # none to be left alone, so no copy
             logits.masked_fill_(banned, -torch.inf)
             return
@@ -59,7 +59,10 @@ class TokenMask:
 
 
 def _ban_on_host(
-    logits: Tensor, words: npt.NDArray[np.uint32], indices: Sequence[int] | None
+    logits: Tensor,
+    num_tokens: int,
+    words: npt.NDArray[np.uint32],
+    indices: Sequence[int] | None,
 ) -> None:
     """In place: by the compiled kernels, which read words and touch what they ban, else by numpy,
     which is three times as quick as torch at it; `indices` are None for all rows."""
@@ -71,14 +74,14 @@ def _ban_on_host(
             library.ban(
                 logits.data_ptr(),
                 row,
-                logits.shape[1],
+                num_tokens,
                 address_of(words),
                 words.shape[1],
                 None if places is None else address_of(places),
                 len(words),
             )
             return
-    banned = banned_on_host(words.view(np.uint8), logits.shape[1])
+    banned = banned_on_host(words.view(np.uint8), num_tokens)
     values = logits.numpy()
     if indices is None:
         np.copyto(values, -np.inf, where=banned)

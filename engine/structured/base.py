@@ -41,14 +41,22 @@ class NotNow(GrammarError):
 
 
 class Rows:
-    """Masks of several places. `exchanged` is for a backend that reads them through an object of
-    its own, which is made once for all of them."""
+    """Masks of several places: the same memory as `words` and `unsigned`, both `[rows, words]`, and
+    as bytes. `exchanged` is for a backend that writes through an object of its own, which is made
+    once for all of them."""
 
-    __slots__ = ("exchanged", "words")
+    __slots__ = ("data", "exchanged", "unsigned", "words")
 
     def __init__(self, num_rows: int, num_words: int) -> None:
         self.words = np.zeros((num_rows, num_words), np.int32)
+        self.unsigned = self.words.view(np.uint32)
+        self.data = memoryview(self.words.reshape(-1).view(np.uint8))
         self.exchanged: Any = None
+
+    def is_empty(self, index: int) -> bool:
+        """Whether a row allows nothing: the quickest way to ask that of one."""
+        size = self.words.shape[1] * (BITS // 8)
+        return not self.data[index * size : (index + 1) * size].tobytes().strip(b"\0")
 
 
 class Matcher(ABC):

@@ -39,7 +39,7 @@ SMALL_RULES_BYTES = 512
 MEMORY_BYTES = 1024**3
 START_SECONDS = 300.0  # with a large vocabulary, at low priority beside other work
 # A process that gets less than this of a processor in so long gives way to one with a niceness.
-STARVED_SECONDS = 5.0
+STARVED_SECONDS = 2.0
 _STARVED_SHARE = 0.05
 _END_SECONDS = 5.0
 # -P: a file in the working directory must not take the place of a package.

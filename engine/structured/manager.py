@@ -161,8 +161,9 @@ class GrammarManager:
         self.num_failed = 0  # requests that ended with an error of their grammar
 
     def __bool__(self) -> bool:
-        """Whether any request that runs, or may run, has a grammar."""
-        return bool(self._followed)
+        """Whether any request that runs, or may run, has a grammar, or had one when the step in
+        hand was begun."""
+        return bool(self._followed) or self._has_begun
 
     def __contains__(self, request_id: str) -> bool:
         """Whether it waits for its grammar."""
@@ -315,16 +316,15 @@ class GrammarManager:
         if not self._maker.has_begun:
             return Masks(None if free is None else TokenMask(ids, free), [])
         followed, self._begun = self._begun, []
-        jobs, rows = self._maker.collect()
-        words = rows.view(np.uint32)
-        has_any = np.bitwise_or.reduce(words, axis=1).tolist()
+        jobs, rows, num_rows = self._maker.collect()
+        words = rows.unsigned[:num_rows].copy()  # the rows are used again
         lost: list[int] = []  # rows
         ended: list[Ended] = []
         end = 0
         for each, job in zip(followed, jobs, strict=True):
             start, end = end, end + 1 + len(job.drafts)
             error: str | None = job.error or None
-            if error is None and (each.may_need_settling or not has_any[start]):
+            if error is None and (each.may_need_settling or rows.is_empty(start)):
                 error = self._settle_ends(each, job, words[start:end])
             name = each.request.request_id
             if error is None:

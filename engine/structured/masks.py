@@ -25,9 +25,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import numpy as np
-import numpy.typing as npt
-
 from .base import BITS, Grammar, GrammarError, Matcher, Rows, Words, fill_drafts
 from .limited_thread import Job, LeftBehind, Limit, LimitedThread
 
@@ -128,9 +125,12 @@ class _Batch:
     `places`. Errors are the batch's until it is collected, so that a thread that was left behind
     with another batch tells nobody."""
 
-    def __init__(self, jobs: Sequence[MaskJob], rows: Rows, starts: Sequence[int]) -> None:
-        """The first row of each job is at `starts`."""
+    def __init__(
+        self, jobs: Sequence[MaskJob], rows: Rows, starts: Sequence[int], num_rows: int
+    ) -> None:
+        """So many of the rows are its own; the first of each job is at `starts`."""
         self.jobs = jobs
+        self.num_rows = num_rows
         self.rows = rows
         self.starts = starts
         self.errors: dict[int, str] = {}  # by place
@@ -151,10 +151,9 @@ class _Batch:
         assert self._is_done is not None
         self._is_done.set()
 
-    def run(self, places: Sequence[int], clock: Callable[[], float], most: float) -> None:
-        """Do these jobs, and note how long a row of each took by the clock, at most so long. What
-        one raises is its error."""
-        began = clock()
+    def run(self, places: Sequence[int]) -> None:
+        """Do these jobs, and note how long a row of each took. What one raises is its error."""
+        cpu, began = time.thread_time(), time.perf_counter()
         for place in places:
             job, is_made = self.jobs[place], self.jobs[place].is_made
             try:
@@ -164,9 +163,12 @@ class _Batch:
             except Exception as caught:
                 logger.exception("a grammar's matcher failed")
                 self.errors[place] = f"{type(caught).__name__}: {caught}"
-            ended = clock()
+            ended = time.perf_counter()
             if not is_made:
-                job.follower.note_seconds(min((ended - began) / job.num_rows, most))
+                seconds = ended - began
+                if seconds > QUICK_SECONDS:  # or it was interrupted
+                    seconds = min(seconds, time.thread_time() - cpu)
+                job.follower.note_seconds(seconds / job.num_rows)
             began = ended
 
     def without_hung_one(self) -> _Batch:
@@ -174,7 +176,7 @@ class _Batch:
         into its own rows and errors."""
         rows = Rows(*self.rows.words.shape)
         rows.words[:] = self.rows.words
-        rest = _Batch(self.jobs, rows, self.starts)
+        rest = _Batch(self.jobs, rows, self.starts, self.num_rows)
         rest.errors = {**self.errors, self.places[self.at]: HANGS}
         rest.give(self.places)
         rest.at = self.at + 1
@@ -191,6 +193,7 @@ class MaskMaker:
         self._thread: LimitedThread | None = None
         self._left = LeftBehind()
         self._batch: _Batch | None = None
+        self._rows = Rows(0, self._num_words)  # for batches in which no thread has a part
         self.num_handed_over = 0  # jobs that a thread did
 
     @property
@@ -211,17 +214,23 @@ class MaskMaker:
             starts = [0, *accumulate([job.num_rows for job in jobs])]
             num_rows = starts[-1]
         quick, others = _divide(jobs)
-        self._batch = batch = _Batch(jobs, Rows(num_rows, self._num_words), starts)
+        if others:  # a thread that is left behind may write into them for ever
+            rows = Rows(num_rows, self._num_words)
+        else:
+            if num_rows > len(self._rows.words):
+                self._rows = Rows(2 * num_rows, self._num_words)
+            rows = self._rows
+        self._batch = batch = _Batch(jobs, rows, starts, num_rows)
         if others:
             batch.give(others)
             self.num_handed_over += len(others)
             self._run(batch)
-        # By the clock on the wall one may have been interrupted: the thread finds out.
-        batch.run(quick, time.perf_counter, SLOW_SECONDS)
+        batch.run(quick)
 
-    def collect(self) -> tuple[Sequence[MaskJob], npt.NDArray[np.int32]]:
-        """Wait for the thread: the jobs, and the rows of all `[rows, words]` in their order, which
-        mean nothing where a job has an error."""
+    def collect(self) -> tuple[Sequence[MaskJob], Rows, int]:
+        """Wait for the thread: the jobs, the rows of all in their order, and how many these are of
+        those that there are. They mean nothing where a job has an error, and after the next
+        `begin`."""
         batch = self._batch
         assert batch is not None
         self._batch = None
@@ -233,7 +242,7 @@ class MaskMaker:
                 self._run(batch)
         for place, error in batch.errors.items():
             batch.jobs[place].error = error
-        return batch.jobs, batch.rows.words
+        return batch.jobs, batch.rows, batch.num_rows
 
     def close(self) -> None:
         """End the thread, unless it hangs. Idempotent."""
@@ -283,7 +292,7 @@ def _work(thread: LimitedThread, batch: _Batch) -> None:
     for at in range(batch.at, len(batch.places)):
         if not thread.next_piece(note):
             return
-        batch.run([batch.places[at]], time.thread_time, math.inf)
+        batch.run([batch.places[at]])
     batch.set_done()
 
 

@@ -196,3 +196,35 @@ def test_a_model_without_a_tokenizer_is_said_to_be_one(tmp_path: Any) -> None:
         assert not pool.process_ids
     finally:
         pool.close()
+
+
+def test_what_nothing_can_follow_is_refused_by_the_trial(pool: CompilePool) -> None:
+    """Here compiling such a grammar again would take seconds beside the steps."""
+    with pytest.raises(GrammarError, match="Current row has"):
+        pool.try_out(object_of(3000))
+    # What only some answers come to may be asked for.
+    assert pool.try_out(MANY_RULES).num_bytes > 2**20
+
+
+def test_a_process_without_a_processor_gives_way_to_one_with_a_niceness(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = pool_of()
+    try:
+        form = pool.try_out(FEW_RULES)
+        [first] = pool.process_ids
+        if hasattr(os, "SCHED_IDLE"):
+            assert os.sched_getscheduler(first) == os.SCHED_IDLE
+            os.kill(first, signal.SIGSTOP)  # as if others had all processors
+            monkeypatch.setattr(compile_pool, "STARVED_SECONDS", 0.05)
+            assert pool.try_out(FEW_RULES).text == form.text
+            [second] = pool.process_ids
+            assert second != first and is_gone(first)
+            assert os.sched_getscheduler(second) == os.SCHED_OTHER
+            os.kill(second, signal.SIGSTOP)
+            monkeypatch.setattr(compile_pool, "STARVED_SECONDS", 0.0)
+            wait_for(lambda: os.times() is not None)
+            os.kill(second, signal.SIGCONT)  # it is not the last, and waits like anybody
+            assert pool.try_out(FEW_RULES).text == form.text and pool.process_ids == [second]
+    finally:
+        pool.close()
