@@ -61,10 +61,11 @@ class Scale:
     decodes: tuple[int, ...]  # requests at once of the embedded model, whose steps are compared
     step_rounds: int  # of them
     hostile_steps: int  # between whose tokens a request waits
+    hostile_rounds: int
 
 
-FULL = Scale(256, 151_936, 11, (1, 4, 16, 64), 41, 400)
-QUICK = Scale(16, 32_000, 3, (4,), 5, 40)
+FULL = Scale(256, 151_936, 11, (1, 4, 16, 64), 41, 400, 9)
+QUICK = Scale(16, 32_000, 3, (4,), 5, 40, 3)
 
 
 class Requests:
@@ -291,4 +292,4 @@ def _measure(report: Report, scale: Scale) -> None:
     for make in (greedy, all_features, processors):
         make(requests).take(report, scale.rounds)
     grammar_step(report, GRAMMAR, scale.decodes, scale.step_rounds)
-    hostile_beside(report, HOSTILE, scale.hostile_steps)
+    hostile_beside(report, HOSTILE, scale.hostile_steps, scale.hostile_rounds)

@@ -30,7 +30,6 @@ from ..harness.comparison import Comparison, WrongWork, take_rounds
 from ..harness.report import Report, median, percentile, ratios
 from .grammar_step import open_core
 
-ROUNDS = 3
 VICTIMS = 4  # requests that decode throughout
 EVERY = 10  # steps, after which the next hostile request comes
 PROMPT, HOSTILE_TOKENS = 32, 24
@@ -108,14 +107,14 @@ class Beside:
             if not self._step():
                 raise WrongWork("a request beside hostile ones got no token in a step")
             waits.append(time.perf_counter() - began)
+        self.core.abort(self._victims)
         deadline = time.monotonic() + END_SECONDS
-        while self._open:  # what they still do must not fall into the next round
+        while self._open or self.core.has_work():  # none of it must fall into the next round
             if time.monotonic() > deadline:
                 raise WrongWork(f"these did not end: {', '.join(sorted(self._open))}")
-            self._step()
-        self.core.abort(self._victims)
-        while self.core.has_work():
-            self.core.step()
+            outputs = self.core.step() if self.core.has_work() else []
+            self._note([each for each in outputs if each.request_id in self._open])
+            time.sleep(0.0 if outputs else 0.002)
         return percentile(waits, 99.0)
 
     def _coming(self, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -155,7 +154,7 @@ def _computing() -> Iterator[None]:
 _GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
-def hostile_beside(report: Report, name: str, num_steps: int) -> None:
+def hostile_beside(report: Report, name: str, num_steps: int, rounds: int) -> None:
     """The figure `name`, and how each kind ended. Raises WrongWork."""
     with open_core(VICTIMS + num_steps // EVERY + 1, CONTEXT, "auto") as core:
         beside = Beside(core, num_steps)
@@ -168,7 +167,7 @@ def hostile_beside(report: Report, name: str, num_steps: int) -> None:
             name, "seconds, 99th percentile", "without grammars",
             partial(beside.round, is_hostile=True), partial(beside.round, is_hostile=False), floor,
         )  # fmt: skip
-        outcome = take_rounds(comparison, ROUNDS)
+        outcome = take_rounds(comparison, rounds)
     outcome.add_to(report)
     report.figures["by_clock"][name] = outcome.ratio
     report.figures["hostile_ends"] = beside.ends

@@ -14,6 +14,8 @@ from torch import Tensor
 from ...kernels.cpu.library import CpuLibrary, cpu_library
 from .copies import address_of, to_device
 
+_WORD = np.dtype("<u4")
+
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
@@ -34,61 +36,58 @@ class TokenMask:
                 f"a mask of {count} requests has a row of words for each, not the shape "
                 f"{allowed.shape}"
             )
-        num_logits, chosen = len(logits), list(indices)
-        is_all = chosen == list(range(num_logits))
-        if len(chosen) != count or not (is_all or all(0 <= i < num_logits for i in chosen)):
+        num_logits, num_tokens = logits.shape
+        is_all = indices == range(num_logits) or list(indices) == list(range(num_logits))
+        if len(indices) != count or not (is_all or all(0 <= i < num_logits for i in indices)):
             raise ValueError(
                 f"a mask of {count} requests is for as many rows of the {num_logits} that there "
-                f"are, not for {chosen}"
+                f"are, not for {list(indices)}"
             )
-        words = allowed.astype("<u4", order="C", copy=False)
-        if logits.device.type == "cpu":
-            _ban_on_host(logits, words.view(np.uint8), None if is_all else chosen)
+        words = allowed
+        if words.dtype is not _WORD or not words.flags.c_contiguous:
+            words = words.astype(_WORD, order="C")
+        if logits.is_cpu:
+            _ban_on_host(logits, num_tokens, words, None if is_all else indices)
             return
         octets = np.array(words).view(np.uint8)  # one that may be written, which torch asks for
-        banned = banned_on(octets, logits.shape[1], logits.device)
+        banned = banned_on(octets, num_tokens, logits.device)
         if is_all:  # none to be left alone, so no copy
             logits.masked_fill_(banned, -torch.inf)
             return
-        rows = to_device(np.asarray(chosen, np.int64), logits.device)
+        rows = to_device(np.asarray(indices, np.int64), logits.device)
         logits[rows] = logits[rows].masked_fill_(banned, -torch.inf)
 
 
 def _ban_on_host(
-    logits: Tensor, octets: npt.NDArray[np.uint8], indices: Sequence[int] | None
+    logits: Tensor,
+    num_tokens: int,
+    words: npt.NDArray[np.uint32],
+    indices: Sequence[int] | None,
 ) -> None:
     """In place: by the compiled kernels, which read words and touch what they ban, else by numpy,
     which is three times as quick as torch at it; `indices` are None for all rows."""
     library = cpu_library()
-    if isinstance(library, CpuLibrary) and logits.dtype == torch.float32 and logits.stride(1) == 1:
-        _ban_by_kernel(library, logits, octets, indices)
-        return
-    banned = banned_on_host(octets, logits.shape[1])
+    if isinstance(library, CpuLibrary) and logits.dtype == torch.float32:
+        row, one = logits.stride()
+        if one == 1:
+            places = None if indices is None else np.array(indices, np.int64)
+            library.ban(
+                logits.data_ptr(),
+                row,
+                num_tokens,
+                address_of(words),
+                words.shape[1],
+                None if places is None else address_of(places),
+                len(words),
+            )
+            return
+    banned = banned_on_host(words.view(np.uint8), num_tokens)
     values = logits.numpy()
     if indices is None:
         np.copyto(values, -np.inf, where=banned)
         return
-    for index, row in zip(indices, banned, strict=True):
-        np.copyto(values[index], -np.inf, where=row)
-
-
-def _ban_by_kernel(
-    library: CpuLibrary,
-    logits: Tensor,
-    octets: npt.NDArray[np.uint8],
-    indices: Sequence[int] | None,
-) -> None:
-    num_rows, num_octets = octets.shape
-    places = None if indices is None else np.array(indices, np.int64)
-    library.ban(
-        logits.data_ptr(),
-        logits.stride(0),
-        logits.shape[1],
-        address_of(octets),
-        num_octets // 4,
-        None if places is None else address_of(places),
-        num_rows,
-    )
+    for index, row_banned in zip(indices, banned, strict=True):
+        np.copyto(values[index], -np.inf, where=row_banned)
 
 
 def banned_on_host(octets: npt.NDArray[np.uint8], num_tokens: int) -> npt.NDArray[np.bool_]:

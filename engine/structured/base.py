@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -37,6 +38,25 @@ class GrammarError(ValueError):
 
 class NotNow(GrammarError):
     """It was not compiled this time, for a reason that may lie outside the grammar: ask again."""
+
+
+class Rows:
+    """Masks of several places: the same memory as `words` and `unsigned`, both `[rows, words]`, and
+    as bytes. `exchanged` is for a backend that writes through an object of its own, which is made
+    once for all of them."""
+
+    __slots__ = ("data", "exchanged", "unsigned", "words")
+
+    def __init__(self, num_rows: int, num_words: int) -> None:
+        self.words = np.zeros((num_rows, num_words), np.int32)
+        self.unsigned = self.words.view(np.uint32)
+        self.data = memoryview(self.words.reshape(-1).view(np.uint8))
+        self.exchanged: Any = None
+
+    def is_empty(self, index: int) -> bool:
+        """Whether a row allows nothing: the quickest way to ask that of one."""
+        size = self.words.shape[1] * (BITS // 8)
+        return not self.data[index * size : (index + 1) * size].tobytes().strip(b"\0")
 
 
 class Matcher(ABC):
@@ -60,6 +80,10 @@ class Matcher(ABC):
     def fill(self, words: Words) -> None:
         """Write which tokens may follow, the model's end tokens among them where it may end."""
 
+    def fill_row(self, rows: Rows, index: int) -> None:
+        """As `fill`, into one of several."""
+        self.fill(rows.words[index])
+
 
 class Grammar(ABC):
     """A compiled grammar. `num_bytes` is about the memory that it takes. `is_bounded`: no call of
@@ -80,6 +104,7 @@ class Form(msgspec.Struct, frozen=True):
     backend: str  # the name of the one that compiles it
     text: str = ""  # in that backend's own language, where it has one
     is_bounded: bool = False  # as `Grammar.is_bounded`
+    num_bytes: int = 0  # that compiling it took there, where that is known
 
 
 class Backend(ABC):
@@ -97,6 +122,23 @@ class Backend(ABC):
         """As `compile`, where `try_out` has come to this form: without what holds the interpreter's
         lock for long. Raises GrammarError."""
         raise GrammarError(f"{type(self).__name__} builds nothing from a form")
+
+
+def follow_forced(grammar: Grammar, num_words: int) -> None:
+    """Go on by the tokens that every answer begins with, as long as a row `[num_words]` allows a
+    single one. Raises GrammarError where no answer can be followed that far."""
+    matcher, row = grammar.matcher(), np.zeros(num_words, np.int32)
+    for _ in range(_MOST_FORCED):
+        matcher.fill(row)
+        [words] = np.nonzero(row)
+        if len(words) != 1:
+            return
+        word = int(row[words[0]]) & (1 << BITS) - 1
+        if word & word - 1 or not matcher.accept(int(words[0]) * BITS + word.bit_length() - 1):
+            return  # several, or it is one that ends the answer
+
+
+_MOST_FORCED = 64
 
 
 def fill_drafts(matcher: Matcher, drafts: Sequence[int], rows: npt.NDArray[np.int32]) -> int:

@@ -17,6 +17,7 @@ from .base import Form
 
 _LENGTH = struct.Struct("<I")
 MOST_BYTES = 64 * 1024**2  # a grammar in a backend's own language, many times a client's text
+LAST = "last"  # an argument of the process
 LOOK_SECONDS = 0.25  # each look takes the interpreter's lock from those who compute
 
 Message = TypeVar("Message", bound=msgspec.Struct)

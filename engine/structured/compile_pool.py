@@ -6,6 +6,9 @@
                                        └─ takes too long, too much memory, dies: ended, and the
                                           grammar is refused
 
+The process has what others leave of the processors (SCHED_IDLE), so that steps, and whoever makes
+their masks, find one at once. Where that is next to nothing, others with a niceness take its place.
+
 So whatever a client sends, no thread of the engine hangs with it or holds the interpreter's lock,
 and what is compiled here has ended within the limits before. Small grammars are not tried out.
 """
@@ -13,6 +16,7 @@ and what is compiled here has ended within the limits before. Small grammars are
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -23,7 +27,7 @@ from pathlib import Path
 
 from ..structured_params import GrammarSpec, Kind
 from .base import Form, GrammarError, NotNow
-from .compile_messages import LOOK_SECONDS, Answer, Ask, Start, receive, send
+from .compile_messages import LAST, LOOK_SECONDS, Answer, Ask, Start, receive, send
 from .limited_thread import Limit
 from .xgrammar_scope import why_untamed
 
@@ -34,6 +38,9 @@ SMALL_BYTES = 4096
 SMALL_RULES_BYTES = 512
 MEMORY_BYTES = 1024**3
 START_SECONDS = 300.0  # with a large vocabulary, at low priority beside other work
+# A process that gets less than this of a processor in so long gives way to one with a niceness.
+STARVED_SECONDS = 2.0
+_STARVED_SHARE = 0.05
 _END_SECONDS = 5.0
 # -P: a file in the working directory must not take the place of a package.
 _COMMAND = (sys.executable, "-P", "-m", "stratakv.engine.structured.compile_process")
@@ -63,6 +70,7 @@ class CompilePool:
         self._idle: list[_Process] = []
         self._busy: list[_Process] = []
         self._is_closed = False
+        self._are_last = hasattr(os, "SCHED_IDLE")  # the processes that are started from now on
 
     def is_needed(self, spec: GrammarSpec) -> bool:
         """Whether a grammar is to be tried out. Quick."""
@@ -81,6 +89,10 @@ class CompilePool:
         except GrammarError:
             self._put_back(process)
             raise
+        except _Starved:
+            self._drop(process)
+            self._are_last = False
+            return self.try_out(spec)
         except BaseException as error:
             self._drop(process)
             if isinstance(error, _Ended | EOFError | OSError):
@@ -113,12 +125,13 @@ class CompilePool:
             process = None
             while process is None and self._idle:
                 process = self._idle.pop()
-                if process.has_ended:  # somebody ended it, which is no grammar's fault
+                # Somebody ended it, which is no grammar's fault; or it would starve.
+                if process.has_ended or (process.is_last and not self._are_last):
                     process.end()
                     process = None
             if process is None:
                 try:
-                    process = _Process(self._start)
+                    process = _Process(self._start, is_last=self._are_last)
                 except OSError as error:
                     raise NotNow(f"no process can be started to compile it: {error}") from None
             self._busy.append(process)
@@ -156,6 +169,10 @@ class _Ended(Exception):
     """The process is of no more use, and why."""
 
 
+class _Starved(Exception):
+    """It has no processor."""
+
+
 class _TooSlow(_Ended):
     """It took more of the processor's time than a grammar may."""
 
@@ -163,11 +180,12 @@ class _TooSlow(_Ended):
 class _Process:
     """One process, of which one thread asks one thing at a time."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, *, is_last: bool) -> None:
+        self.is_last = is_last
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                [*_COMMAND, str(theirs.fileno())],
+                [*_COMMAND, str(theirs.fileno()), *[LAST] * is_last],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # its words are for people
@@ -192,6 +210,7 @@ class _Process:
             began = time.monotonic()
 
             def look() -> None:
+                self._look_at_share(began, 0.0)
                 if time.monotonic() - began > START_SECONDS:
                     raise _Ended(f"no process to compile it came up in {START_SECONDS:g} s")
 
@@ -201,6 +220,7 @@ class _Process:
         began, cpu = time.monotonic(), self._cpu_seconds()
 
         def watch() -> None:
+            self._look_at_share(began, cpu)
             if self._cpu_seconds() - cpu > limit.cpu_seconds:
                 raise _TooSlow(f"it takes more than {limit.cpu_seconds:g} s to compile; make it"
                                  " simpler")  # fmt: skip
@@ -237,6 +257,13 @@ class _Process:
         self._connection.settimeout(START_SECONDS)
         send(self._connection, message)
         self._connection.settimeout(LOOK_SECONDS)
+
+    def _look_at_share(self, began: float, cpu: float) -> None:
+        """Raises _Starved where it is the last and gets nothing since then, by both clocks."""
+        seconds = time.monotonic() - began
+        if self.is_last and seconds > STARVED_SECONDS:
+            if self._cpu_seconds() - cpu < _STARVED_SHARE * seconds:
+                raise _Starved
 
     def _cpu_seconds(self) -> float:
         try:

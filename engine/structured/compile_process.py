@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry of a process that tries grammars out: `python -m … DESCRIPTOR`.
+"""The entry of a process that tries grammars out: `python -m … DESCRIPTOR [last]`, which has the
+processor only while nobody else wants it where it is to be the last.
 
 It compiles one after the other and says what came of it. Whoever started it measures and ends it;
 the limits that it sets itself, on memory and on the processor's time, hold also where nobody does.
@@ -19,10 +20,10 @@ from pathlib import Path
 from ..structured_params import GrammarSpec, Kind
 from .backends import open_backend
 from .base import Backend, GrammarError
-from .compile_messages import Answer, Ask, Start, receive, send
+from .compile_messages import LAST, Answer, Ask, Start, receive, send
 from .vocabulary import Vocabulary
 
-# So that it takes no processor from those who compute, and yet gets a tenth of a busy one.
+# A tenth of a busy processor, where it is not the last.
 _NICENESS = 10
 _MORE_SECONDS = 5  # after which it ends by itself
 _FIRST = GrammarSpec(Kind.GRAMMAR, 'root ::= "a"')
@@ -31,6 +32,9 @@ _FIRST = GrammarSpec(Kind.GRAMMAR, 'root ::= "a"')
 def main() -> int:
     """Until the other end is closed."""
     os.nice(_NICENESS)
+    if sys.argv[2:] == [LAST]:
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     connection = socket.socket(fileno=int(sys.argv[1]))
     try:
         start = receive(connection, Start)

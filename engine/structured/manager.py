@@ -155,12 +155,15 @@ class GrammarManager:
         self._waiting: dict[str, Waiting] = {}
         self._followed: dict[str, _Followed] = {}
         self._begun: list[_Followed] = []
+        self._has_begun = False
+        self._made: Masks | None = None  # of the step begun, where nothing is waited for
         self._thinking: list[tuple[_Followed, int]] = []  # with their rows, in the step begun
         self.num_failed = 0  # requests that ended with an error of their grammar
 
     def __bool__(self) -> bool:
-        """Whether any request that runs, or may run, has a grammar."""
-        return bool(self._followed)
+        """Whether any request that runs, or may run, has a grammar, or had one when the step in
+        hand was begun."""
+        return bool(self._followed) or self._has_begun
 
     def __contains__(self, request_id: str) -> bool:
         """Whether it waits for its grammar."""
@@ -260,11 +263,8 @@ class GrammarManager:
     ) -> None:
         """Start on the masks of those that choose a token in a step, all tokens before it being
         known. `drafts` are draft tokens behind the outputs, by request id."""
-        if any(each.request.is_finished for each in self._followed.values()):
-            self._followed = {
-                name: each for name, each in self._followed.items() if not each.request.is_finished
-            }
         self._begun, self._thinking = [], []
+        self._has_begun, self._made = False, None
         jobs = []
         for request in requests:
             followed = self._followed.get(request.request_id)
@@ -280,13 +280,21 @@ class GrammarManager:
             follower.num_taken = len(output)
             jobs.append(MaskJob(follower, new, behind))
             self._begun.append(followed)
+        if len(jobs) + len(self._thinking) < len(self._followed):  # some may have ended
+            self._followed = {
+                name: each for name, each in self._followed.items() if not each.request.is_finished
+            }
         if jobs:
             self._maker.begin(jobs)
+        if self._thinking or jobs:
+            self._has_begun = True
+            if self._maker.is_done:  # now, and not behind a forward pass, which empties the caches
+                self._made = self._collect()
 
     @property
     def has_begun(self) -> bool:
         """Whether `begin` has found something to do for the step whose masks are asked for next."""
-        return self._maker.has_begun or bool(self._thinking)
+        return self._has_begun
 
     def masks(
         self, requests: Iterable[Request], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
@@ -294,34 +302,41 @@ class GrammarManager:
         """Those of a step, as `begin` was told, which is done here where it was not. In the mask a
         request with k drafts has 1 + k rows one after the other. Requests that are `ended` are not
         in it."""
-        if not self.has_begun:
+        if not self._has_begun:
             self.begin(requests, drafts)
+        made = self._made if self._made is not None else self._collect()
+        self._has_begun, self._made = False, None
+        return made
+
+    def _collect(self) -> Masks:
+        """As `masks`, of what has begun."""
         thinking, self._thinking = self._thinking, []
         ids = [each.request.request_id for each, num_rows in thinking for _ in range(num_rows)]
         free = self._free_rows(thinking) if ids else None
         if not self._maker.has_begun:
             return Masks(None if free is None else TokenMask(ids, free), [])
         followed, self._begun = self._begun, []
-        jobs, rows = self._maker.collect()
-        words = rows.view(np.uint32)
-        has_any = np.bitwise_or.reduce(words, axis=1).tolist()
-        kept: list[int] = []
+        jobs, rows, num_rows = self._maker.collect()
+        words = rows.unsigned[:num_rows].copy()  # the rows are used again
+        lost: list[int] = []  # rows
         ended: list[Ended] = []
         end = 0
         for each, job in zip(followed, jobs, strict=True):
-            start, end = end, end + job.num_rows
+            start, end = end, end + 1 + len(job.drafts)
             error: str | None = job.error or None
-            if error is None and (each.may_need_settling or not has_any[start]):
+            if error is None and (each.may_need_settling or rows.is_empty(start)):
                 error = self._settle_ends(each, job, words[start:end])
+            name = each.request.request_id
             if error is None:
-                ids += [each.request.request_id] * job.num_rows
-                kept += range(start, end)
-            elif not each.request.is_finished:  # or another one may have its id by now
+                ids += [name] * (end - start) if job.drafts else (name,)
+                continue
+            lost += range(start, end)
+            if not each.request.is_finished:  # or another one may have its id by now
                 ended.append(Ended(each.request, error and f"{_FAILED}: {error}"))
                 self.num_failed += bool(error)
-                del self._followed[each.request.request_id]
-        if len(kept) < len(words):
-            words = words[kept]
+                del self._followed[name]
+        if lost:
+            words = np.delete(words, lost, axis=0)
         if free is not None:
             words = np.concatenate([free, words])
         return Masks(TokenMask(ids, words) if ids else None, ended)

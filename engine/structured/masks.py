@@ -2,13 +2,15 @@
 """The token masks of a step: by the caller where that is quick, else by a thread beside the forward
 pass.
 
-    begin(jobs) ──► the thread: each answer's new tokens are accepted, its rows filled
-    collect()   ──► the caller does the quick ones; rows of all; a job that failed says why
+    begin(jobs) ──► each answer's new tokens are accepted, its rows filled: by the caller where that
+                    is quick, else by the thread
+    collect()   ──► rows of all; a job that failed says why
 
 To hand a job over and to wake up again costs more than most jobs do, and takes the interpreter's
 lock from the step in between. So the caller does those of grammars that cannot hang (`is_bounded`)
-and that have been quick so far. On the thread, a job that hangs is given up alone: its thread is
-left behind, and another one does the rest.
+and that have been quick so far, at once: before a forward pass its caches still hold what that
+works on. On the thread, a job that hangs is given up alone: its thread is left behind, and another
+one does the rest.
 """
 
 from __future__ import annotations
@@ -23,10 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import numpy as np
-import numpy.typing as npt
-
-from .base import BITS, Grammar, GrammarError, Matcher, Words, fill_drafts
+from .base import BITS, Grammar, GrammarError, Matcher, Rows, Words, fill_drafts
 from .limited_thread import Job, LeftBehind, Limit, LimitedThread
 
 logger = logging.getLogger(__name__)
@@ -94,33 +93,31 @@ class MaskJob:
         """Whether its row is there, and only to be copied."""
         return self.follower.first_words is not None and not (self.new_tokens or self.drafts)
 
-    def take_first(self, row: Words) -> bool:
-        """Fill the row where it is made already; whether it was. Behind it no row is."""
-        first = self.follower.first_words
-        if first is not None and self.is_made:
-            row[:] = first
-            return True
-        self.follower.first_words = None
-        return False
-
     @property
     def may_end(self) -> bool:
         """Whether the grammar may end at the first row; of a job that is done, without an error."""
         return self.follower.matcher.may_end
 
-    def run(self, rows: npt.NDArray[np.int32]) -> None:
-        """Fill `rows` `[num_rows, words]`. Raises GrammarError."""
-        if self.follower.failed:
-            raise GrammarError(self.follower.failed)
-        matcher = self.follower.matcher
+    def run(self, rows: Rows, first: int) -> None:
+        """Fill `num_rows` of the rows from the first on. Raises GrammarError."""
+        follower = self.follower
+        if follower.first_words is not None:
+            if not (self.new_tokens or self.drafts):  # it is there
+                rows.words[first] = follower.first_words
+                return
+            follower.first_words = None
+        if follower.failed:
+            raise GrammarError(follower.failed)
+        matcher = follower.matcher
         for token in self.new_tokens:
             if not matcher.accept(token):
                 raise GrammarError(f"it does not allow token {token} where that was chosen")
         if not self.drafts:
-            matcher.fill(rows[0])
+            matcher.fill_row(rows, first)
         else:
-            filled = fill_drafts(matcher, self.drafts, rows)
-            rows[filled:] = -1
+            own = rows.words[first : first + self.num_rows]
+            filled = fill_drafts(matcher, self.drafts, own)
+            own[filled:] = -1
 
 
 class _Batch:
@@ -129,15 +126,21 @@ class _Batch:
     with another batch tells nobody."""
 
     def __init__(
-        self, jobs: Sequence[MaskJob], rows: npt.NDArray[np.int32], places: Sequence[int]
+        self, jobs: Sequence[MaskJob], rows: Rows, starts: Sequence[int], num_rows: int
     ) -> None:
+        """So many of the rows are its own; the first of each job is at `starts`."""
         self.jobs = jobs
+        self.num_rows = num_rows
         self.rows = rows
-        self.ends = list(accumulate([job.num_rows for job in jobs]))
-        self.errors: list[str] = [""] * len(jobs)
-        self.places = places
+        self.starts = starts
+        self.errors: dict[int, str] = {}  # by place
+        self.places: Sequence[int] = ()
         self.at = 0  # in `places`: the job that is next, or under way
-        self._is_done = threading.Event() if places else None
+        self._is_done: threading.Event | None = None
+
+    def give(self, places: Sequence[int]) -> None:
+        """These are the thread's."""
+        self.places, self._is_done = places, threading.Event()
 
     def wait(self, seconds: float) -> bool:
         """Whether the thread is done with its jobs."""
@@ -148,33 +151,34 @@ class _Batch:
         assert self._is_done is not None
         self._is_done.set()
 
-    def run(self, place: int, *, by_wall: bool) -> None:
-        """Do a job, and note how long it took, by the clock on the wall or the thread's own. What
-        it raises is its error."""
-        clock = time.perf_counter if by_wall else time.thread_time
-        job, end = self.jobs[place], self.ends[place]
-        follower = job.follower
-        num_rows = 1 + len(job.drafts)
-        began = clock()
-        try:
-            if follower.first_words is not None and job.take_first(self.rows[end - num_rows]):
-                return
-            job.run(self.rows[end - num_rows : end])
-            seconds = (clock() - began) / num_rows
-            # By the clock on the wall it may have been interrupted: the thread finds out.
-            follower.note_seconds(min(seconds, SLOW_SECONDS) if by_wall else seconds)
-        except GrammarError as caught:
-            self.errors[place] = str(caught)
-        except Exception as caught:
-            logger.exception("a grammar's matcher failed")
-            self.errors[place] = f"{type(caught).__name__}: {caught}"
+    def run(self, places: Sequence[int]) -> None:
+        """Do these jobs, and note how long a row of each took. What one raises is its error."""
+        cpu, began = time.thread_time(), time.perf_counter()
+        for place in places:
+            job, is_made = self.jobs[place], self.jobs[place].is_made
+            try:
+                job.run(self.rows, self.starts[place])
+            except GrammarError as caught:
+                self.errors[place] = str(caught)
+            except Exception as caught:
+                logger.exception("a grammar's matcher failed")
+                self.errors[place] = f"{type(caught).__name__}: {caught}"
+            ended = time.perf_counter()
+            if not is_made:
+                seconds = ended - began
+                if seconds > QUICK_SECONDS:  # or it was interrupted
+                    seconds = min(seconds, time.thread_time() - cpu)
+                job.follower.note_seconds(seconds / job.num_rows)
+            began = ended
 
     def without_hung_one(self) -> _Batch:
         """What is behind the job at which a thread hangs, which fails. That thread may still write
         into its own rows and errors."""
-        rest = _Batch(self.jobs, self.rows.copy(), self.places)
-        rest.errors = list(self.errors)
-        rest.errors[self.places[self.at]] = HANGS
+        rows = Rows(*self.rows.words.shape)
+        rows.words[:] = self.rows.words
+        rest = _Batch(self.jobs, rows, self.starts, self.num_rows)
+        rest.errors = {**self.errors, self.places[self.at]: HANGS}
+        rest.give(self.places)
         rest.at = self.at + 1
         return rest
 
@@ -189,40 +193,56 @@ class MaskMaker:
         self._thread: LimitedThread | None = None
         self._left = LeftBehind()
         self._batch: _Batch | None = None
-        self._quick: list[int] = []  # jobs of the batch that `collect` does itself
+        self._rows = Rows(0, self._num_words)  # for batches in which no thread has a part
         self.num_handed_over = 0  # jobs that a thread did
 
     @property
     def has_begun(self) -> bool:
         return self._batch is not None
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `collect` would not have to wait."""
+        return self._batch is None or self._batch.wait(0.0)
+
     def begin(self, jobs: Sequence[MaskJob]) -> None:
-        """Start on the jobs, at least one, of which none is under way."""
-        num_rows = sum([1 + len(job.drafts) for job in jobs])
-        rows = np.zeros((num_rows, self._num_words), np.int32)
-        self._quick, others = _divide(jobs)
-        self._batch = batch = _Batch(jobs, rows, others)
+        """Do the quick ones of these jobs, at least one, of which none is under way, and have the
+        thread start on the others."""
+        starts: Sequence[int] = range(len(jobs))
+        num_rows = len(jobs)
+        if any(job.drafts for job in jobs):
+            starts = [0, *accumulate([job.num_rows for job in jobs])]
+            num_rows = starts[-1]
+        quick, others = _divide(jobs)
+        if others:  # a thread that is left behind may write into them for ever
+            rows = Rows(num_rows, self._num_words)
+        else:
+            if num_rows > len(self._rows.words):
+                self._rows = Rows(2 * num_rows, self._num_words)
+            rows = self._rows
+        self._batch = batch = _Batch(jobs, rows, starts, num_rows)
         if others:
+            batch.give(others)
             self.num_handed_over += len(others)
             self._run(batch)
+        batch.run(quick)
 
-    def collect(self) -> tuple[Sequence[MaskJob], npt.NDArray[np.int32]]:
-        """Do what is quick, wait for the thread: the jobs, and the rows of all `[rows, words]` in
-        their order, which mean nothing where a job has an error."""
+    def collect(self) -> tuple[Sequence[MaskJob], Rows, int]:
+        """Wait for the thread: the jobs, the rows of all in their order, and how many these are of
+        those that there are. They mean nothing where a job has an error, and after the next
+        `begin`."""
         batch = self._batch
         assert batch is not None
         self._batch = None
-        for place in self._quick:
-            batch.run(place, by_wall=True)
         while not batch.wait(_POLL_SECONDS):
             if self._thread is not None and self._thread.leave(self._limit):
                 self._left.add(self._thread)
                 self._thread = None
                 batch = batch.without_hung_one()
                 self._run(batch)
-        for job, error in zip(batch.jobs, batch.errors, strict=True):
-            job.error = error
-        return batch.jobs, batch.rows
+        for place, error in batch.errors.items():
+            batch.jobs[place].error = error
+        return batch.jobs, batch.rows, batch.num_rows
 
     def close(self) -> None:
         """End the thread, unless it hangs. Idempotent."""
@@ -272,7 +292,7 @@ def _work(thread: LimitedThread, batch: _Batch) -> None:
     for at in range(batch.at, len(batch.places)):
         if not thread.next_piece(note):
             return
-        batch.run(batch.places[at], by_wall=False)
+        batch.run([batch.places[at]])
     batch.set_done()
 
 
@@ -281,7 +301,7 @@ class _Ahead:
     """A row that is made between steps. What the thread writes is read once `is_done`."""
 
     job: MaskJob
-    row: Words
+    row: Rows  # one
     is_later: bool  # it is known to take long, and those of which nobody knows go before it
     error: str = ""
     is_done: bool = False
@@ -346,7 +366,7 @@ class AheadMaker:
             if ahead.error:
                 follower.failed = ahead.error
             else:
-                follower.first_words = ahead.row
+                follower.first_words = ahead.row.words[0]
         if follower.failed or follower.row_seconds <= SLOW_SECONDS:
             return True
         new = output[max(start, follower.num_taken) :]
@@ -384,7 +404,7 @@ class AheadMaker:
             self._thread = None
 
     def _begin(self, follower: Follower, new: Sequence[int]) -> None:
-        row = np.zeros(self._num_words, np.int32)
+        row = Rows(1, self._num_words)
         is_known = follower.row_seconds != math.inf or follower.first_seconds > SLOW_SECONDS
         ahead = _Ahead(MaskJob(follower, new), row, is_later=is_known)
         follower.ahead = ahead
@@ -410,7 +430,7 @@ class AheadMaker:
             return
         began, error = time.thread_time(), ""
         try:
-            ahead.job.run(ahead.row.reshape(1, -1))
+            ahead.job.run(ahead.row, 0)
         except GrammarError as caught:
             error = str(caught)
         except Exception as caught:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 
+import tvm_ffi
 import xgrammar
 
 from ..structured_params import GrammarSpec, Kind
-from .base import Backend, Form, Grammar, GrammarError, Matcher, Words
+from .base import BITS, Backend, Form, Grammar, GrammarError, Matcher, Rows, Words, follow_forced
 from .vocabulary import Vocabulary
 from .xgrammar_scope import text_of, why_unsupported, why_untamed
 
@@ -30,6 +31,7 @@ class XGrammarBackend(Backend):
             stop_token_ids=ends,
         )
         self._end_ids = frozenset(ends)
+        self._num_words = -(-len(vocabulary.tokens) // BITS)
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def compile(self, spec: GrammarSpec) -> Grammar:
@@ -40,6 +42,7 @@ class XGrammarBackend(Backend):
 
     def try_out(self, spec: GrammarSpec) -> Form:
         grammar = self.compile(spec)
+        follow_forced(grammar, self._num_words)
         return Form("xgrammar", text_of(spec), is_bounded=grammar.is_bounded)
 
     def build(self, spec: GrammarSpec, form: Form) -> Grammar:
@@ -76,22 +79,31 @@ class _XGrammar(Grammar):
 
 
 class _XGrammarMatcher(Matcher):
+    """Calls its functions as they are: what xgrammar has around them costs a step microseconds."""
+
     def __init__(self, matcher: xgrammar.GrammarMatcher, end_ids: frozenset[int]) -> None:
         self._matcher = matcher
         self._end_ids = end_ids
+        self._accept = matcher._handle.accept_token
+        self._fill = matcher._handle.fill_next_token_bitmask
 
     @property
     def may_end(self) -> bool:
         return bool(self._matcher.is_completed())
 
     def accept(self, token_id: int) -> bool:
-        return token_id not in self._end_ids and bool(self._matcher.accept_token(token_id))
+        return token_id not in self._end_ids and bool(self._accept(token_id, False))
 
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens)
 
     def fill(self, words: Words) -> None:
-        self._matcher.fill_next_token_bitmask(words.reshape(1, -1))
+        self._fill(words.reshape(1, -1), 0, False)
+
+    def fill_row(self, rows: Rows, index: int) -> None:
+        if rows.exchanged is None:
+            rows.exchanged = tvm_ffi.from_dlpack(rows.words)
+        self._fill(rows.exchanged, index, False)
 
 
 def _plain(error: RuntimeError) -> str:

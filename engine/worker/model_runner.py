@@ -407,14 +407,18 @@ class ModelRunner:
     def _begin_choice(
         self, logits: torch.Tensor, rows: IntArray, mask: TokenMask | None
     ) -> SampledStep:
-        masked: list[int] = []
+        masked: Sequence[int] = ()
         if mask is not None:
-            index_of = {row: index for index, row in enumerate(rows.tolist())}
-            places = [index_of.get(self.batch.row_of.get(i, -1)) for i in mask.request_ids]
-            masked = [place for place in places if place is not None]
-            if len(masked) < len(places):
-                lost = mask.request_ids[places.index(None)]
-                raise ValueError(f"the mask names {lost}, which chooses no token in this step")
+            masked, row_of = rows.tolist(), self.batch.row_of
+            own = [row_of.get(request_id, -1) for request_id in mask.request_ids]
+            if own == masked:  # each row has one, in this order
+                masked = range(len(own))
+            else:
+                index_of = {row: index for index, row in enumerate(masked)}
+                if lost := [row for row in own if row not in index_of]:
+                    name = mask.request_ids[own.index(lost[0])]
+                    raise ValueError(f"the mask names {name}, which chooses no token in this step")
+                masked = [index_of[row] for row in own]
         choice = self._sampler.begin(logits, rows, mask, masked)
         return SampledStep(choice, self.batch.expect_tokens(rows))
 

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ from stratakv.engine.structured.limited_thread import Limit
 from stratakv.engine.structured.manager import GrammarManager
 from stratakv.engine.structured_params import GrammarSpec, StructuredOutputsParams
 from stratakv.engine.text.tokenizer import Tokenizer
-from stratakv.engine.wire import INVALID_GRAMMAR, AddRequest, TokenOutput
+from stratakv.engine.wire import INVALID_GRAMMAR, OVERLOADED, AddRequest, TokenOutput
 
 from .conftest import VOCAB, MakeCore, Reference, config_of, finish, prompt_of, request, run
 
@@ -352,6 +354,24 @@ def test_a_mark_further_back_in_the_prompt_opens_nothing(make_core: MakeCore, te
     assert text_of(answers["r"]).removesuffix("<end>") in ("yes", "no")
 
 
+def test_the_death_of_a_compile_process_is_told_and_others_go_on(
+    make_core: MakeCore, greedy_reference: Reference
+) -> None:
+    core = make_core(structured_outputs_backend="guidance")
+    compiler = core._grammars._compiler
+    choice = {"choice": [f"answer {number}" for number in range(500)]}  # tried out in a process
+    assert core.add(following("r", prompt_of(20), choice)) == []
+    assert compiler._pool is not None
+    wait_for(lambda: bool(compiler._pool.process_ids))
+    os.kill(compiler._pool.process_ids[0], signal.SIGKILL)
+    answers = run(core, request("free", prompt_of(30)))
+    assert answers["free"].new_token_ids == greedy_reference(prompt_of(30), 6)
+    wait_for(core.has_work)
+    (failed,) = core.step()
+    assert "ended by signal 9" in (failed.error or "") and failed.error_code == OVERLOADED
+    assert not compiler._known  # it is compiled when it is asked for again
+
+
 def test_random_aborts_leave_nothing_behind(make_core: MakeCore, rng: random.Random) -> None:
     core = make_core(structured_outputs_backend="guidance", num_blocks=40)
     outputs: list[TokenOutput] = []
@@ -393,6 +413,29 @@ def test_a_request_whose_mask_takes_long_sits_out_and_holds_up_nobody(
     _Stubborn.slow_rows.set()
     last = finish(core, [], 1)
     assert last["slow"].finish_reason == "length"
+
+
+def test_a_pause_while_a_mask_is_made_keeps_its_request_for_later(
+    make_core: MakeCore, tiny_model: Path, greedy_reference: Reference
+) -> None:
+    core = make_core()
+    with_backend(core, tiny_model, _Stubborn())
+    _Stubborn.slow_rows.clear()
+    outputs = core.add(following("slow", prompt_of(20), {"regex": "slow"}, max_tokens=6))
+    ahead = core._grammars._ahead
+    while not ahead.num_open:
+        outputs += core.step()
+    assert core.call("pause", "all") == {"paused": "all", "running": 1, "waiting": 0}
+    while core.has_work():  # steps in flight come back, and nothing is begun
+        outputs += core.step()
+    _Stubborn.slow_rows.set()
+    wait_for(lambda: all(each.is_done for each in ahead._open))
+    for _ in range(3):  # the row is there, and still nobody may run
+        outputs += core.step() if core.has_work() else []
+    assert len([token for each in outputs for token in each.new_token_ids]) < 6
+    core.call("resume", "")
+    answer = finish(core, outputs, 1)["slow"]
+    assert answer.new_token_ids == greedy_reference(prompt_of(20), 6)
 
 
 @pytest.mark.parametrize("then", ["comes back", "leaves"])

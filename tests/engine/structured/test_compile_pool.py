@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from stratakv.engine.options import EMBEDDED_MODEL
-from stratakv.engine.structured import compile_pool
+from stratakv.engine.structured import compile_pool, compile_process
 from stratakv.engine.structured.backends import open_backend
 from stratakv.engine.structured.base import GrammarError, NotNow
 from stratakv.engine.structured.compile_pool import CompilePool
@@ -41,9 +42,11 @@ FEW_RULES = GrammarSpec(Kind.GRAMMAR, "root ::= " + " | ".join(f'"{n}"' for n in
 
 def pool_of(**fields: Any) -> CompilePool:
     limit = fields.pop("limit", COMPILE_LIMIT)
-    return CompilePool(
+    made = CompilePool(
         fields.pop("backend", "auto"), EMBEDDED_MODEL, VOCAB, (END,), limit, **fields
     )
+    made._are_last = False  # other tests may have all processors
+    return made
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -146,7 +149,7 @@ def test_a_process_that_is_killed_fails_the_grammar_that_it_is_at_alone() -> Non
         os.kill(pid, signal.SIGKILL)
         asking.join(WAIT_SECONDS)
         assert "ended by signal 9" in errors[0]
-        assert pool.try_out(MANY_RULES) == first  # by another one
+        assert pool.try_out(MANY_RULES).text == first.text  # by another one
         [pid] = pool.process_ids
         os.kill(pid, signal.SIGSTOP)
         asking = threading.Thread(target=try_out)
@@ -168,7 +171,7 @@ def test_a_process_that_was_killed_between_two_grammars_fails_none() -> None:
         [pid] = pool.process_ids
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: pool._idle[0].has_ended)
-        assert pool.try_out(FEW_RULES) == first
+        assert pool.try_out(FEW_RULES).text == first.text
         assert pid not in pool.process_ids and len(pool.process_ids) == 1
     finally:
         pool.close()
@@ -196,3 +199,48 @@ def test_a_model_without_a_tokenizer_is_said_to_be_one(tmp_path: Any) -> None:
         assert not pool.process_ids
     finally:
         pool.close()
+
+
+def test_what_nothing_can_follow_is_refused_by_the_trial(pool: CompilePool) -> None:
+    """Here compiling such a grammar again would take seconds beside the steps."""
+    with pytest.raises(GrammarError, match="Current row has"):
+        pool.try_out(object_of(3000))
+    # What only some answers come to may be asked for.
+    assert pool.try_out(MANY_RULES).num_bytes > 2**20
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="only Linux has it")
+def test_a_process_without_a_processor_gives_way_to_one_with_a_niceness(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool, seen = pool_of(), []
+    pool._are_last = True
+    monkeypatch.setattr(compile_pool, "STARVED_SECONDS", 0.0)
+    monkeypatch.setattr(compile_pool, "_STARVED_SHARE", 10.0)  # more than there is of one
+    is_starved = compile_pool._Process._look_at_share
+
+    def look(process: Any, began: float, cpu: float) -> None:
+        seen.append(process.pid)
+        is_starved(process, began, cpu)
+
+    monkeypatch.setattr(compile_pool._Process, "_look_at_share", look)
+    try:
+        assert pool.try_out(FEW_RULES).text
+        [pid] = pool.process_ids
+        assert seen[0] != pid and is_gone(seen[0])
+        assert os.sched_getscheduler(pid) == os.SCHED_OTHER
+        assert pool.try_out(FEW_RULES).text and pool.process_ids == [pid]
+    finally:
+        pool.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="only Linux has it")
+def test_a_process_takes_what_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr("sys.argv", ["", str(theirs.detach()), "last"])
+    ours.close()  # so that it ends at once
+    asked: list[Any] = []
+    monkeypatch.setattr(os, "nice", asked.append)
+    monkeypatch.setattr(os, "sched_setscheduler", lambda *each: asked.append(each[:2]))
+    assert compile_process.main() == 0
+    assert asked == [10, (0, os.SCHED_IDLE)]

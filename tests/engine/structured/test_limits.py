@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -283,21 +283,26 @@ def test_one_that_does_not_stop_in_a_step_fails_alone(threads_end: None) -> None
                 MaskJob(Follower(backend.compile(spec(text))), [1, 2], drafts)
                 for text, drafts in rows_of
             ])  # fmt: skip
-            done, rows = maker.collect()
+            done, rows = collected(maker)
             assert [job.error for job in done] == ["", HANGS, "", HANGS, last]
             assert rows.shape == (7, 2)
             assert (rows[[0, 2, 3] if last else [0, 2, 3, 6]] == 7).all()
         maker.begin([MaskJob(Follower(backend.compile(spec("a"))), [])])
-        [job], _ = maker.collect()
+        [job], _ = collected(maker)
         assert job.error == TOO_MANY_HANG
         backend.stop.set()
         wait_for(lambda: not maker._left.are_too_many)
         maker.begin([MaskJob(Follower(backend.compile(spec("a"))), [])])
-        [job], rows = maker.collect()
+        [job], rows = collected(maker)
         assert job.error == "" and (rows == 7).all()
     finally:
         backend.stop.set()
         maker.close()
+
+
+def collected(maker: MaskMaker) -> tuple[Sequence[MaskJob], Words]:
+    jobs, rows, num_rows = maker.collect()
+    return jobs, rows.words[:num_rows]
 
 
 class Noting(Matcher):
@@ -342,7 +347,7 @@ def test_quick_rows_are_made_by_the_caller_and_others_by_the_thread(threads_end:
             if new:
                 follower.row_seconds = costs
         maker.begin([MaskJob(follower, new) for follower in followers])
-        jobs, rows = maker.collect()
+        jobs, rows = collected(maker)
         assert [job.error for job in jobs] == ["", ""]
         return rows.tolist()
 
@@ -379,7 +384,7 @@ def test_rows_behind_a_draft_that_is_refused_allow_everything(threads_end: None)
     try:
         follower = Follower(NotingGrammar(is_bounded=True))
         maker.begin([MaskJob(follower, [], drafts=(2, 9, 1))])  # 0 to 2 are allowed
-        [job], rows = maker.collect()
+        [job], rows = collected(maker)
         assert job.error == "" and rows.tolist() == [[7, 7], [7, 7], [-1, -1], [-1, -1]]
     finally:
         maker.close()
