@@ -5,7 +5,7 @@ pyproject.toml.
 They are shared libraries with a C interface, not modules of Python: each source is compiled for the
 processor that it is for, and the library says at run time which of them can be used. Nothing is
 fetched. Without a compiler, on another processor, or where the compiler fails, the installation
-goes on without them: attention runs by torch, digests and names by xxhash and hashlib.
+goes on without them: attention runs by torch, digests by xxhash.
 
 KEEP_OBJECTS_IN names a folder in which what was compiled stays, and is taken again for the same
 sources, flags and compiler: a build then takes a second instead of half a minute.
@@ -65,7 +65,7 @@ LIBRARIES = {
         Path("kernels", "cpu"), CPU_SOURCES, CPU_HEADERS, "attention on the CPU will run by torch"
     ),
     "stratakv.tiers.native.libstratakv_bytes": Library(
-        Path("tiers", "native"), {"bytes.cpp": []}, (), "digests and names will be made without it"
+        Path("tiers", "native"), {"bytes.cpp": []}, (), "digests will be made by xxhash"
     ),
 }
 MACHINES = ("x86_64", "amd64")

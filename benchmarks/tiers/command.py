@@ -259,7 +259,7 @@ def measure(report: Report, disk: Disk, scale: Scale) -> None:
     report.figures |= {"contests": {}, "first_writes": {}, "spreads": {}}
     work: Mapping[str, Callable[[], object]] = {
         SLAB: lambda: measure_slab(report, scale),
-        SSD: lambda: [measure_store(report, size, disk, scale) for size in SIZES],
+        SSD: lambda: measure_stores(report, disk, scale),
         INDEX: lambda: measure_index(report, disk.folder / "index", scale),
         CODECS: lambda: report.figures.update(codecs=measure_codecs()),
     }
@@ -280,26 +280,27 @@ def measure_slab(report: Report, scale: Scale) -> None:
         gc.collect()
 
 
-def measure_store(report: Report, size: str, disk: Disk, scale: Scale) -> None:
-    folder = disk.folder / size
-    case = StoreCase(folder, SIZES[size], scale, disk.limit, huge_pages=disk.huge_pages)
-    report.figures["plan"] |= {"disk_limit": case.limit.name, "huge_pages": disk.huge_pages}
-    report.figures["first_writes"][size] = case.first_write_rate
-    try:
-        for comparison in case.comparisons(size):
-            take_rounds(comparison, scale.rounds, scale.seconds).add_to(report)
-        take_rounds(case.churn_comparison(size), scale.rounds, scale.seconds).add_to(report)
-        if size == _SMALLEST:
-            rates = [case.look_ups_while_churning() for _ in range(scale.index_rounds)]
-            report.ratios[LOOK_UPS_WHILE_CHURNING] = median(rates)
-        if size == _MIDDLE:
-            for comparison in store_case.checksum_comparisons(case):
-                taken = take_rounds(comparison, scale.rounds, scale.seconds)
-                taken.add_to(report, store_case.cost)
-            case.clear()
-    finally:
-        case.close()
-        shutil.rmtree(folder)
+def measure_stores(report: Report, disk: Disk, scale: Scale) -> None:
+    for size in SIZES:
+        folder = disk.folder / size
+        case = StoreCase(folder, SIZES[size], scale, disk.limit, huge_pages=disk.huge_pages)
+        report.figures["plan"] |= {"disk_limit": case.limit.name, "huge_pages": disk.huge_pages}
+        report.figures["first_writes"][size] = case.first_write_rate
+        try:
+            for comparison in case.comparisons(size):
+                take_rounds(comparison, scale.rounds, scale.seconds).add_to(report)
+            take_rounds(case.churn_comparison(size), scale.rounds, scale.seconds).add_to(report)
+            if size == _SMALLEST:
+                rates = [case.look_ups_while_churning() for _ in range(scale.index_rounds)]
+                report.ratios[LOOK_UPS_WHILE_CHURNING] = median(rates)
+            if size == _MIDDLE:
+                for comparison in store_case.checksum_comparisons(case):
+                    taken = take_rounds(comparison, scale.rounds, scale.seconds)
+                    taken.add_to(report, store_case.cost)
+                case.clear()
+        finally:
+            case.close()
+            shutil.rmtree(folder)
 
 
 def measure_index(report: Report, folder: Path, scale: Scale) -> None:

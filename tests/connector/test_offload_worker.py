@@ -60,7 +60,9 @@ class Rig:
         self.device = GatedDevice()
         self.device.register_slab(self.slab)
         self.signal = CopySignal()
-        self.worker = OffloadWorker(self.device, self.signal.note_ended, store_wait_seconds=MOST_SECONDS)
+        self.worker = OffloadWorker(
+            self.device, self.signal.note_ended, store_wait_seconds=MOST_SECONDS
+        )
         self.pool = torch.rand(6, 1, 2, 4, 1, 8)
         self.worker.register_pool(self.pool)
 

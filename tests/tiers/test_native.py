@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled library of the tiers against xxhash and hmac, and its twins in its place."""
+"""The compiled library of the tiers against xxhash, and its twins in its place."""
 
 from __future__ import annotations
 
-import hmac
 import os
 import random
 import socket
@@ -13,7 +12,6 @@ import time
 import pytest
 import xxhash
 
-from stratakv.tiers.cache_server.key_salt import KeySalt
 from stratakv.tiers.native import library as native
 from stratakv.tiers.native.library import LEAST_BYTES, PART_BYTES
 
@@ -109,17 +107,6 @@ def test_of_a_peer_that_leaves_or_is_late_what_came_whole_is_told() -> None:
         assert left.digests == [digest] * 2 and isinstance(left.lost, native.PeerLeft)
     closed = native.receive_and_digest(-1, payloads, 16, time.monotonic() + WAIT_SECONDS)
     assert closed.digests == [] and "descriptor" in str(closed.lost)
-
-
-def test_names_are_hmac(either: str) -> None:
-    secret = os.urandom(32)
-    salt = KeySalt(secret, "tenant")
-    tenant_key = hmac.digest(secret, b"tenant", "sha256")
-    for count in (0, 1, 2, 300):
-        keys = [os.urandom(40) for _ in range(count)]
-        assert salt.stored(keys) == [
-            hmac.digest(tenant_key, key, "sha256") + key[32:] for key in keys
-        ]
 
 
 def test_a_library_of_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

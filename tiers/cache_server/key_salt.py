@@ -18,9 +18,8 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..block import DIGEST_BYTES, KEY_BYTES
+from ..block import DIGEST_BYTES
 from ..errors import TierConfigError
-from ..native.library import stored_names
 
 # The server's secret, which the names of kept blocks are salted with: read, or made once.
 # Whoever has it can tell which prompts a disk knows; without it the blocks on the disk cannot be
@@ -94,15 +93,11 @@ class KeySalt:
         tenant_key = hmac.digest(secret, tenant.encode(), "sha256")
         padded = tenant_key.ljust(_BLOCK_BYTES, b"\0")
         # HMAC with its two key blocks hashed in advance: half the work for each key.
-        self._tenant_key = tenant_key
         self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
 
     def stored(self, keys: Sequence[bytes]) -> list[bytes]:
         """The 40-byte stored keys of 40-byte keys."""
-        names = stored_names(self._tenant_key, b"".join(keys))
-        if names is not None:
-            return [names[at : at + KEY_BYTES] for at in range(0, len(names), KEY_BYTES)]
         inner, outer = self._inner, self._outer
         result = []
         for key in keys:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes and names in C++: what the tiers do to many bytes at a time, or to many names, in one call
-that leaves the interpreter to others.
+"""Bytes in C++: what the tiers do to many of them, in one call that leaves the interpreter to
+others.
 
 `setup.py` compiles `bytes.cpp` where it can, `library.py` finds what came of it. Without it, or on
-a processor that lacks the instructions, the same is done by hashlib and xxhash.
+a processor that lacks the instructions, the same is done by xxhash.
 """

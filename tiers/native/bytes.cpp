@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the tiers do to many bytes or to many names in one call, without the interpreter: digests
-// (XXH3, 128 bits, no seed) of bytes as they are copied or received, and names by HMAC-SHA256.
+// What the tiers do to many bytes in one call, without the interpreter: digests (XXH3, 128 bits, no
+// seed) of bytes as they are copied or received.
 //
 // A digest is of what is written: every 64 bytes are read once, and what was read is both stored
 // and taken into the digest, so that nobody who changes the source meanwhile can have other bytes
 // arrive than were hashed.
-#include <cpuid.h>
 #include <errno.h>
 #include <immintrin.h>
 #include <stdint.h>
@@ -17,21 +16,14 @@
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 #define WIDE __attribute__((target("avx2")))
-#define SHA __attribute__((target("sha,sse4.1")))
 
 // Grows with every change of a function; `library.py` has the same number.
 EXPORTED int64_t stratakv_bytes_abi() { return 1; }
 
-static bool has_sha() {
-    unsigned a, b, c, d;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_SHA);
-}
-
-// Whether this processor, and the system with it, runs 0 digests, 1 names.
-EXPORTED int64_t stratakv_bytes_runs(int64_t what) {
+// Whether this processor, and the system with it, runs them.
+EXPORTED int64_t stratakv_bytes_runs() {
     __builtin_cpu_init();
-    return what == 0 ? __builtin_cpu_supports("avx2") != 0
-                     : __builtin_cpu_supports("sse4.1") && has_sha();
+    return __builtin_cpu_supports("avx2") != 0;
 }
 
 // ---- XXH3, of more than 240 bytes
@@ -224,101 +216,6 @@ EXPORTED int64_t stratakv_bytes_receive(int64_t fd, uint8_t *const *places, int6
         const int64_t status = receive_one(fd, places[i], size, trailers + i * more, more, deadline,
                                            digests + i * 16);
         if (status) return status;
-    }
-    return 0;
-}
-
-// ---- names: HMAC-SHA256
-
-static const uint32_t ROUNDS[64] __attribute__((aligned(16))) = {
-    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
-    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
-    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
-    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
-    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
-    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
-    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
-    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
-};
-
-// The eight words of a state in the order of the instructions.
-struct State {
-    __m128i abef, cdgh;
-};
-
-SHA static State state_of(const uint32_t *words) {
-    const __m128i *at = reinterpret_cast<const __m128i *>(words);
-    const __m128i dcba = _mm_loadu_si128(at), hgfe = _mm_loadu_si128(at + 1);
-    const __m128i cdab = _mm_shuffle_epi32(dcba, 0xB1), efgh = _mm_shuffle_epi32(hgfe, 0x1B);
-    return {_mm_alignr_epi8(cdab, efgh, 8), _mm_blend_epi16(efgh, cdab, 0xF0)};
-}
-
-SHA static void write_state(State state, uint8_t *to) {
-    const __m128i feba = _mm_shuffle_epi32(state.abef, 0x1B);
-    const __m128i dchg = _mm_shuffle_epi32(state.cdgh, 0xB1);
-    const __m128i big = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
-    const __m128i dcba = _mm_blend_epi16(feba, dchg, 0xF0);
-    const __m128i hgfe = _mm_alignr_epi8(dchg, feba, 8);
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm_shuffle_epi8(dcba, big));
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(to) + 1, _mm_shuffle_epi8(hgfe, big));
-}
-
-// The state after one block of 64 bytes.
-SHA static State compressed(const State &before, const uint8_t *block) {
-    const __m128i big = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
-    __m128i words[4];  // sixteen words, of which each four rounds need four and make four new ones
-    for (int i = 0; i < 4; i++)
-        words[i] = _mm_shuffle_epi8(
-            _mm_loadu_si128(reinterpret_cast<const __m128i *>(block) + i), big);
-    State state = before;
-    for (int i = 0; i < 16; i++) {
-        const __m128i now = words[i % 4];
-        const __m128i keyed =
-            _mm_add_epi32(now, _mm_load_si128(reinterpret_cast<const __m128i *>(ROUNDS) + i));
-        state.cdgh = _mm_sha256rnds2_epu32(state.cdgh, state.abef, keyed);
-        state.abef = _mm_sha256rnds2_epu32(state.abef, state.cdgh, _mm_shuffle_epi32(keyed, 0x0E));
-        if (i < 12) {
-            const __m128i next = words[(i + 1) % 4], third = words[(i + 2) % 4];
-            const __m128i last = words[(i + 3) % 4];
-            const __m128i sum =
-                _mm_add_epi32(_mm_sha256msg1_epu32(now, next), _mm_alignr_epi8(last, third, 4));
-            words[i % 4] = _mm_sha256msg2_epu32(sum, last);
-        }
-    }
-    return {_mm_add_epi32(state.abef, before.abef), _mm_add_epi32(state.cdgh, before.cdgh)};
-}
-
-static const int64_t KEY = 40, DIGEST = 32;
-
-// A block with what ends a message of `bytes` after one block of 64, the message left out.
-static void pad(uint8_t *block, int64_t bytes) {
-    memset(block, 0, 64);
-    block[bytes] = 0x80;
-    const uint64_t bits = __builtin_bswap64((64 + bytes) * 8);
-    memcpy(block + 56, &bits, sizeof bits);
-}
-
-// Of each of `count` keys of 40 bytes: HMAC-SHA256 under `secret`, of 32 bytes, and the last eight
-// bytes of the key.
-EXPORTED SHA int64_t stratakv_bytes_names(const uint8_t *secret, const uint8_t *keys, int64_t count,
-                                          uint8_t *names) {
-    static const uint32_t initial[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-                                        0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-    uint8_t inside[64], outside[64];
-    for (int i = 0; i < 64; i++) {
-        const uint8_t byte = i < DIGEST ? secret[i] : 0;
-        inside[i] = byte ^ 0x36;
-        outside[i] = byte ^ 0x5C;
-    }
-    const State start = state_of(initial);
-    const State inner = compressed(start, inside), outer = compressed(start, outside);
-    pad(inside, KEY);
-    pad(outside, DIGEST);
-    for (int64_t i = 0; i < count; i++, keys += KEY, names += KEY) {
-        memcpy(inside, keys, KEY);
-        write_state(compressed(inner, inside), outside);
-        write_state(compressed(outer, outside), names);
-        memcpy(names + DIGEST, keys + DIGEST, KEY - DIGEST);
     }
     return 0;
 }

@@ -24,7 +24,7 @@ VARIABLE = "STRATAKV_BYTES"
 ABI = 1
 LEAST_BYTES = 241  # XXH3 does something else with less
 PART_BYTES = 256 * 1024  # copied, then hashed while it is in the cache
-_DIGEST_BYTES, _NAME_BYTES = 16, 40
+_DIGEST_BYTES = 16
 _LEFT, _LATE = -1, -2  # in place of the number of an error
 
 
@@ -33,7 +33,7 @@ class PeerLeft(OSError):
 
 
 class Library:
-    """Its functions. `has_digests` and `has_names` say which of them this processor runs."""
+    """Its functions. `runs`: whether this processor runs them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         size, address = ctypes.c_int64, ctypes.c_void_p
@@ -44,13 +44,11 @@ class Library:
             return found
 
         self.abi: int = function("abi")()
-        runs = function("runs", size)
-        self.has_digests, self.has_names = bool(runs(0)), bool(runs(1))
+        self.runs = bool(function("runs")())
         self.copy = function("copy", address, address, size, size, address)
         self.receive = function(
             "receive", size, address, size, size, address, size, size, address, address
         )
-        self.names = function("names", ctypes.c_char_p, ctypes.c_char_p, size, address)
 
 
 @functools.cache
@@ -73,7 +71,7 @@ def library() -> Library | None:
 def has_digests() -> bool:
     """Whether digests are made in the library."""
     found = library()
-    return found is not None and found.has_digests
+    return found is not None and found.runs
 
 
 def copy_and_digest(target: memoryview, source: memoryview) -> bytes:
@@ -137,15 +135,3 @@ def receive_and_digest(
         return [raw[i * step : (i + 1) * step] for i in range(whole.value)]
 
     return Received(cut(digests, _DIGEST_BYTES), cut(trailers, trailer_bytes), lost)
-
-
-def stored_names(secret: bytes, keys: bytes) -> bytes | None:
-    """Of each 40 bytes of `keys`: HMAC-SHA256 under the 32 bytes of `secret`, and the last eight of
-    the 40. None where it is left to hashlib."""
-    found = library()
-    if found is None or not found.has_names:
-        return None
-    count = len(keys) // _NAME_BYTES
-    names = ctypes.create_string_buffer(count * _NAME_BYTES)
-    found.names(secret, keys, count, ctypes.addressof(names))
-    return names.raw

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from stratakv.engine.options import EMBEDDED_MODEL
-from stratakv.engine.structured import compile_pool, compile_process
+from stratakv.engine.structured import compile_messages, compile_pool, compile_process
 from stratakv.engine.structured.backends import open_backend
 from stratakv.engine.structured.base import GrammarError, NotNow
 from stratakv.engine.structured.compile_pool import CompilePool
@@ -201,12 +201,16 @@ def test_a_model_without_a_tokenizer_is_said_to_be_one(tmp_path: Any) -> None:
         pool.close()
 
 
-def test_what_nothing_can_follow_is_refused_by_the_trial(pool: CompilePool) -> None:
+def test_what_nothing_can_follow_is_refused_by_the_trial() -> None:
     """Here compiling such a grammar again would take seconds beside the steps."""
-    with pytest.raises(GrammarError, match="Current row has"):
-        pool.try_out(object_of(3000))
-    # What only some answers come to may be asked for.
-    assert pool.try_out(MANY_RULES).num_bytes > 2**20
+    pool = pool_of()
+    try:
+        with pytest.raises(GrammarError, match="Current row has"):
+            pool.try_out(object_of(3000))
+        # What only some answers come to may be asked for.
+        assert pool.try_out(MANY_RULES).num_bytes > 2**20
+    finally:
+        pool.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="only Linux has it")
@@ -215,6 +219,8 @@ def test_a_process_without_a_processor_gives_way_to_one_with_a_niceness(
 ) -> None:
     pool, seen = pool_of(), []
     pool._are_last = True
+    for module in (compile_messages, compile_pool):  # it may be up within a quarter of a second
+        monkeypatch.setattr(module, "LOOK_SECONDS", 0.001)
     monkeypatch.setattr(compile_pool, "STARVED_SECONDS", 0.0)
     monkeypatch.setattr(compile_pool, "_STARVED_SHARE", 10.0)  # more than there is of one
     is_starved = compile_pool._Process._look_at_share
