@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 import random
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,8 @@ _AT_ONCE_SECONDS = 0.001
 @dataclass
 class Report:
     """`late[call]` holds, of every call that was made of a server, the seconds it took beyond its
-    deadline (0 or more)."""
+    deadline (0 or more), without those in which threads of this process waited for a processor:
+    these are the machine's doing."""
 
     late: dict[str, list[float]] = field(default_factory=dict)
     outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -204,7 +207,7 @@ class _Loop:
         """Make a call and note what it took beyond its time; None where it failed."""
         from stratakv.tiers.errors import TierError
 
-        began = time.monotonic()
+        began, waits = time.monotonic(), processor_waits()
         result = None
         try:
             answer = call()
@@ -218,9 +221,21 @@ class _Loop:
         took = time.monotonic() - began
         # What fails at once, because a server is known to be down, would hide what does not.
         if outcome == "ok" or took >= _AT_ONCE_SECONDS:
-            self.report.late[name].append(max(0.0, took - seconds))
+            late = took - seconds
+            if late > 0.0:
+                late -= sum(now - waits.get(tid, 0.0) for tid, now in processor_waits().items())
+            self.report.late[name].append(max(0.0, late))
         self.report.outcomes[f"{name} {outcome}"] += 1
         return result
+
+
+def processor_waits() -> dict[str, float]:
+    """Of each thread of this process: the seconds for which it was ready and had no processor."""
+    waits = {}
+    for tid in os.listdir("/proc/self/task"):
+        with suppress(OSError), open(f"/proc/self/task/{tid}/schedstat") as file:  # it may end
+            waits[tid] = int(file.read().split()[1]) / 1e9
+    return waits
 
 
 def main() -> int:
