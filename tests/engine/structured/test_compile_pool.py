@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from stratakv.engine.options import EMBEDDED_MODEL
-from stratakv.engine.structured import compile_pool, compile_process
+from stratakv.engine.structured import compile_messages, compile_pool, compile_process
 from stratakv.engine.structured.backends import open_backend
 from stratakv.engine.structured.base import GrammarError, NotNow
 from stratakv.engine.structured.compile_pool import CompilePool
@@ -215,6 +215,7 @@ def test_a_process_without_a_processor_gives_way_to_one_with_a_niceness(
 ) -> None:
     pool, seen = pool_of(), []
     pool._are_last = True
+    monkeypatch.setattr(compile_messages, "LOOK_SECONDS", 0.0)  # looked at before it answers
     monkeypatch.setattr(compile_pool, "STARVED_SECONDS", 0.0)
     monkeypatch.setattr(compile_pool, "_STARVED_SHARE", 10.0)  # more than there is of one
     is_starved = compile_pool._Process._look_at_share
