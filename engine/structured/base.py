@@ -50,7 +50,7 @@ class Rows:
     def __init__(self, num_rows: int, num_words: int) -> None:
         self.words = np.zeros((num_rows, num_words), np.int32)
         self.unsigned = self.words.view(np.uint32)
-        self.data = memoryview(self.words.reshape(-1).view(np.uint8))
+        self.data = self.words.reshape(-1).view(np.uint8).data
         self.exchanged: Any = None
 
     def is_empty(self, index: int) -> bool:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import tvm_ffi
 import xgrammar
@@ -84,8 +85,9 @@ class _XGrammarMatcher(Matcher):
     def __init__(self, matcher: xgrammar.GrammarMatcher, end_ids: frozenset[int]) -> None:
         self._matcher = matcher
         self._end_ids = end_ids
-        self._accept = matcher._handle.accept_token
-        self._fill = matcher._handle.fill_next_token_bitmask
+        handle: Any = matcher._handle
+        self._accept = handle.accept_token
+        self._fill = handle.fill_next_token_bitmask
 
     @property
     def may_end(self) -> bool:
