@@ -85,9 +85,9 @@ class _XGrammarMatcher(Matcher):
     def __init__(self, matcher: xgrammar.GrammarMatcher, end_ids: frozenset[int]) -> None:
         self._matcher = matcher
         self._end_ids = end_ids
-        inner: Any = matcher._handle
-        self._accept = inner.accept_token
-        self._fill = inner.fill_next_token_bitmask
+        handle: Any = matcher._handle
+        self._accept = handle.accept_token
+        self._fill = handle.fill_next_token_bitmask
 
     @property
     def may_end(self) -> bool:

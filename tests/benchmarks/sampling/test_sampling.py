@@ -20,7 +20,7 @@ from stratakv.engine.sampling.processors.thinking import ThinkingBudget
 
 @pytest.fixture(autouse=True)
 def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "QUICK", Scale(4, 1000, 2, (2,), 2, 12, 1))
+    monkeypatch.setattr(command, "QUICK", Scale(4, 1000, 2, (2,), 2, 12, 3))
 
 
 def test_the_quick_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,7 +29,7 @@ def test_the_quick_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert list(written["ratios"]) == list(GATES)
     assert all(math.isfinite(ratio) and ratio > 0 for ratio in written["ratios"].values())
     for name, comparison in written["figures"]["contests"].items():
-        rounds = 1 if name == command.HOSTILE else 2
+        rounds = 3 if name == command.HOSTILE else 2
         assert len(comparison["rounds"]) == len(comparison["limit_rounds"]) == rounds
     assert set(written["figures"]["by_clock"]) == set(GATES)
     assert set(written["figures"]["grammar_steps"]) == {"2"}
@@ -50,7 +50,7 @@ def test_a_processor_that_does_less_is_no_figure(
 
 def test_every_wish_changes_every_row() -> None:
     """Or the figure with all features would be of fewer."""
-    requests = Requests(Scale(4, 1000, 2, (2,), 2, 12, 1))
+    requests = Requests(Scale(4, 1000, 2, (2,), 2, 12, 3))
     context = command.ProcessorContext(4, 1000, (command.END,))
     for kind in command.ProcessorSet.built_in(context)._all:
         if isinstance(kind, ThinkingBudget):
