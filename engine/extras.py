@@ -12,7 +12,7 @@ _EXTRAS = {
         "pydantic", "rich", "safetensors", "starlette", "tokenizers", "torch", "uvicorn", "yaml",
         "zmq",
     ),
-    "grammar": ("xgrammar",),
+    "grammar": ("tvm_ffi", "xgrammar"),
     "bench": ("matplotlib",),
     "cuda": ("cupy", "triton"),
     "test": ("transformers",),

