@@ -141,8 +141,8 @@ def largest_error(directory: Path, dtype: torch.dtype, monkeypatch: pytest.Monke
     recorded = []
     compute = Decoder.logits
 
-    def record(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
-        recorded.append(compute(self, hidden).clone())
+    def record(self: Decoder, hidden: torch.Tensor, *wanted: Any) -> torch.Tensor:
+        recorded.append(compute(self, hidden, *wanted).clone())
         return recorded[-1]
 
     monkeypatch.setattr(Decoder, "logits", record)

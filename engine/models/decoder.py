@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -297,10 +299,16 @@ class Decoder:
             activation=SILU if is_silu else GELU_TANH,
         )
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    @property
+    def can_leave_logits_out(self) -> bool:
+        """Whether `logits` computes fewer where fewer are `wanted`."""
+        return self._head.packed is not None
+
+    def logits(self, hidden: Tensor, wanted: npt.NDArray[np.uint32] | None = None) -> Tensor:
         """`[rows, vocab]` of what `forward` returned. Apart from it, so that the logits of a long
-        prompt can be computed piece by piece."""
-        logits = self._head(hidden)
+        prompt can be computed piece by piece. Those of tokens without a bit in `wanted`, bit
+        `t % 32` of word `t // 32`, may be left out, and are 0 then."""
+        logits = self._head(hidden, wanted)
         if self._logits_softcap is not None:
             logits = (logits / self._logits_softcap).tanh_() * self._logits_softcap
         return logits

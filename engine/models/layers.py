@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -53,10 +55,11 @@ class Linear:
             else weight
         )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """`[rows, out]`."""
+    def __call__(self, x: Tensor, wanted: npt.NDArray[np.uint32] | None = None) -> Tensor:
+        """`[rows, out]`. Outputs without a bit in `wanted`, bit `i % 32` of word `i // 32`, may be
+        left out, and are 0 then."""
         if self.packed is not None:
-            return self.packed(x)
+            return self.packed(x, wanted)
         if self._is_packed:
             product: Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self._weight, self._bias, "none", [], ""

@@ -26,6 +26,12 @@ class TokenMask:
     request_ids: Sequence[str]
     allowed: npt.NDArray[np.uint32]  # [requests, words]
 
+    @property
+    def of_any(self) -> npt.NDArray[np.uint32]:
+        """`[words]`: the tokens that any of the requests may choose."""
+        words: npt.NDArray[np.uint32] = np.bitwise_or.reduce(self.allowed, axis=0)
+        return words
+
     def apply(self, logits: Tensor, indices: Sequence[int]) -> None:
         """Ban what is not allowed, in place: row `indices[i]` of `logits` `[rows, vocab]` is that
         of `request_ids[i]`. Raises ValueError where the mask is not one row for each request,

@@ -131,7 +131,7 @@ class BegunStep:
 
     output: SchedulerOutput
     result: ModelRunnerOutput
-    logits: torch.Tensor | None = None  # [rows, vocab]; None: nobody is at the end of its tokens
+    hidden: torch.Tensor | None = None  # [rows, hidden]; None: nobody is at the end of its tokens
     rows: IntArray = field(default_factory=lambda: NO_ROWS)  # of the batch
     sampled: SampledStep | None = None  # None: before `sample`, or nobody gets a token
     error: Exception | None = None  # what went wrong since
@@ -281,9 +281,9 @@ class ModelRunner:
         self._take_tokens()
         self._check_follows(step.output)
         try:
-            if step.logits is not None:
-                step.sampled = self._begin_choice(step.logits, step.rows, mask)
-                step.logits = None
+            if step.hidden is not None:
+                step.sampled = self._begin_choice(step.hidden, step.rows, mask)
+                step.hidden = None
             self._due = step
         except Exception:
             self._last_failed_id = step.output.step_id
@@ -372,7 +372,7 @@ class ModelRunner:
             # Told now, so that the rest of a prompt need not be computed.
             self._note_failures(self._sampler.failures(rows), rows, step.result)
         if len(last):
-            step.logits, step.rows = self.model.logits(hidden[: len(last)]), rows[ready]
+            step.hidden, step.rows = hidden[: len(last)], rows[ready]
         behind = hidden[len(last) :]
         if prompts.is_active:
             behind = behind[prompts.collect(pieces, behind) :]
@@ -405,10 +405,14 @@ class ModelRunner:
         )
 
     def _begin_choice(
-        self, logits: torch.Tensor, rows: IntArray, mask: TokenMask | None
+        self, hidden: torch.Tensor, rows: IntArray, mask: TokenMask | None
     ) -> SampledStep:
         masked: Sequence[int] = ()
+        wanted = None  # tokens whose logits are looked at; None: all
         if mask is not None:
+            if self.model.can_leave_logits_out and len(mask.request_ids) == len(rows):
+                if not self._sampler.tells_logprobs(rows):
+                    wanted = mask.of_any
             masked, row_of = rows.tolist(), self.batch.row_of
             own = [row_of.get(request_id, -1) for request_id in mask.request_ids]
             if own == masked:  # each row has one, in this order
@@ -419,6 +423,7 @@ class ModelRunner:
                     name = mask.request_ids[own.index(lost[0])]
                     raise ValueError(f"the mask names {name}, which chooses no token in this step")
                 masked = [index_of[row] for row in own]
+        logits = self.model.logits(hidden, wanted)
         choice = self._sampler.begin(logits, rows, mask, masked)
         return SampledStep(choice, self.batch.expect_tokens(rows))
 

@@ -27,7 +27,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "libstratakv_cpu.so"
-ABI = 3  # STRATAKV_ABI of step.h
+ABI = 4  # STRATAKV_ABI of step.h
 VARIABLE = "STRATAKV_CPU_KERNELS"
 # Where the table of sections begins, which linkers write last; size and number of its entries.
 _ELF_HEADER = struct.Struct("<40xQ10xHH2x")
@@ -77,6 +77,8 @@ class Product(ctypes.Structure):
         *[(name, ctypes.c_int64) for name in (
             "workspace_bytes", "rows", "x_row", "out_row", "activation", "element",
         )],
+        ("wanted", ctypes.c_void_p),
+        ("wanted_words", ctypes.c_int64),
         ("matrix", Matrix),
     )  # fmt: skip
 

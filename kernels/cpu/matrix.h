@@ -213,10 +213,31 @@ template <class A> inline Cut cut(const Matrix &matrix, int64_t rows, int64_t th
     return made;
 }
 
+// Which panels of one matrix are computed: those of which an output has its bit; without bits all.
+template <class A> struct Wanted {
+    const uint32_t *bits;
+    int64_t words;
+
+    bool operator()(int64_t panel) const {
+        static_assert(PANEL<A> <= 32, "a panel lies in one word");
+        if (!bits) return true;
+        const int64_t first = panel * PANEL<A>;
+        return first / 32 < words &&
+               (bits[first / 32] >> first % 32 & (~uint32_t(0) >> (32 - PANEL<A>)));
+    }
+    int64_t of(int64_t panels) const {
+        if (!bits) return panels;
+        int64_t count = 0;
+        for (int64_t panel = 0; panel < panels; panel++) count += (*this)(panel);
+        return count;
+    }
+};
+
 // One of the tasks; `put_for(first row)` makes what takes its results.
 template <class E, class A, class PutFor>
 inline void multiply_task(const Cut &made, int64_t task, const A *a, int64_t a_row, int64_t rows,
-                          const Matrix &matrix, A *widened, PutFor put_for) {
+                          const Matrix &matrix, A *widened, PutFor put_for,
+                          Wanted<A> wanted = {nullptr, 0}) {
     const int64_t panels = panels_of<A>(matrix);
     const int64_t block = task / made.panel_blocks, part = task % made.panel_blocks;
     // As even as can be.
@@ -224,8 +245,13 @@ inline void multiply_task(const Cut &made, int64_t task, const A *a, int64_t a_r
     const int64_t end_row = rows * (block + 1) / made.row_blocks;
     const int64_t first = part * made.panels_each;
     const int64_t end = first + made.panels_each < panels ? first + made.panels_each : panels;
-    multiply_packed<E>(a + first_row * a_row, a_row, end_row - first_row, matrix, first, end,
-                       widened, put_for(first_row));
+    const auto put = put_for(first_row);
+    for (int64_t from = first, to; from < end; from = to + 1) {
+        for (to = from; to < end && wanted(to); to++) {}
+        if (to > from)
+            multiply_packed<E>(a + first_row * a_row, a_row, end_row - first_row, matrix, from, to,
+                               widened, put);
+    }
 }
 
 // A matrix `[outs, ins]` into panels; of a pair, into every other panel from `offset` on.

@@ -11,6 +11,8 @@ import ctypes
 import threading
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -76,13 +78,25 @@ class PackedMatrix:
         self._product = Product(activation=activation, element=element, matrix=self.matrix)
         self._address = ctypes.addressof(self._product)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """`[rows, outs]` of `[rows, ins]`."""
+    def __call__(self, x: Tensor, wanted: npt.NDArray[np.uint32] | None = None) -> Tensor:
+        """`[rows, outs]` of `[rows, ins]`. `wanted`, not of a pair, has a bit for each output, bit
+        `i % 32` of word `i // 32`: outputs without one may be left out, and are 0 then."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         if x.dim() != 2 or x.shape[1] != self.ins or x.dtype != self.dtype:
             raise ValueError(f"expected {self.dtype} [rows, {self.ins}], got {x.dtype} {x.shape}")
-        out = torch.empty((len(x), self.outs), dtype=self.dtype)
         product, threads = self._product, torch.get_num_threads()
+        if wanted is None:
+            out = torch.empty((len(x), self.outs), dtype=self.dtype)
+            product.wanted, product.wanted_words = None, 0
+        else:
+            if self.matrix.is_pair or wanted.ndim != 1 or wanted.dtype != np.uint32:
+                raise ValueError(
+                    "expected uint32 words [words] for the outputs of one matrix, got "
+                    f"{wanted.dtype} {wanted.shape}{' for a pair' * self.matrix.is_pair}"
+                )
+            wanted = np.ascontiguousarray(wanted)  # kept until the product is done
+            out = torch.zeros((len(x), self.outs), dtype=self.dtype)
+            product.wanted, product.wanted_words = wanted.ctypes.data, len(wanted)
         product.x, product.out = x.data_ptr(), out.data_ptr()
         product.rows, product.x_row, product.out_row = len(x), x.stride(0), self.outs
         memory = _workspace().at_least(self._library.product_workspace(self._address, threads))

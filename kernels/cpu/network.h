@@ -354,8 +354,10 @@ template <class E> struct ProductWork {
 };
 
 template <class E> inline int64_t product_threads(const Product &product, int64_t threads) {
-    const Matrix &matrix = product.matrix;
-    const int64_t products = at_least(product.rows, 4) / 4 * matrix.ins * matrix.outs;
+    typedef typename Wide<E>::A A;
+    const Wanted<A> wanted = {product.wanted, product.wanted_words};
+    const int64_t outs = wanted.of(panels_of<A>(product.matrix)) * PANEL<A>;
+    const int64_t products = at_least(product.rows, 4) / 4 * product.matrix.ins * outs;
     return at_least(1, at_most(threads, products / (WORTH_A_CREW / 4)));
 }
 
@@ -381,7 +383,8 @@ template <class E> void work_on(void *data) {
                                  return Stored<E, A>{matrix,
                                                      (E *)product.out + row * product.out_row,
                                                      product.out_row};
-                             });
+                             },
+                             Wanted<A>{product.wanted, product.wanted_words});
     });
 }
 

@@ -6,7 +6,7 @@
 
 // Grows with every change of `Step` or of a function's meaning; a library of another number is not
 // used.
-#define STRATAKV_ABI 3
+#define STRATAKV_ABI 4
 
 enum ElementType { FLOAT32 = 0, FLOAT64 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
 
@@ -61,6 +61,10 @@ struct Product {
     int64_t rows, x_row, out_row;
     int64_t activation;  // of a pair: 0 SiLU, 1 GELU by tanh
     int64_t element;
+    // A bit for each output, of one matrix: panels without any are left out, and nothing is written
+    // for their outputs. Outputs beyond the words have none. Null: all are computed.
+    const uint32_t *wanted;
+    int64_t wanted_words;
     struct Matrix matrix;
 };
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -82,6 +83,35 @@ def test_a_pair_is_one_product_with_an_activation(
         act = F.silu(gated) if activation == SILU else F.gelu(gated, approximate="tanh")
         expected = act * F.linear(x.double(), up.double())
         torch.testing.assert_close(pair(x).double(), expected, rtol=NEAR[dtype], atol=NEAR[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_outputs_that_nobody_wants_are_left_out_and_others_keep_their_bits(
+    dtype: torch.dtype, threads: None
+) -> None:
+    outs = 1000  # the last panel is not whole
+    product = PackedMatrix((draw(outs, 40, dtype=dtype),), (draw(outs, dtype=dtype, seed=1),))
+    chosen = np.random.default_rng(2)
+    for rows in (1, 2, 5, 30):
+        x = draw(rows, 40, dtype=dtype, seed=rows)
+        whole = product(x)
+        for count in (0, 1, 20, outs):
+            bits = np.zeros(1024, np.bool_)
+            bits[chosen.choice(outs, count, replace=False)] = True
+            words = np.packbits(bits, bitorder="little").view(np.uint32)
+            found, wanted = product(x, words), torch.from_numpy(bits[:outs])
+            assert torch.equal(found[:, wanted], whole[:, wanted])
+            left_out = (found == 0).all(dim=0)
+            assert torch.equal(found[:, ~left_out], whole[:, ~left_out])
+            assert left_out.sum() >= outs - 32 * count
+            cut = product(x, words[:20])  # outputs behind the words are not wanted
+            assert torch.equal(cut[:, :640], found[:, :640]) and not cut[:, 640:].any()
+    assert torch.equal(product(x), whole)  # the words before are forgotten
+    with pytest.raises(ValueError, match=r"expected uint32 words \[words\].*int64 \(2,\)"):
+        product(x, np.zeros(2, np.int64))  # type: ignore[arg-type]
+    pair = PackedMatrix((draw(8, 4, dtype=dtype), draw(8, 4, dtype=dtype)))
+    with pytest.raises(ValueError, match="for a pair"):
+        pair(draw(1, 4, dtype=dtype), np.zeros(1, np.uint32))
 
 
 def test_a_rows_bits_depend_neither_on_threads_nor_on_other_rows() -> None:

@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
 
 from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.models.decoder import Decoder
 from stratakv.engine.structured.base import Backend, Grammar, GrammarError, Matcher, Words
 from stratakv.engine.structured.compiler import POLL_SECONDS
 from stratakv.engine.structured.limited_thread import Limit
@@ -25,6 +29,7 @@ from stratakv.engine.structured.manager import GrammarManager
 from stratakv.engine.structured_params import GrammarSpec, StructuredOutputsParams
 from stratakv.engine.text.tokenizer import Tokenizer
 from stratakv.engine.wire import INVALID_GRAMMAR, AddRequest, TokenOutput
+from stratakv.kernels.cpu.library import Missing, cpu_library
 
 from .conftest import VOCAB, MakeCore, Reference, config_of, finish, prompt_of, request, run
 
@@ -126,6 +131,42 @@ def test_steps_that_overlap_make_the_masks_of_all_tokens(tiny_model: Path) -> No
         {name: output.new_token_ids for name, output in mixed(core).items()}
         for core in overlapping(tiny_model)
     ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("logprobs", [None, 3])
+def test_logits_that_no_grammar_allows_are_computed_only_for_log_probabilities(
+    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch, logprobs: int | None
+) -> None:
+    """Whole panels of the output matrix are left out, and nobody sees it."""
+    if isinstance(cpu_library(), Missing):
+        pytest.skip("without the compiled library all logits are computed")
+    wanted: list[npt.NDArray[np.uint32] | None] = []
+    compute = Decoder.logits
+
+    def record(
+        self: Decoder, hidden: torch.Tensor, asked: npt.NDArray[np.uint32] | None = None
+    ) -> torch.Tensor:
+        wanted.append(asked)
+        return compute(self, hidden, asked)
+
+    monkeypatch.setattr(Decoder, "logits", record)
+    found = []
+    for can in (True, False):
+        monkeypatch.setattr(Decoder, "can_leave_logits_out", can)
+        wanted.clear()
+        core = make_core(structured_outputs_backend="guidance")
+        both = [
+            following("a", prompt_of(9), {"regex": REGEX}, logprobs=logprobs),
+            following("b", prompt_of(20), {"regex": "[0-9]{20}"}, temperature=0.8, seed=3),
+        ]
+        merged = finish(core, [output for each in both for output in core.add(each)], 2)
+        found.append({
+            name: (output.new_token_ids, output.logprobs) for name, output in merged.items()
+        })  # fmt: skip
+        narrow = [words for words in wanted if words is not None and words.any()]
+        told = 0 if logprobs is None else len(merged["a"].new_token_ids)
+        assert len(narrow) == (len(wanted) - told if can else 0)
     assert found[0] == found[1]
 
 

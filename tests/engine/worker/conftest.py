@@ -246,8 +246,8 @@ class Driver:
     def _record_logits(self) -> None:
         compute = self.runner.model.logits
 
-        def recorded(hidden: torch.Tensor) -> torch.Tensor:
-            logits = compute(hidden)
+        def recorded(hidden: torch.Tensor, *wanted: Any) -> torch.Tensor:
+            logits = compute(hidden, *wanted)
             self.logits.append(logits.double())
             return logits
 
