@@ -97,6 +97,10 @@ class _Lane:
         return next((at for each, at in list(self.threads) if each is thread), [])
 
 
+def _free(dropped: list[Compilation], _: LimitedThread) -> None:
+    dropped.clear()
+
+
 class GrammarCompiler:
     """For a vocabulary of `vocab_size` tokens. `open_backend` is called once, by the thread that
     first needs it; `wake` is called by any thread that has done one. Threads begin with the first
@@ -190,10 +194,15 @@ class GrammarCompiler:
                 if not compilation.may_be_later:
                     self._known[spec] = compilation
                     self.num_cached_bytes += compilation.num_bytes
+        dropped: list[Compilation] = []
         while len(self._known) > CACHE_ENTRIES or (
             self._known and self.num_cached_bytes > self._cache_bytes
         ):
-            self.num_cached_bytes -= self._known.popitem(last=False)[1].num_bytes
+            dropped.append(self._known.popitem(last=False)[1])
+            self.num_cached_bytes -= dropped[-1].num_bytes
+        if dropped:  # to free a large grammar takes milliseconds, which no step is to wait for
+            self._small.start_threads()
+            self._small.jobs.put(partial(_free, dropped))
 
     def close(self) -> None:
         """End the threads and processes; threads that hang are left behind. Idempotent."""
@@ -265,6 +274,7 @@ class GrammarCompiler:
         with self._opening:  # reading a vocabulary and importing counts for nobody
             if self._backend is None:
                 self._backend = self._open_backend()
+        thread.give_way()  # not before: whoever imports holds locks that steps may want
         if form is None:
             return self._build(thread, at, compilation, partial(self._backend.compile, spec))
         building = self._begin_building()

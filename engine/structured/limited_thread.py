@@ -5,6 +5,11 @@ piece, and leave it behind.
 What counts is the processor's time, so that a busy machine fails nobody; the clock on the wall has
 a limit of its own, far beyond. A thread that was left behind ends with the piece it is at, and has
 the lowest priority until then.
+
+A thread that gives way has what others leave of the processors (SCHED_IDLE): whoever wakes up takes
+its place at once, where a niceness alone would have them wait for the end of its slice. Where that
+is next to nothing it is scheduled as others are from then on, for it may hold the interpreter's
+lock.
 """
 
 from __future__ import annotations
@@ -25,6 +30,9 @@ LAST_OF_ALL = 19  # niceness
 Job = Callable[["LimitedThread"], None]
 # Of threads left behind that still run: each takes a processor. Then nothing more is begun.
 MOST_LEFT_BEHIND = 4
+# A thread that gives way, and gets less than this of a processor in so long, does so no longer.
+STARVED_SECONDS = 2.0
+_STARVED_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,7 @@ class LimitedThread:
 
     def __init__(self, name: str, jobs: Jobs) -> None:
         self._jobs = jobs
+        self._gives_way: bool | None = None  # False: no longer
         self._lock = threading.Lock()
         self._is_left = False
         self._began: tuple[float, float] | None = None  # of the clocks: its own, the wall's
@@ -58,6 +67,13 @@ class LimitedThread:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
+
+    def give_way(self) -> None:
+        """Called by the job, in which no piece waits for anything but a processor: from now on it
+        has one only while nobody else wants it."""
+        if self._gives_way is None and hasattr(os, "SCHED_IDLE"):
+            self._gives_way = True
+            _schedule(threading.get_native_id(), "SCHED_IDLE")
 
     def next_piece(self, note: Callable[[], None] = lambda: None) -> bool:
         """Called by the job: what follows is another piece. False where nobody waits any more, and
@@ -79,7 +95,11 @@ class LimitedThread:
             cpu = time.clock_gettime(self._clock) - began[0]
         except OSError:  # it has ended since
             return False
-        return cpu > limit.cpu_seconds or time.monotonic() - began[1] > limit.seconds
+        seconds = time.monotonic() - began[1]
+        if self._gives_way and seconds > STARVED_SECONDS and cpu < _STARVED_SHARE * seconds:
+            self._gives_way = False
+            _schedule(self._thread.native_id, "SCHED_OTHER")
+        return cpu > limit.cpu_seconds or seconds > limit.seconds
 
     def leave(self, limit: Limit) -> bool:
         """Leave it behind where its present piece is over the limit; whether it was. What it does
@@ -117,6 +137,13 @@ def _put_last(thread_id: int | None) -> None:
     if thread_id is not None and sys.platform.startswith("linux"):
         with suppress(OSError):  # it has ended meanwhile
             os.setpriority(os.PRIO_PROCESS, thread_id, LAST_OF_ALL)
+
+
+def _schedule(thread_id: int | None, policy: str) -> None:
+    """By this policy of Linux's, where the system lets it."""
+    if thread_id is not None:
+        with suppress(OSError):  # it has ended meanwhile, or may not
+            os.sched_setscheduler(thread_id, getattr(os, policy), os.sched_param(0))
 
 
 class LeftBehind:

@@ -426,6 +426,7 @@ class AheadMaker:
         def begin() -> None:
             self._at = ahead
 
+        thread.give_way()
         if not thread.next_piece(begin):
             return
         began, error = time.thread_time(), ""
