@@ -31,9 +31,12 @@ export KEEP_OBJECTS_IN := $(CURDIR)/build/objects
 # brings its own where it is built for CUDA.
 CUDA_RUNTIME := nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
 
+# A Triton beside that of the environment, which engines with an older torch bring.
+OTHER_TRITON := build/tritons/3.6.0
+
 PACKAGES := benchmarks connector engine kernels proto tiers
 
-.PHONY: help env demo test test-vllm check lint format names proto bench dist clean
+.PHONY: help env demo test tritons test-vllm check lint format names proto bench dist clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -48,6 +51,13 @@ demo: $(STAMP) ## the main job at work: one prompt, cold and out of every tier
 # gets is up to tests/alone_at_the_end.py, which keeps the tests that measure time for the end.
 test: $(STAMP) ## the whole test suite; PYTEST_ARGS adds options
 	$(BIN)/pytest -n 4 $(PYTEST_ARGS)
+
+tritons: $(OTHER_TRITON) ## another Triton, by which tests compile too where STRATAKV_TRITONS names its folder
+
+$(OTHER_TRITON): $(STAMP)
+	rm -rf $@
+	$(BIN)/pip install --no-compile --quiet --no-deps --target $@.part triton==$(notdir $@)
+	mv $@.part $@
 
 # docs/vllm.md says how to make the environment whose Python this takes. One engine at a time.
 test-vllm: $(STAMP) ## our tiers below a real vLLM; STRATAKV_VLLM_PYTHON=its Python

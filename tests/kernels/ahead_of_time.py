@@ -74,6 +74,8 @@ class Tool:
     def __init__(self, folder: str = "") -> None:
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         if folder:
+            if not (Path(folder) / "triton").is_dir():
+                raise ValueError(f"STRATAKV_TRITONS names {folder}, which has no triton in it")
             paths = (folder, environment.get("PYTHONPATH"))
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._process: subprocess.Popen[str] = subprocess.Popen(
