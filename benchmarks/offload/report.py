@@ -209,7 +209,7 @@ def print_costs(report: Report) -> None:
         if cells := report.figures.get(section, {}):
             print_table(
                 f"{what}, without tiers over with",
-                [column, "cpu", "wall", "ms/token with", "without", "cached tokens"],
+                [column, "cpu (quartiles)", "wall", "ms/token with", "without", "cached tokens"],
                 [_row(name, cell) for name, cell in cells.items()],
             )
 
@@ -218,7 +218,7 @@ def _row(name: str, figures: dict[str, Any]) -> list[str]:
     cached = figures["cached_tokens"]
     return [
         name,
-        f"{figures['cpu_ratio']:.3f}",
+        "{:.3f} ({:.3f} to {:.3f})".format(figures["cpu_ratio"], *figures["cpu_quartiles"]),
         f"{figures['wall_ratio']:.3f}",
         f"{1e3 * figures['cpu_seconds_per_token_with_tiers']:.4f}",
         f"{1e3 * figures['cpu_seconds_per_token_without']:.4f}",

@@ -34,6 +34,7 @@ from ...engine.options import engine_config
 from ...engine.sampling_params import SamplingParams
 from ...engine.wire import AddRequest, TokenOutput
 from ...tiers.base import StoreTier
+from ..harness.comparison import quartiles
 from ..harness.report import median
 from .scale import SUFFIX_TOKENS, CostScale
 
@@ -254,25 +255,24 @@ class Pairs:
     ties: int = 0
     window: int = 1
 
-    def ratio(self, cost: Callable[[Run], float]) -> float:
-        """The median over all windows of what it costs without tiers over what it costs with."""
-        sides = [[cost(run) for run in runs] for runs in (self.without, self.with_tiers)]
-        windows = range(len(self.without) - self.window + 1)
-        return median(
-            [
-                sum(sides[0][i : i + self.window]) / sum(sides[1][i : i + self.window])
-                for i in windows
-            ]
-        )
+    def ratios(self, cost: str) -> list[float]:
+        """Of every window, what it costs without tiers over what it costs with; `cost` is a field
+        of its runs."""
+        sides = [[getattr(run, cost) for run in runs] for runs in (self.without, self.with_tiers)]
+        return [
+            sum(sides[0][i : i + self.window]) / sum(sides[1][i : i + self.window])
+            for i in range(len(self.without) - self.window + 1)
+        ]
 
     @property
     def cpu_ratio(self) -> float:
-        """Of processor seconds. Both sides did the same tokens, so it is the one for each token."""
-        return self.ratio(lambda run: run.cpu_seconds)
+        """The median of processor seconds. Both sides did the same tokens, so it is the one for
+        each token."""
+        return median(self.ratios("cpu_seconds"))
 
     @property
     def wall_ratio(self) -> float:
-        return self.ratio(lambda run: run.wall_seconds)
+        return median(self.ratios("wall_seconds"))
 
     def figures(self, tokens: int) -> dict[str, Any]:
         """What the JSON holds of them; `tokens` are those of one run, prompts and outputs."""
@@ -287,7 +287,9 @@ class Pairs:
             "tokens": tokens,
             "cached_tokens": found,
             "cpu_ratio": self.cpu_ratio,
+            "cpu_quartiles": quartiles(self.ratios("cpu_seconds")),
             "wall_ratio": self.wall_ratio,
+            "wall_quartiles": quartiles(self.ratios("wall_seconds")),
             **{
                 f"cpu_seconds_per_token_{side}": median([run.cpu_seconds for run in runs]) / tokens
                 for side, runs in sides.items()

@@ -225,6 +225,7 @@ def test_sides_take_turns() -> None:
     assert len(pairs.without) == 3 and len(told) == 4
     assert (pairs.cpu_ratio, pairs.wall_ratio) == (0.5, 0.5)
     figures = pairs.figures(10)
+    assert figures["cpu_quartiles"] == (0.5, 0.5)
     assert figures["cpu_seconds_per_token_with_tiers"] == 0.2
     assert figures["wall_seconds_without"] == 2.0
 
@@ -259,7 +260,7 @@ def test_neighbours_are_compared_together() -> None:
 
     # Every second request is a hit, which costs a quarter: half of the pairs say nothing of a mix.
     pairs = Pairs(runs(1, 4, 1, 4), runs(4, 4, 4, 4), window=2)
-    assert pairs.cpu_ratio == 8 / 5
+    assert pairs.cpu_ratio == 8 / 5 and pairs.ratios("cpu_seconds") == [8 / 5] * 3
     assert pairs.figures(10)["window"] == 2
 
 
