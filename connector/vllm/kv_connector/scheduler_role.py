@@ -28,10 +28,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from ....tiers.base import Answer
-from ....tiers.block import DIGEST_BYTES
 from ....tiers.settings.values import ConfigError
 from ...base import (
-    GROUP_BYTES,
     NOTHING_FINISHED,
     NOTHING_TO_MOVE,
     ConnectorMetadata,
@@ -40,6 +38,7 @@ from ...base import (
     MatchKind,
 )
 from ...build import BuiltSide
+from ...page_names import NAME_BYTES
 from ...parts import Parts
 from ...rates import PrefillRate
 from ..identity import ChunkKeys
@@ -53,7 +52,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_POOL_KEY_BYTES = DIGEST_BYTES + GROUP_BYTES  # digest and group, as our own pool names blocks
 # How far ahead of the evictions blocks are copied that lie in vLLM's free queue.
 NEAR_BLOCKS = 256
 # Whatever is due by the clock has its alarm in the tiers; should one be missed, it costs this.
@@ -425,7 +423,7 @@ class SchedulerRole:
             return
         log.error("%d blocks were damaged in memory; they are computed", len(positions))
         self.damaged_blocks += len(positions)
-        self._side.drop([job.keys[i][:_POOL_KEY_BYTES] for i in positions], "damaged")
+        self._side.drop([job.keys[i][:NAME_BYTES] for i in positions], "damaged")
 
     def _finished(self, request: Any) -> dict[str, Any] | None:
         view = self._requests.pop(request.request_id, None)
@@ -438,7 +436,7 @@ class SchedulerRole:
                 request.num_computed_tokens // self._block_tokens, len(view.block_hashes)
             )
             keys = self._parts.keys_of(view.block_hashes[:num_blocks])
-            needed = [keys[i][:_POOL_KEY_BYTES] for i in self._parts.needed(0, num_blocks)]
+            needed = [keys[i][:NAME_BYTES] for i in self._parts.needed(0, num_blocks)]
             self._hand_overs.append((request.request_id, list(dict.fromkeys(needed))))
         return params_for_decode(request)
 
@@ -474,7 +472,7 @@ class SchedulerRole:
             self._side.drop([block.key for block in named], "invalid")
 
     def _as_evicted(self, block: NamedBlock) -> EvictedBlock:
-        return EvictedBlock(block.block_id, self._keys.of(block.host_key)[:_POOL_KEY_BYTES])
+        return EvictedBlock(block.block_id, self._keys.of(block.host_key)[:NAME_BYTES])
 
     def _view(self, request: Any) -> HostRequest:
         view = self._requests.get(request.request_id)
