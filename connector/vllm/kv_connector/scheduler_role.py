@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -44,6 +43,7 @@ from ...rates import PrefillRate
 from ..identity import ChunkKeys
 from .events import TierEvents
 from .groups import NULL_BLOCK
+from .outgoing import OutgoingBlocks
 from .pool_watch import NamedBlock, PoolWatch
 from .requests import HostRequest, StepTimes, asks_for, params_for_decode
 from .steps import PartLoad, RequestLoad, SlabPlace, StepPlan, StepReport
@@ -52,8 +52,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How far ahead of the evictions blocks are copied that lie in vLLM's free queue.
-NEAR_BLOCKS = 256
 # Whatever is due by the clock has its alarm in the tiers; should one be missed, it costs this.
 LOOK_SECONDS = 0.25
 CLOSE_SECONDS = 2.0
@@ -102,7 +100,7 @@ class SchedulerRole:
         self._block_tokens = block_tokens
         self._parts = parts
         self.num_groups = parts.num_groups
-        self._stores_all = stores_all or built.side.wants_all
+        self._outgoing = OutgoingBlocks(stores_all=stores_all or built.side.wants_all)
         self._shutdown_seconds = shutdown_seconds
         self._may_load = loads
         self._events = events
@@ -119,9 +117,6 @@ class SchedulerRole:
         self._given_up: list[str] = []
         self._stores: dict[int, list[bytes]] = {}  # jobs under way, with vLLM's keys of the blocks
         self._load_jobs: dict[int, _LoadJob] = {}
-        self._coming: deque[NamedBlock] = deque()  # computed, and to be stored
-        self._void: set[NamedBlock] = set()  # with a name, and never computed
-        self._near: dict[int, bytes] = {}  # blocks near their eviction that were given to the side
         self._hand_overs: list[tuple[str, list[bytes]]] = []
         self._times = StepTimes(prefill)
         self._number = 0
@@ -215,7 +210,7 @@ class SchedulerRole:
         """Whether steps are needed though there are no requests."""
         if self.is_broken:
             return bool(self._loads)
-        return bool(self._stores or self._coming or self._given_up or self._hand_overs)
+        return bool(self._stores or self._outgoing.num_coming or self._given_up or self._hand_overs)
 
     def take_events(self) -> list[Any]:
         """KV cache events since the last call."""
@@ -307,7 +302,12 @@ class SchedulerRole:
 
     def _build(self, output: Any, plan: StepPlan) -> None:
         self._times.scheduled(output, plan.number)
-        evicted, cold = self._outgoing(output)
+        evicted: list[NamedBlock] = []
+        cold: list[NamedBlock] = []
+        if self._watch is not None:
+            evicted, cold = self._outgoing.choose(
+                self._watch, output, self._side.num_wanted_ahead()
+            )
         host_keys = {block.block_id: block.host_key for block in (*evicted, *cold)}
         moves = self._side.build_meta(
             [self._as_evicted(block) for block in evicted], [self._as_evicted(b) for b in cold]
@@ -320,7 +320,7 @@ class SchedulerRole:
         if moves.loads:
             plan.loads += self._as_told(moves)
         plan.moves = moves
-        if self._hand_overs and not self._coming:
+        if self._hand_overs and not self._outgoing.num_coming:
             for request_id, keys in self._hand_overs:
                 self._side.hand_over(request_id, keys)
             self._hand_overs = []
@@ -351,49 +351,6 @@ class SchedulerRole:
         for request_id in told:
             self._loads[request_id].is_told = True
         return list(told.values())
-
-    def _outgoing(self, output: Any) -> tuple[list[NamedBlock], list[NamedBlock]]:
-        """The blocks that this step overwrites, and others that are to be stored beside it."""
-        watch = self._watch
-        if watch is None:
-            return [], []
-        namings, evicted = watch.take_named(), watch.take_evicted()
-        # vLLM names blocks when a step is scheduled that is to compute them. Of a request that was
-        # put off in the same breath nothing is computed.
-        preempted = (output.preempted_req_ids or set()) - output.num_scheduled_tokens.keys()
-        if preempted:
-            for each in namings:
-                if each.request_id in preempted:
-                    self._void.update(each.blocks)
-            namings = [each for each in namings if each.request_id not in preempted]
-        if self._void:
-            void = self._void.intersection(evicted)
-            evicted = [block for block in evicted if block not in void]
-            self._void -= void
-        for block in evicted:
-            self._near.pop(block.block_id, None)
-        most = self._side.num_wanted_ahead()
-        cold: list[NamedBlock] = []
-        if self._stores_all:
-            while self._coming and len(cold) < most:
-                block = self._coming.popleft()
-                if watch.has(block):  # and was not evicted meanwhile
-                    cold.append(block)
-            # The tail of a sequence before its head, as they would be evicted.
-            cold.reverse()
-            self._coming.extend(block for each in namings for block in each.blocks)
-        elif most:
-            new = {block for each in namings for block in each.blocks} | self._void
-            for block in watch.coldest(min(NEAR_BLOCKS, watch.num_blocks() // 4)):
-                if len(cold) < most and block not in new and self._is_new_near(block):
-                    cold.append(block)
-        return evicted, cold
-
-    def _is_new_near(self, block: NamedBlock) -> bool:
-        if self._near.get(block.block_id) == block.host_key:
-            return False
-        self._near[block.block_id] = block.host_key
-        return True
 
     def _take(self, report: StepReport) -> None:
         self._times.ended(report.number)
@@ -441,8 +398,7 @@ class SchedulerRole:
         return params_for_decode(request)
 
     def _reset(self) -> bool:
-        self._coming.clear()
-        self._near.clear()
+        self._outgoing.clear()
         self._side.reset()
         return True
 
@@ -461,11 +417,7 @@ class SchedulerRole:
         self._safely(self._forget_names, None, blocks, may_be_wrong)
 
     def _forget_names(self, blocks: Sequence[NamedBlock], may_be_wrong: bool) -> None:
-        gone = set(blocks)
-        self._coming = deque(block for block in self._coming if block not in gone)
-        self._void -= gone
-        for block in blocks:
-            self._near.pop(block.block_id, None)
+        self._outgoing.forget(blocks)
         named = [self._as_evicted(block) for block in blocks]
         self._side.names_dropped(named)
         if may_be_wrong:
