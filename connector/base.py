@@ -37,12 +37,11 @@ Knows nothing of schedulers or models: requests and pools are seen through small
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ..tiers.block import DIGEST_BYTES
 from ..tiers.context import NO_CONTEXT, RequestContext
 
 if TYPE_CHECKING:
@@ -91,31 +90,14 @@ class Match(NamedTuple):
 NO_MATCH = Match(0, MatchKind.NONE)
 
 
-GROUP_BYTES = 2  # of a key
-
-
 class EvictedBlock(NamedTuple):
     """A pool block that lost its hash in this step and will be overwritten by it. It has a page in
-    one cache group, or in several that follow each other: `pages_of` tells them apart."""
+    one cache group, or in several that follow each other: `page_names.pages_of` tells them
+    apart."""
 
     block_id: int  # of its first page; the next ones have the next ids
     key: bytes  # digest | group u16, as the block pool names that page
     num_pages: int = 1
-
-
-def pages_of(blocks: Iterable[EvictedBlock]) -> list[EvictedBlock]:
-    """Each page of these blocks by itself."""
-    pages = []
-    for block in blocks:
-        block_id, key, num_pages = block
-        if num_pages == 1:
-            pages.append(block)
-            continue
-        digest, group = key[:DIGEST_BYTES], int.from_bytes(key[DIGEST_BYTES:], "little")
-        for place in range(num_pages):
-            suffix = (group + place).to_bytes(GROUP_BYTES, "little")
-            pages.append(EvictedBlock(block_id + place, digest + suffix))
-    return pages
 
 
 # One list of block ids for each cache group, as long as one another.

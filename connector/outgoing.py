@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..tiers.block import DIGEST_BYTES
 from ..tiers.hierarchy.hierarchy import Hierarchy, StoreTicket
-from .base import GROUP_BYTES, ConnectorMetadata, CopyJob, EvictedBlock, pages_of
+from .base import ConnectorMetadata, CopyJob, EvictedBlock
 from .counters import OffloadCounters
+from .page_names import GROUP_BYTES, group_of, pages_of
 from .parts import Parts
 from .transfer import JobIds
 
@@ -128,7 +128,7 @@ class Outgoing:
             return [(0, blocks)]
         found: dict[int, list[EvictedBlock]] = {}
         for block in blocks:
-            found.setdefault(int.from_bytes(block.key[DIGEST_BYTES:], "little"), []).append(block)
+            found.setdefault(group_of(block.key), []).append(block)
         parts = enumerate(self._parts.all)
         return [(index, found[part.group]) for index, part in parts if part.group in found]
 

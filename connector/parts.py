@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from ..tiers.base import Answer
 from ..tiers.block import key_suffix
 from ..tiers.hierarchy.hierarchy import Hierarchy, Prefix
-from .base import GROUP_BYTES, Part
+from .base import Part
+from .page_names import GROUP_BYTES
 from .transfer import whole_positions
 
 # The first position that the token at a position attends to, or any token after it.

@@ -12,7 +12,6 @@ import atexit
 import itertools
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -26,6 +25,19 @@ from .client.base import EngineClient, EngineDead
 from .embeds import read_embeds, write_embeds
 from .logs import LOG_LEVELS
 from .models.checkpoint.generation_config import load_default_sampling
+from .offline.arguments import (
+    NO_LISTS,
+    Conversation,
+    Prompt,
+    check_salt,
+    check_switch,
+    conversations_in,
+    naming,
+    params_for,
+    priorities_for,
+    prompts_in,
+    type_name,
+)
 from .offline.outputs import EmbeddingRequestOutput, RequestOutput
 from .offline.runs import CheckedPrompt, PromptRunner
 from .options import engine_config
@@ -88,10 +100,6 @@ class EventLoopThread:
             self._loop.close()
 
 
-Prompt = str | Sequence[int] | npt.NDArray[Any]
-Conversation = Sequence[Mapping[str, Any]]
-# They can be gone through, but for other things than these, or in no order.
-_NO_LISTS = (bytes, bytearray, memoryview, dict, set, frozenset)
 # Beyond the time that the tiers are given to write back.
 _CLOSE_GRACE_SECONDS = 10.0
 
@@ -154,13 +162,13 @@ class LLM:
         finish reason "error", and the others go on.
         """
         self._check_open()
-        _check_switch("use_tqdm", use_tqdm)
-        chosen = _list_of(prompts)
-        params = _params_for(len(chosen), sampling_params, "prompts")
-        priorities = _priorities_for(len(chosen), priority, "prompts")
+        check_switch("use_tqdm", use_tqdm)
+        chosen = prompts_in(prompts)
+        params = params_for(len(chosen), sampling_params, "prompts")
+        priorities = priorities_for(len(chosen), priority, "prompts")
         checked = []
         for index, (prompt, own) in enumerate(zip(chosen, params, strict=True)):
-            with _named(f"prompt {index}"):
+            with naming(f"prompt {index}"):
                 request = self._request(prompt, own, cache_salt, priorities[index])
             checked.append(CheckedPrompt(request, prompt if isinstance(prompt, str) else None))
         return self._run(checked, use_tqdm)
@@ -189,13 +197,13 @@ class LLM:
         split off as `reasoning` where the model's marks are known. The rest is as in `generate`.
         """
         self._check_open()
-        _check_switch("use_tqdm", use_tqdm)
+        check_switch("use_tqdm", use_tqdm)
         from .api.openai.conversation import ChatOptions, ConversationRenderer
         from .api.openai.outputs.tools import template_tools_of
 
-        conversations = _conversations_of(messages)
-        params = _params_for(len(conversations), sampling_params, "conversations")
-        priorities = _priorities_for(len(conversations), priority, "conversations")
+        conversations = conversations_in(messages)
+        params = params_for(len(conversations), sampling_params, "conversations")
+        priorities = priorities_for(len(conversations), priority, "conversations")
         tokenizer, longest = self._need_tokenizer(), self._client.ready.max_model_len - 1
         goes_on = continue_final_message
         options = ChatOptions(add_generation_prompt, goes_on, chat_template_kwargs)
@@ -203,7 +211,7 @@ class LLM:
         renderer = ConversationRenderer(self.config.model.path, tokenizer, chat_template)
         checked = []
         for index, (conversation, own) in enumerate(zip(conversations, params, strict=True)):
-            with _named(f"conversation {index}"):
+            with naming(f"conversation {index}"):
                 text = self._loop.run(renderer.render(conversation, options, shown))
                 # The template has written the special tokens itself.
                 ids = tokenizer.encode(text, add_special_tokens=False, max_tokens=longest)
@@ -227,13 +235,13 @@ class LLM:
         option `pooling` says, of length 1 if `normalize`. Raises as `generate` does, and ValueError
         for fewer `dimensions` where the model's config.json does not allow any."""
         self._check_open()
-        _check_switch("use_tqdm", use_tqdm)
-        _check_switch("normalize", normalize)
+        check_switch("use_tqdm", use_tqdm)
+        check_switch("normalize", normalize)
         path, pooling = self.config.model.path, self.config.model.pooling
         Dimensions.load(path).check(dimensions, self._client.ready.hidden_size)
         checked = []
-        for index, prompt in enumerate(_list_of(prompts)):
-            with _named(f"prompt {index}"):
+        for index, prompt in enumerate(prompts_in(prompts)):
+            with naming(f"prompt {index}"):
                 request = self._request(prompt, EMBEDDING_PARAMS, cache_salt)
             text = prompt if isinstance(prompt, str) else None
             checked.append(CheckedPrompt(with_pooling(request, pooling), text))
@@ -330,8 +338,8 @@ class LLM:
         """Check a prompt and make it a request; raises ValueError."""
         self._check_open()
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling parameters are SamplingParams, not {_kind(params)}")
-        _check_salt(cache_salt)
+            raise ValueError(f"sampling parameters are SamplingParams, not {type_name(params)}")
+        check_salt(cache_salt)
         ready = self._client.ready
         longest = ready.max_model_len - 1
         extras = None
@@ -340,9 +348,9 @@ class LLM:
             ids: Sequence[int] = [0] * len(prompt)
         elif isinstance(prompt, str):
             ids = self._need_tokenizer().encode(prompt, max_tokens=longest)
-        elif isinstance(prompt, _NO_LISTS) or not hasattr(prompt, "__len__"):
+        elif isinstance(prompt, NO_LISTS) or not hasattr(prompt, "__len__"):
             raise ValueError(
-                f"a prompt is a text or a list of token ids, not {_kind(prompt)}; put a single "
+                f"a prompt is a text or a list of token ids, not {type_name(prompt)}; put a single "
                 "list of ids into a list"
             )
         else:
@@ -417,84 +425,6 @@ def _embeds_extras(
     data = write_embeds(prompt)
     read_embeds(data, hidden_size, longest)
     return RequestExtras(prompt_embeds=data)
-
-
-def _list_of(prompts: Any) -> list[Any]:
-    """Several prompts, or the only one; raises ValueError for what can be neither."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, _NO_LISTS) or not hasattr(prompts, "__iter__"):
-        raise ValueError(f"prompts are a text or a list of prompts, not {_kind(prompts)}")
-    return list(prompts)
-
-
-def _check_salt(salt: object) -> None:
-    try:
-        is_text = isinstance(salt, str) and salt.encode() is not None
-    except UnicodeEncodeError:
-        is_text = False
-    if not is_text:
-        raise ValueError(f"cache_salt is a text of valid Unicode, not {salt!r}")
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
-
-
-def _params_for(
-    count: int, given: SamplingParams | Sequence[SamplingParams] | None, what: str
-) -> Sequence[SamplingParams]:
-    """One for each prompt; raises ValueError where the numbers differ."""
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
-    if not isinstance(given, list | tuple):
-        raise ValueError(f"sampling parameters are SamplingParams or a list, not {_kind(given)}")
-    if len(given) != count:
-        raise ValueError(
-            f"{count} {what} need one or {count} sampling parameters, not {len(given)}"
-        )
-    return given
-
-
-def _priorities_for(count: int, given: Sequence[int] | None, what: str) -> Sequence[int]:
-    """One for each prompt; raises ValueError where the numbers differ, or are none."""
-    if given is None:
-        return [0] * count
-    if not isinstance(given, list | tuple):
-        raise ValueError(f"priority is a list of whole numbers, not {_kind(given)}")
-    if len(given) != count:
-        raise ValueError(f"priority has {len(given)} numbers for {count} {what}")
-    for each in given:
-        if isinstance(each, bool) or not isinstance(each, int):
-            raise ValueError(f"priority is a list of whole numbers, and holds {_kind(each)}")
-    return given
-
-
-def _conversations_of(messages: Any) -> list[Any]:
-    """Several conversations, or the only one; raises ValueError for what can be neither."""
-    if isinstance(messages, list | tuple):
-        if all(isinstance(each, list | tuple) for each in messages):
-            return list(messages)
-        if all(isinstance(each, Mapping) for each in messages):
-            return [messages]
-    raise ValueError(
-        "messages are a list of dicts, each with `role` and `content`, or a list of such lists, "
-        f"not {format_value(messages)}"
-    )
-
-
-@contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Says of what it is that a ValueError is about."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{what}: {error}") from error
-
-
-def _check_switch(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} takes True or False, not {format_value(value)}")
 
 
 async def _in_process_client(core: EngineCore) -> EngineClient:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clock for tests, in the place of a module's `time`."""
+"""A clock for tests: in the place of a module's `time`, or of its `time.monotonic`."""
 
 from __future__ import annotations
 
@@ -12,3 +12,5 @@ class Clock:
 
     def monotonic(self) -> float:
         return self.now
+
+    __call__ = monotonic

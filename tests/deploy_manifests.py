@@ -14,10 +14,11 @@ from unittest import mock
 
 import yaml
 
-from stratakv.engine.cli import cache_server, route
+from stratakv.engine.cli import route
 from stratakv.engine.cli.args import Parser, engine_options_of
 from stratakv.engine.config import EngineConfig
 from stratakv.engine.options import engine_config
+from stratakv.engine.settings.cache_server import read_options
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
@@ -98,7 +99,7 @@ def parse(words: Sequence[str], environment: Mapping[str, str] | None = None) ->
         if command == "route":
             return route.router_config(args)
         if command == "cache-server":
-            return cache_server._read_options(args, os.environ)
+            return read_options(vars(args), os.environ)
         return args
 
 

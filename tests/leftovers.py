@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from stratakv.connector.base import NullConnectorWorker, pages_of
+from stratakv.connector.base import NullConnectorWorker
+from stratakv.connector.page_names import pages_of
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.executor import InProcessExecutor
 from stratakv.engine.scheduler.scheduler import Scheduler

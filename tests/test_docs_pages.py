@@ -7,7 +7,6 @@ left out, with the reason.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import re
@@ -22,9 +21,9 @@ from pathlib import Path
 import pytest
 
 from stratakv.connector.vllm.settings import read_settings
-from stratakv.engine.cli import cache_server
 from stratakv.engine.cli.args import Parser
 from stratakv.engine.cli.main import COMMANDS, main
+from stratakv.engine.settings.cache_server import read_options
 from stratakv.engine.settings.environment import OTHER_VARIABLES
 from stratakv.engine.settings.schema import SCHEMA, variable_of
 
@@ -343,7 +342,7 @@ def test_the_environment_of_the_units() -> None:
 def test_the_variables_of_the_image() -> None:
     run = _command("deploy/README.md", "podman run --rm -p 9400")
     given = dict(word.split("=", 1) for word in shlex.split(run) if word.startswith("STRATAKV_"))
-    options = cache_server._read_options(argparse.Namespace(config=None), given)
+    options = read_options({}, given)
     assert options["cpu_bytes"] == 8 * 2**30 and options["ssd_bytes"] == 100 * 2**30
     assert len(given) == 5
 

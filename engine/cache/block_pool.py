@@ -3,7 +3,8 @@
 
 One pool serves all cache groups. A block has a page in one of them, or in several that attend alike
 (`group_spec.pages_per_block`); it is held, named and reused as one, so what is true of one of its
-pages is true of all. Counts and names that others see are those of pages (`page_names.py`).
+pages is true of all. Counts and names that others see are those of pages
+(`connector/page_names.py`).
 
 A block is in one of these states:
 
@@ -42,10 +43,10 @@ from functools import partial
 from itertools import takewhile
 
 from ...connector.base import EvictedBlock
+from ...connector.page_names import block_keys, group_suffix, page_keys
 from ..observer import Observer
 from .cold_blocks import ColdBlocks
 from .kv_block import FreeBlockQueue, KVCacheBlock
-from .page_names import block_keys, group_suffix, page_keys
 from .residency import Residency
 
 # From a triple, at half the price of the class itself; a step may evict thousands.

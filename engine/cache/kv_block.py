@@ -173,3 +173,16 @@ class FreeBlockQueue:
             before = block
         after.prev_free = before
         self.num_free += len(blocks)
+
+
+def page_ids(block_ids: Sequence[int], place: int) -> list[int]:
+    """The pages of blocks in the group that comes `place` after their first one."""
+    return [block_id and block_id + place for block_id in block_ids]  # 0 is the null block
+
+
+def page_tables(blocks: Sequence[Sequence[KVCacheBlock]], width: int) -> BlockIds:
+    """The ids of blocks, as of tables, in every group: `width` of them share the blocks of each."""
+    ids = [[block.block_id for block in each] for each in blocks]
+    if width == 1:
+        return tuple(ids)
+    return tuple([page_ids(each, place) for each in ids for place in range(width)])

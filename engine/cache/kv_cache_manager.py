@@ -48,7 +48,8 @@ class KVCacheManager:
         that attend to everything. `most_step_tokens`: the most that a step computes of a request,
         which bounds what groups with windows hold. `hash_block_size`: the tokens of a digest of
         `Request.block_hashes`, if not those of a block. `drops_last_hit`: the last block of a hit
-        is computed again, for a proposer that needs the hidden states of its tokens.
+        is computed again, for a proposer that needs the hidden states of its tokens. No option sets
+        either yet: rows A6 and A7 of docs/rows.md ask for them, for drafters and hybrid models.
 
         Raises ValueError for digests of which no whole number make a block.
         """

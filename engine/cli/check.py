@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from ...tiers.cache_server.tenant_stores import remove_left, stores_left
-from ...tiers.check import check_store
 from ...tiers.errors import TierConfigError
 from ...tiers.mac_key import MacKey, read_mac_key
 from ...tiers.settings import readers
 from ...tiers.settings.format import one_line
 from ...tiers.settings.sizes import rough_size
 from ...tiers.settings.values import ConfigError
+from ...tiers.ssd.check import check_store
 from ...tiers.ssd.folder.reconcile import CheckResult
 
 DESCRIPTION = "Check an SSD tier that no engine uses: its index against its records, and back."

@@ -27,9 +27,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from ...connector.base import KVConnectorScheduler, LoadReport
+from ..cache.kv_block import page_tables
 from ..cache.kv_cache_coordinator import GroupBlocks
 from ..cache.kv_cache_manager import KVCacheManager
-from ..cache.page_names import page_tables
 from ..observer import Observer
 from ..request import Progress, Request, RequestStatus
 

@@ -108,9 +108,15 @@ class PackedMatrix:
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` (int64 `[n]`) of the matrix as they were given, `[n, ins]`; not of a pair. A
         row's numbers lie a panel apart, which costs some 6 ns each: right for a step's embeddings,
-        so that a matrix that is also the output's is there once."""
+        so that a matrix that is also the output's is there once. Raises IndexError for an id that
+        names no row."""
         if self.matrix.is_pair:
             raise ValueError("expected one matrix to look rows up in, got a pair")
+        # Behind the last row lie panels too, and a negative id counts from their end. One
+        # comparison finds both: as an unsigned number a negative one is larger than any other.
+        if len(ids) and (last := int(ids.numpy().view(np.uint64).max())) >= self.outs:
+            wrong = last if last < 2**63 else last - 2**64
+            raise IndexError(f"expected rows from 0 to {self.outs - 1}, got {wrong}")
         panels = self._packed.view(-1, self.ins, self._panel)
         return panels[ids // self._panel, :, ids % self._panel]
 

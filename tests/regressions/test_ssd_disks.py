@@ -18,9 +18,9 @@ import pytest
 
 from stratakv.connector.build import OffloadSettings, build_offload
 from stratakv.tiers.base import Answer, Stored
-from stratakv.tiers.check import check_store
 from stratakv.tiers.errors import TierConfigError, TierDown
 from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.check import check_store
 from stratakv.tiers.ssd.folder import opening
 from stratakv.tiers.ssd.watched import WatchedStore
 from stratakv.tiers.tier_settings import CpuSettings, SsdSettings

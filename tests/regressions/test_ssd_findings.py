@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from stratakv.tiers.base import Answer
-from stratakv.tiers.check import check_store
 from stratakv.tiers.errors import TierConfigError, TierDown
 from stratakv.tiers.remote.transfer_queue import RemoteLate
 from stratakv.tiers.remote.transfers import Transfer, Transfers
 from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.check import check_store
 from stratakv.tiers.ssd.disk import slot_file
 from stratakv.tiers.ssd.disk.disk_queue import AioContext
 from stratakv.tiers.ssd.disk.io_pool import IoLane

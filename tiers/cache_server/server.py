@@ -293,7 +293,7 @@ class CacheServer:
         service, tenant_stores = self._service, self.tenant_stores.open_tenant_stores()
         result: dict[str, tuple[str, float]] = {
             "calls_running": ("Calls that run.", self._guard.running),
-            "rooms_ready": ("Rooms whose memory is there.", len(tenant_stores)),
+            "rooms_ready": ("Tenant stores whose memory is there.", len(tenant_stores)),
             "tickets": ("Tickets for data connections, not used yet.", len(self._tickets)),
         }
         result["certificate_end_time_seconds"] = (

@@ -4,7 +4,7 @@
 From the prompts it is told of it learns how soon blocks are used again, by turn, pace and kind
 (`runs.py`), as a function of age (`reuse_model.py`); what that is worth is weighed by what a miss
 costs. Nothing is tuned beforehand: until it has seen enough, and whenever LRU would have served
-more (`trial.py`), it is LRU. Tails go before heads: a block whose followers in some chain are held
+more (`Trial`), it is LRU. Tails go before heads: a block whose followers in some chain are held
 goes after them, as far as others may go. Until the first `observe` it is LRU and costs what LRU
 costs, for owners that hear of blocks but not of prompts.
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps blocks on a local disk; never imports torch, the connector or the engine.
 
-store     what the hierarchy calls; look-ups
-opening   directory, guard (with scan in a child process), identity, space: from a path to a
-          running store
-reader    slots → buffers, verified          writer   buffers → slots → rows, in safe order
-slot_index in memory (slot_list, free_slots)   index_file in LMDB   slot_file the records
-reconcile: the parts of `tiers/check.py`
-inventory: which stores there are, without opening one
+store.py           what the hierarchy calls; look-ups
+several_disks.py   several stores as one              watched.py   one whose disk comes and goes
+reader.py          slots → buffers, verified          writer.py    buffers → slots → rows, in order
+index/             what is in which slot, in memory and in LMDB
+disk/              the file of slots, and the threads that read and write it
+folder/            from a path to a running store: lock, identity, other formats, sizes
+check.py           index against records, of a store that is not open
 """
 
 from .store import SsdStore

@@ -22,16 +22,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from ....tiers.base import Answer
-from ....tiers.block import DIGEST_BYTES
 from ....tiers.settings.values import ConfigError
 from ...base import (
-    GROUP_BYTES,
     NOTHING_FINISHED,
     NOTHING_TO_MOVE,
     ConnectorMetadata,
@@ -40,11 +37,13 @@ from ...base import (
     MatchKind,
 )
 from ...build import BuiltSide
+from ...page_names import NAME_BYTES
 from ...parts import Parts
 from ...rates import PrefillRate
 from ..identity import ChunkKeys
 from .events import TierEvents
 from .groups import NULL_BLOCK
+from .outgoing import OutgoingBlocks
 from .pool_watch import NamedBlock, PoolWatch
 from .requests import HostRequest, StepTimes, asks_for, params_for_decode
 from .steps import PartLoad, RequestLoad, SlabPlace, StepPlan, StepReport
@@ -53,9 +52,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_POOL_KEY_BYTES = DIGEST_BYTES + GROUP_BYTES  # digest and group, as our own pool names blocks
-# How far ahead of the evictions blocks are copied that lie in vLLM's free queue.
-NEAR_BLOCKS = 256
 # Whatever is due by the clock has its alarm in the tiers; should one be missed, it costs this.
 LOOK_SECONDS = 0.25
 CLOSE_SECONDS = 2.0
@@ -104,7 +100,7 @@ class SchedulerRole:
         self._block_tokens = block_tokens
         self._parts = parts
         self.num_groups = parts.num_groups
-        self._stores_all = stores_all or built.side.wants_all
+        self._outgoing = OutgoingBlocks(stores_all=stores_all or built.side.wants_all)
         self._shutdown_seconds = shutdown_seconds
         self._may_load = loads
         self._events = events
@@ -121,9 +117,6 @@ class SchedulerRole:
         self._given_up: list[str] = []
         self._stores: dict[int, list[bytes]] = {}  # jobs under way, with vLLM's keys of the blocks
         self._load_jobs: dict[int, _LoadJob] = {}
-        self._coming: deque[NamedBlock] = deque()  # computed, and to be stored
-        self._void: set[NamedBlock] = set()  # with a name, and never computed
-        self._near: dict[int, bytes] = {}  # blocks near their eviction that were given to the side
         self._hand_overs: list[tuple[str, list[bytes]]] = []
         self._times = StepTimes(prefill)
         self._number = 0
@@ -217,7 +210,7 @@ class SchedulerRole:
         """Whether steps are needed though there are no requests."""
         if self.is_broken:
             return bool(self._loads)
-        return bool(self._stores or self._coming or self._given_up or self._hand_overs)
+        return bool(self._stores or self._outgoing.num_coming or self._given_up or self._hand_overs)
 
     def take_events(self) -> list[Any]:
         """KV cache events since the last call."""
@@ -309,7 +302,12 @@ class SchedulerRole:
 
     def _build(self, output: Any, plan: StepPlan) -> None:
         self._times.scheduled(output, plan.number)
-        evicted, cold = self._outgoing(output)
+        evicted: list[NamedBlock] = []
+        cold: list[NamedBlock] = []
+        if self._watch is not None:
+            evicted, cold = self._outgoing.choose(
+                self._watch, output, self._side.num_wanted_ahead()
+            )
         host_keys = {block.block_id: block.host_key for block in (*evicted, *cold)}
         moves = self._side.build_meta(
             [self._as_evicted(block) for block in evicted], [self._as_evicted(b) for b in cold]
@@ -322,7 +320,7 @@ class SchedulerRole:
         if moves.loads:
             plan.loads += self._as_told(moves)
         plan.moves = moves
-        if self._hand_overs and not self._coming:
+        if self._hand_overs and not self._outgoing.num_coming:
             for request_id, keys in self._hand_overs:
                 self._side.hand_over(request_id, keys)
             self._hand_overs = []
@@ -354,49 +352,6 @@ class SchedulerRole:
             self._loads[request_id].is_told = True
         return list(told.values())
 
-    def _outgoing(self, output: Any) -> tuple[list[NamedBlock], list[NamedBlock]]:
-        """The blocks that this step overwrites, and others that are to be stored beside it."""
-        watch = self._watch
-        if watch is None:
-            return [], []
-        namings, evicted = watch.take_named(), watch.take_evicted()
-        # vLLM names blocks when a step is scheduled that is to compute them. Of a request that was
-        # put off in the same breath nothing is computed.
-        preempted = (output.preempted_req_ids or set()) - output.num_scheduled_tokens.keys()
-        if preempted:
-            for each in namings:
-                if each.request_id in preempted:
-                    self._void.update(each.blocks)
-            namings = [each for each in namings if each.request_id not in preempted]
-        if self._void:
-            void = self._void.intersection(evicted)
-            evicted = [block for block in evicted if block not in void]
-            self._void -= void
-        for block in evicted:
-            self._near.pop(block.block_id, None)
-        most = self._side.num_wanted_ahead()
-        cold: list[NamedBlock] = []
-        if self._stores_all:
-            while self._coming and len(cold) < most:
-                block = self._coming.popleft()
-                if watch.has(block):  # and was not evicted meanwhile
-                    cold.append(block)
-            # The tail of a sequence before its head, as they would be evicted.
-            cold.reverse()
-            self._coming.extend(block for each in namings for block in each.blocks)
-        elif most:
-            new = {block for each in namings for block in each.blocks} | self._void
-            for block in watch.coldest(min(NEAR_BLOCKS, watch.num_blocks() // 4)):
-                if len(cold) < most and block not in new and self._is_new_near(block):
-                    cold.append(block)
-        return evicted, cold
-
-    def _is_new_near(self, block: NamedBlock) -> bool:
-        if self._near.get(block.block_id) == block.host_key:
-            return False
-        self._near[block.block_id] = block.host_key
-        return True
-
     def _take(self, report: StepReport) -> None:
         self._times.ended(report.number)
         for job_id, positions in report.damaged.items():
@@ -425,7 +380,7 @@ class SchedulerRole:
             return
         log.error("%d blocks were damaged in memory; they are computed", len(positions))
         self.damaged_blocks += len(positions)
-        self._side.drop([job.keys[i][:_POOL_KEY_BYTES] for i in positions], "damaged")
+        self._side.drop([job.keys[i][:NAME_BYTES] for i in positions], "damaged")
 
     def _finished(self, request: Any) -> dict[str, Any] | None:
         view = self._requests.pop(request.request_id, None)
@@ -438,13 +393,12 @@ class SchedulerRole:
                 request.num_computed_tokens // self._block_tokens, len(view.block_hashes)
             )
             keys = self._parts.keys_of(view.block_hashes[:num_blocks])
-            needed = [keys[i][:_POOL_KEY_BYTES] for i in self._parts.needed(0, num_blocks)]
+            needed = [keys[i][:NAME_BYTES] for i in self._parts.needed(0, num_blocks)]
             self._hand_overs.append((request.request_id, list(dict.fromkeys(needed))))
         return params_for_decode(request)
 
     def _reset(self) -> bool:
-        self._coming.clear()
-        self._near.clear()
+        self._outgoing.clear()
         self._side.reset()
         return True
 
@@ -463,18 +417,14 @@ class SchedulerRole:
         self._safely(self._forget_names, None, blocks, may_be_wrong)
 
     def _forget_names(self, blocks: Sequence[NamedBlock], may_be_wrong: bool) -> None:
-        gone = set(blocks)
-        self._coming = deque(block for block in self._coming if block not in gone)
-        self._void -= gone
-        for block in blocks:
-            self._near.pop(block.block_id, None)
+        self._outgoing.forget(blocks)
         named = [self._as_evicted(block) for block in blocks]
         self._side.names_dropped(named)
         if may_be_wrong:
             self._side.drop([block.key for block in named], "invalid")
 
     def _as_evicted(self, block: NamedBlock) -> EvictedBlock:
-        return EvictedBlock(block.block_id, self._keys.of(block.host_key)[:_POOL_KEY_BYTES])
+        return EvictedBlock(block.block_id, self._keys.of(block.host_key)[:NAME_BYTES])
 
     def _view(self, request: Any) -> HostRequest:
         view = self._requests.get(request.request_id)

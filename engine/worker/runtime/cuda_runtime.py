@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA behind `device_runtime.py` and `memory_profile.py`: staging memory, events, graphs, memory.
+"""CUDA behind `device_runtime.py`: staging memory, events, graphs, and how much memory is free.
 
 Everything runs in the device's current stream. Imported only where a GPU was asked for.
 """

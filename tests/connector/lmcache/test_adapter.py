@@ -20,6 +20,7 @@ import pytest
 from stratakv.tiers.settings.values import ConfigError
 
 from ...tiers.cache_server.rig import running_server, server_process
+from ...tiers.ssd.stores import damage_records
 from ..recorded_host import base_class, check_methods, install, read_record, set_version
 
 RECORD = read_record("lmcache")
@@ -266,12 +267,7 @@ def test_damaged_bytes_are_a_miss(adapters: Callable[..., Any], tmp_path: Path) 
     first = adapters(ssd_path=str(tmp_path))
     store(first, keys, values)
     first.close()
-    for path in tmp_path.rglob("*"):
-        if path.is_file() and path.stat().st_size > 1 << 16 and "mdb" not in path.name:
-            data = bytearray(path.read_bytes())
-            for at in range(0, len(data), 997):
-                data[at] ^= 0x55
-            path.write_bytes(data)
+    damage_records(tmp_path)
     second = adapters(ssd_path=str(tmp_path))
     assert read_equal(second, keys, values) == [False] * 8
     assert lookup(second, keys) == [False] * 8  # nobody asks for them again

@@ -19,17 +19,10 @@ from stratakv.engine.cli.main import main
 from stratakv.tiers.settings.values import ConfigError
 
 from ...tiers.cache_server.rig import server_process
+from .fake_connector_host import BASE, ConnectorHost, host, kv_cache_config, newest, vllm_config
 from .fake_host import signature_of
-from .fake_scheduler import (
-    BASE,
-    BLOCK,
-    ConnectorHost,
-    Vllm,
-    host,
-    kv_cache_config,
-    newest,
-    vllm_config,
-)
+from .fake_pool import BLOCK
+from .fake_scheduler import Vllm
 
 __all__ = ["host", "newest"]
 

@@ -16,8 +16,9 @@ from stratakv.tiers.block import pack_key
 from stratakv.tiers.settings.values import ConfigError
 
 from ...tiers.cache_server.rig import server_process
+from .fake_connector_host import PAGE_BYTES, ConnectorHost, kv_cache_config, newest
 from .fake_pool import BLOCK, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
-from .fake_scheduler import PAGE_BYTES, ConnectorHost, Vllm, kv_cache_config, newest
+from .fake_scheduler import Vllm
 from .test_connector import open_one, prompt, push_out, stats_of, wait_for, with_ssd
 
 __all__ = ["newest"]

@@ -7,7 +7,8 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Coroutine, Iterator, Mapping
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ from stratakv.engine.text.reasoning import find_marks
 from stratakv.engine.text.tokenizer import Tokenizer
 
 from ...offload_config import offload_config
+from ...threads import WAIT_SECONDS
 
 T = TypeVar("T")
 
@@ -227,3 +229,13 @@ def _write_tokenizer(directory: Path) -> None:
     fast.save(str(directory / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    """Wait for it to come true; whether it did."""
+    end = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False

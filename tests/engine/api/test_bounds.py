@@ -8,7 +8,7 @@ import json
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from stratakv.engine.api.openai.body import decode_body
 from stratakv.engine.api.openai.protocol import CompletionRequest
 from stratakv.engine.api.settings import ApiSettings
 from stratakv.engine.sampling_params import SamplingParams, child_params
+
+from .conftest import until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -42,15 +44,6 @@ def live(server: Any, model_path: Path) -> Iterator[Any]:
 def narrow(live: Any) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=live.url, timeout=30, verify=False) as client:
         yield client
-
-
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def refused(response: httpx.Response, code: str) -> dict[str, Any]:

@@ -6,8 +6,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,8 @@ import pytest
 from stratakv.engine.api.openai.protocol import ChatRequest, CompletionRequest
 from stratakv.engine.api.settings import ApiSettings
 
+from .conftest import until
+
 HELLO: Any = [{"role": "user", "content": "hello world"}]
 IDS = [5, 9, 33, 270, 4, 11, 12, 13]
 GREEDY: Any = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -29,15 +29,6 @@ OF_THE_LIBRARY = {"self", "extra_body", "extra_headers", "extra_query", "timeout
 def extra(**fields: Any) -> Any:
     """Fields that the library does not know."""
     return {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True, **fields}}
-
-
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,7 @@ from stratakv.engine.cache.kv_block import KVCacheBlock
 from stratakv.engine.cache.residency import MAX_SAMPLED_BLOCKS, Residency
 from stratakv.tiers.histogram import Histogram
 
-
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from ...clock import Clock
 
 
 @pytest.fixture

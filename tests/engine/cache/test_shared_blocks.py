@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import pytest
 
-from stratakv.connector.base import EvictedBlock, pages_of
+from stratakv.connector.base import EvictedBlock
+from stratakv.connector.page_names import block_keys, page_keys, pages_of
 from stratakv.engine.cache.block_pool import BlockPool
 from stratakv.engine.cache.group_spec import pages_per_block
+from stratakv.engine.cache.kv_block import page_ids
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager
-from stratakv.engine.cache.page_names import block_keys, page_ids, page_keys
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
 from stratakv.engine.observer import Observer
 from stratakv.engine.request import Request

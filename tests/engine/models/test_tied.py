@@ -42,6 +42,14 @@ def test_rows_of_a_packed_matrix_are_those_it_was_made_of(dtype, shape) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("wrong", [-1, -(2**63), 5, 7, 2**63 - 1])
+def test_an_id_that_names_no_row_is_refused(wrong) -> None:
+    packed = PackedMatrix((torch.randn(5, 8),))  # behind its five rows the panel has others
+    with pytest.raises(IndexError, match=f"rows from 0 to 4, got {wrong}$"):
+        packed.rows(torch.tensor([0, wrong, 4]))
+
+
+@needs_library
 def test_rows_of_a_pair_are_refused() -> None:
     pair = PackedMatrix((torch.randn(4, 8), torch.randn(4, 8)))
     with pytest.raises(ValueError, match="got a pair"):

@@ -14,7 +14,8 @@ import pytest
 
 from stratakv.engine.router.nodes import Role
 
-from .rig import LONG, NUM_TOKENS, FakeNode, Fault, Rig, check, rig, until
+from .fake_node import NUM_TOKENS, FakeNode, Fault
+from .rig import LONG, Rig, check, rig, until
 
 # Before anything of an answer: nothing was sent to the client, so another node can answer.
 SILENT = [

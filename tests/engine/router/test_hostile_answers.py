@@ -12,7 +12,8 @@ import pytest
 
 from stratakv.engine.router import app
 
-from .rig import NUM_TOKENS, FakeNode, Fault, Rig, Seen, check, rig, tokens_of, until
+from .fake_node import NUM_TOKENS, FakeNode, Fault, Seen, tokens_of
+from .rig import Rig, check, rig, until
 
 EVENT = b'data: {"choices": [{"text": "x"}]}\n\n'
 DONE = b"data: [DONE]\n\n"

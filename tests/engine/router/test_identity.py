@@ -18,7 +18,8 @@ from stratakv.engine.router.identity import find_difference, read_identity
 from stratakv.engine.router.nodes import HOPELESS_LOOKS, LeastLoaded, Node, Nodes, Role
 from stratakv.engine.router.settings import NodeAddress
 
-from .rig import WAIT_SECONDS, FakeNode, Rig, check, rig
+from .fake_node import FakeNode
+from .rig import WAIT_SECONDS, Rig, check, rig
 
 ONE = {
     "object": "stratakv.node",

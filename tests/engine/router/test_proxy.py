@@ -16,7 +16,8 @@ import trustme
 from stratakv.engine.router.metrics import OUTCOMES
 from stratakv.engine.router.nodes import Choice, Facts, Node, Role
 
-from .rig import LONG, FakeNode, Fault, check, rig, tokens_of, until
+from .fake_node import FakeNode, Fault, tokens_of
+from .rig import LONG, check, rig, until
 
 SHORT = "a short prompt"
 HANDED_OVER = {"do_remote_prefill": True, "remote_host": "10.0.0.9", "strata": {"ticket": "7"}}

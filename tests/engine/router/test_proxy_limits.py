@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 
-from .rig import LONG, WIDE, Fault, check, rig, until
+from .fake_node import WIDE, Fault
+from .rig import LONG, check, rig, until
 
 SHORT = "a short prompt"
 

@@ -19,7 +19,8 @@ from stratakv.engine.router.app import Router
 from stratakv.engine.router.metrics import OUTCOMES
 from stratakv.engine.router.settings import read_node
 
-from .rig import Exchange, FakeNode, Fault, check, make_config, until
+from .fake_node import FakeNode, Fault
+from .rig import Exchange, check, make_config, until
 
 SHORT = "a short prompt"
 READY = re.compile(

@@ -15,10 +15,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from stratakv.connector.base import (
-    EvictedBlock,
-    pages_of,
-)
+from stratakv.connector.base import EvictedBlock
+from stratakv.connector.page_names import pages_of
 from stratakv.engine.cache.block_hash import make_block_hasher
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager
 from stratakv.engine.config import SchedulerConfig

@@ -24,7 +24,7 @@ from stratakv.connector.base import (
     MatchKind,
     RequestView,
 )
-from stratakv.engine.cache.page_names import group_suffix
+from stratakv.connector.page_names import group_suffix
 from stratakv.engine.models.layer_attention import LayerAttention, full
 
 SIZE = 4  # tokens in a block

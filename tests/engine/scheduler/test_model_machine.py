@@ -28,9 +28,9 @@ from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 from stratakv.connector.base import EvictedBlock
+from stratakv.connector.page_names import group_suffix
 from stratakv.engine.cache.kv_block import KVCacheBlock
 from stratakv.engine.cache.kv_cache_coordinator import GroupBlocks
-from stratakv.engine.cache.page_names import group_suffix
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
 from stratakv.engine.request import Request
 from stratakv.engine.sampling_params import SamplingParams

@@ -14,15 +14,8 @@ from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import InvalidBlock, TierBusy
 from stratakv.tiers.wire.status import TooMuch
 
+from ...clock import Clock
 from ..blocks import SMALL, make_keys
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

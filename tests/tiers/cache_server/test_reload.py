@@ -5,7 +5,6 @@ is still there, and what is left as it was where the new ones cannot be.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import datetime
@@ -28,7 +27,7 @@ import grpc
 import pytest
 import trustme
 
-from stratakv.engine.cli import cache_server
+from stratakv.engine.settings.cache_server import read_options, server_settings
 from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.cache_server.access.shares import Shares
 from stratakv.tiers.cache_server.access.tenants import Tenant, Tenants, token_digest
@@ -482,10 +481,10 @@ def metrics_at(port: int) -> str:
 
 def test_a_disk_that_is_gone_is_not_asked_at_a_reload(tmp_path: Path) -> None:
     """The secret lies there, and a token is to be refused nevertheless."""
-    flags = argparse.Namespace(config=None, ssd_path=str(tmp_path / "ssd"), ssd_bytes="16MiB")
-    options = cache_server._read_options(flags, {})
-    first = cache_server._server_settings(options)
+    flags = {"ssd_path": str(tmp_path / "ssd"), "ssd_bytes": "16MiB"}
+    options = read_options(flags, {})
+    first = server_settings(options)
     shutil.rmtree(tmp_path / "ssd")
-    again = cache_server._server_settings(options, first)
+    again = server_settings(options, first)
     assert again.secret == first.secret and again.own_token == first.own_token
     assert not (tmp_path / "ssd").exists(), "and no other secret is made"

@@ -23,11 +23,11 @@ from stratakv.tiers.cache_server.tenant_stores import (
     read_layout_note,
     store_folder,
 )
-from stratakv.tiers.check import check_store
 from stratakv.tiers.contract import make_keys, payload_of
 from stratakv.tiers.errors import TierClosed, TierConfigError, TierDown
 from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.check import check_store
 from stratakv.tiers.tier_settings import SsdSettings
 from stratakv.tiers.wire.frames import State
 from stratakv.tiers.wire.limits import Limits

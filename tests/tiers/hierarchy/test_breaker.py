@@ -19,15 +19,8 @@ from stratakv.tiers.hierarchy.guarded_store import (
     BreakerState,
 )
 
+from ...clock import Clock
 from ..rig import WAIT_SECONDS, Rig, key, with_rig
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

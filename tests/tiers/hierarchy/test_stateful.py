@@ -31,7 +31,6 @@ from hypothesis.stateful import (
 )
 
 from stratakv.tiers.block import BlockLayout, pack_key
-from stratakv.tiers.check import check_store
 from stratakv.tiers.contract import payload_of
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import TierError
@@ -40,6 +39,7 @@ from stratakv.tiers.fault_injection.store import FaultyStore
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy, StoreTicket
 from stratakv.tiers.hierarchy.promotions import LoadTicket
 from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.check import check_store
 
 LAYOUT = BlockLayout(1, 4, 1, 8, "float32")
 CAPACITY = 800_000

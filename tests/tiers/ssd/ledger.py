@@ -11,9 +11,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from stratakv.tiers.check import check_store
 from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.check import check_store
 
 from ..blocks import ODD
 from ..store_contract import SECONDS, fetch, put

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierConfigError
@@ -37,3 +38,13 @@ def batch_of(rows: Sequence[Row]) -> RowBatch:
 
 def store_keys(store: SsdStore) -> list[bytes]:
     return store._state.index.keys()
+
+
+def damage_records(folder: Path) -> None:
+    """Change bytes all over every slot file below a folder."""
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_size > 1 << 16 and "mdb" not in path.name:
+            data = bytearray(path.read_bytes())
+            for at in range(0, len(data), 997):
+                data[at] ^= 0x55
+            path.write_bytes(data)

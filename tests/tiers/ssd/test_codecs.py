@@ -13,12 +13,12 @@ import pytest
 
 from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.block import ALIGNMENT, BlockLayout
-from stratakv.tiers.check import check_store
 from stratakv.tiers.codecs.base import Codec
 from stratakv.tiers.codecs.lossless import LosslessCodec
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.record import HEADER_BYTES, Defect, RecordHeader, encode_header
 from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.check import check_store
 from stratakv.tiers.ssd.disk.slot_file import SlotFile
 from stratakv.tiers.ssd.index.index_file import IndexFile, Row
 

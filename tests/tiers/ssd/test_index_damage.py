@@ -20,10 +20,10 @@ from pathlib import Path
 import pytest
 
 from stratakv.tiers.base import Answer
-from stratakv.tiers.check import check_store
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.record import Defect
 from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.check import check_store
 from stratakv.tiers.ssd.folder import guard, scan
 from stratakv.tiers.ssd.folder.opening import SET_ASIDE
 from stratakv.tiers.ssd.index.index_file import IndexDamaged, IndexFile

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from stratakv.tiers.base import Answer
-from stratakv.tiers.check import check_store
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.check import check_store
 from stratakv.tiers.ssd.folder import opening, other_formats
 from stratakv.tiers.ssd.folder.directory import StoreDirectory
 from stratakv.tiers.ssd.folder.identity import read_note

@@ -16,12 +16,12 @@ import pytest
 
 from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.block import ALIGNMENT
-from stratakv.tiers.check import check_store
 from stratakv.tiers.codecs.lossless import LosslessCodec
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.record import HEADER_BYTES, Defect, RecordHeader, decode_header, encode_header
 from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.check import check_store
 from stratakv.tiers.ssd.folder.identity import FullNamespace, read_note, unpack
 from stratakv.tiers.ssd.index.index_file import IndexFile, Row
 

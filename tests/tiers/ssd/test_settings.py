@@ -17,10 +17,10 @@ import msgspec
 import pytest
 
 from stratakv.tiers.base import Answer
-from stratakv.tiers.check import check_store
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.settings.sizes import show_size
 from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.check import check_store
 from stratakv.tiers.ssd.folder.directory import LEFT_BEHIND_SECONDS, StoreDirectory
 from stratakv.tiers.ssd.folder.identity import read_note, write_note
 from stratakv.tiers.ssd.index.index_file import FORMAT_VERSION
@@ -219,7 +219,7 @@ def test_a_store_of_another_format_starts_empty(
         (tmp_path / "ssd" / "identity").unlink()
     with monkeypatch.context() as patch:
         patch.setattr("stratakv.tiers.ssd.folder.opening.FORMAT_VERSION", FORMAT_VERSION + 1)
-        patch.setattr("stratakv.tiers.check.FORMAT_VERSION", FORMAT_VERSION + 1)
+        patch.setattr("stratakv.tiers.ssd.check.FORMAT_VERSION", FORMAT_VERSION + 1)
         store = open_store()
         assert store.lookup(keys) == [Answer.MISS] * 3
         assert store.stats().errors == {"other_format": 1}

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from stratakv.tiers.base import Answer
-from stratakv.tiers.check import check_store
 from stratakv.tiers.codecs.choice import make_codec
+from stratakv.tiers.ssd.check import check_store
 from stratakv.tiers.ssd.folder import shrinking
 
 from ..blocks import SMALL, make_keys, payload_of

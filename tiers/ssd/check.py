@@ -23,15 +23,15 @@ from pathlib import Path
 
 import lmdb
 
-from .errors import TierConfigError
-from .mac_key import MacKey
-from .record import Seal
-from .ssd.disk.space import HEADER_PAGE_BYTES, SpacePlan, plan_slots
-from .ssd.folder import guard, other_formats
-from .ssd.folder.directory import StoreDirectory
-from .ssd.folder.identity import key_name, read_note, unpack
-from .ssd.folder.opening import read_identity
-from .ssd.folder.reconcile import (
+from ..errors import TierConfigError
+from ..mac_key import MacKey
+from ..record import Seal
+from .disk.space import HEADER_PAGE_BYTES, SpacePlan, plan_slots
+from .folder import guard, other_formats
+from .folder.directory import StoreDirectory
+from .folder.identity import key_name, read_note, unpack
+from .folder.opening import read_identity
+from .folder.reconcile import (
     IDENTITY,
     INDEX,
     SIZE,
@@ -41,7 +41,7 @@ from .ssd.folder.reconcile import (
     RecordFile,
     record_bytes_of,
 )
-from .ssd.index.index_file import (
+from .index.index_file import (
     DATA_FILE,
     FORMAT_VERSION,
     Identity,

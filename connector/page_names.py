@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of the pool's pages, as the pool and the connector say them to each other.
+
+A page is named by a digest (32 bytes) and its cache group (u16, little-endian); the name of a block
+in the tiers is the same and its rank (`tiers/block.py`). A block of the pool has a page in `width`
+groups that follow each other, those that begin at a multiple of it. It is known by the id and the
+name of the first:
+
+    width 2     block 7, named D|2     pages 7, named D|2, and 8, named D|3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+from ..tiers.block import DIGEST_BYTES
+from .base import EvictedBlock
+
+GROUP_BYTES = 2
+NAME_BYTES = DIGEST_BYTES + GROUP_BYTES
+
+
+@cache
+def group_suffix(group_id: int) -> bytes:
+    """The bytes that follow a digest in the name of a page."""
+    return group_id.to_bytes(GROUP_BYTES, "little")
+
+
+def group_of(name: bytes) -> int:
+    """The cache group of a page, by its name."""
+    return int.from_bytes(name[DIGEST_BYTES:], "little")
+
+
+def page_keys(keys: Iterable[bytes], width: int) -> list[bytes]:
+    """The names of all pages of blocks, by the names of these."""
+    if width == 1:
+        return list(keys)
+    return [
+        key[:DIGEST_BYTES] + group_suffix(group_of(key) + place)
+        for key in keys
+        for place in range(width)
+    ]
+
+
+def block_keys(keys: Iterable[bytes], width: int) -> list[bytes]:
+    """The names of blocks, each once, by the names of some of their pages."""
+    if width == 1:
+        return list(keys)
+    firsts = [key[:DIGEST_BYTES] + group_suffix(group_of(key) // width * width) for key in keys]
+    return list(dict.fromkeys(firsts))
+
+
+def pages_of(blocks: Iterable[EvictedBlock]) -> list[EvictedBlock]:
+    """Each page of these blocks by itself."""
+    pages = []
+    for block in blocks:
+        block_id, key, num_pages = block
+        if num_pages == 1:
+            pages.append(block)
+        else:
+            names = page_keys((key,), num_pages)
+            pages += [EvictedBlock(block_id + place, name) for place, name in enumerate(names)]
+    return pages

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks of vLLM's pool go out in a step: those that it evicts, and others before they are.
+
+Others are those near their eviction in vLLM's free queue, or, where everything is wanted early, all
+that are computed, in the step after the one that computed them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from .pool_watch import NamedBlock, PoolWatch
+
+# How far ahead of the evictions blocks are copied that lie in vLLM's free queue.
+NEAR_BLOCKS = 256
+
+
+class OutgoingBlocks:
+    """`stores_all`: blocks go out as soon as they are computed. Not thread-safe."""
+
+    def __init__(self, *, stores_all: bool) -> None:
+        self._stores_all = stores_all
+        self._coming: deque[NamedBlock] = deque()  # computed, and to be stored
+        self._void: set[NamedBlock] = set()  # with a name, and never computed
+        self._near: dict[int, bytes] = {}  # near their eviction, and chosen before
+
+    @property
+    def num_coming(self) -> int:
+        """Blocks that later steps are to choose, though nothing is evicted."""
+        return len(self._coming)
+
+    def choose(
+        self, watch: PoolWatch, output: Any, most_ahead: int
+    ) -> tuple[list[NamedBlock], list[NamedBlock]]:
+        """The blocks that the step of vLLM's scheduler `output` overwrites, and at most
+        `most_ahead` others that are to be stored beside it."""
+        namings, evicted = watch.take_named(), watch.take_evicted()
+        # vLLM names blocks when a step is scheduled that is to compute them. Of a request that was
+        # put off in the same breath nothing is computed.
+        preempted = (output.preempted_req_ids or set()) - output.num_scheduled_tokens.keys()
+        if preempted:
+            for each in namings:
+                if each.request_id in preempted:
+                    self._void.update(each.blocks)
+            namings = [each for each in namings if each.request_id not in preempted]
+        if self._void:
+            void = self._void.intersection(evicted)
+            evicted = [block for block in evicted if block not in void]
+            self._void -= void
+        for block in evicted:
+            self._near.pop(block.block_id, None)
+        cold: list[NamedBlock] = []
+        if self._stores_all:
+            while self._coming and len(cold) < most_ahead:
+                block = self._coming.popleft()
+                if watch.has(block):  # and was not evicted meanwhile
+                    cold.append(block)
+            # The tail of a sequence before its head, as they would be evicted.
+            cold.reverse()
+            self._coming.extend(block for each in namings for block in each.blocks)
+        elif most_ahead:
+            new = {block for each in namings for block in each.blocks} | self._void
+            for block in watch.coldest(min(NEAR_BLOCKS, watch.num_blocks() // 4)):
+                if len(cold) < most_ahead and block not in new and self._is_new_near(block):
+                    cold.append(block)
+        return evicted, cold
+
+    def forget(self, blocks: Sequence[NamedBlock]) -> None:
+        """These have lost their names without being evicted."""
+        gone = set(blocks)
+        self._coming = deque(block for block in self._coming if block not in gone)
+        self._void -= gone
+        for block in blocks:
+            self._near.pop(block.block_id, None)
+
+    def clear(self) -> None:
+        """Everything that was stored has been forgotten."""
+        self._coming.clear()
+        self._near.clear()
+
+    def _is_new_near(self, block: NamedBlock) -> bool:
+        if self._near.get(block.block_id) == block.host_key:
+            return False
+        self._near[block.block_id] = block.host_key
+        return True

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a caller may give to `LLM`: checked, and one of it for each prompt.
+
+Everything here raises ValueError, which says what was expected and what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy.typing as npt
+
+from ...tiers.settings.format import format_value
+from ..sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | npt.NDArray[Any]
+Conversation = Sequence[Mapping[str, Any]]
+# They can be gone through, but for other things than these, or in no order.
+NO_LISTS = (bytes, bytearray, memoryview, dict, set, frozenset)
+
+
+def prompts_in(prompts: Any) -> list[Any]:
+    """The prompts of a call that gave several, or one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, NO_LISTS) or not hasattr(prompts, "__iter__"):
+        raise ValueError(f"prompts are a text or a list of prompts, not {type_name(prompts)}")
+    return list(prompts)
+
+
+def check_salt(salt: object) -> None:
+    """Refuse what is no text that can be encoded."""
+    try:
+        is_text = isinstance(salt, str) and salt.encode() is not None
+    except UnicodeEncodeError:
+        is_text = False
+    if not is_text:
+        raise ValueError(f"cache_salt is a text of valid Unicode, not {salt!r}")
+
+
+def type_name(value: object) -> str:
+    """What came, for a message."""
+    return type(value).__name__
+
+
+def params_for(
+    count: int, given: SamplingParams | Sequence[SamplingParams] | None, what: str
+) -> Sequence[SamplingParams]:
+    """Sampling parameters for each of `count` prompts; the defaults where none are given."""
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if not isinstance(given, list | tuple):
+        raise ValueError(
+            f"sampling parameters are SamplingParams or a list, not {type_name(given)}"
+        )
+    if len(given) != count:
+        raise ValueError(
+            f"{count} {what} need one or {count} sampling parameters, not {len(given)}"
+        )
+    return given
+
+
+def priorities_for(count: int, given: Sequence[int] | None, what: str) -> Sequence[int]:
+    """A priority for each of `count` prompts; 0 where none are given."""
+    if given is None:
+        return [0] * count
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"priority is a list of whole numbers, not {type_name(given)}")
+    if len(given) != count:
+        raise ValueError(f"priority has {len(given)} numbers for {count} {what}")
+    for each in given:
+        if isinstance(each, bool) or not isinstance(each, int):
+            raise ValueError(f"priority is a list of whole numbers, and holds {type_name(each)}")
+    return given
+
+
+def conversations_in(messages: Any) -> list[Any]:
+    """The conversations of a call that gave several, or one."""
+    if isinstance(messages, list | tuple):
+        if all(isinstance(each, list | tuple) for each in messages):
+            return list(messages)
+        if all(isinstance(each, Mapping) for each in messages):
+            return [messages]
+    raise ValueError(
+        "messages are a list of dicts, each with `role` and `content`, or a list of such lists, "
+        f"not {format_value(messages)}"
+    )
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Begin the message of a ValueError that is raised inside with `what`."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
+def check_switch(name: str, value: object) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} takes True or False, not {format_value(value)}")
