@@ -125,10 +125,13 @@ def virtual_time(
     }
     with contextlib.ExitStack() as stack:
         for module_name, module in list(sys.modules.items()):
+            if not module_name.startswith(PRODUCT):
+                continue
             if but_for is not None and module_name.startswith(but_for):
                 continue
             for name, part in real.items():
-                if module_name.startswith(PRODUCT) and vars(module).get(name) is part:
-                    stack.enter_context(mock.patch.object(module, name, virtual[name]))
+                if vars(module).get(name) is part:
+                    setattr(module, name, virtual[name])
+                    stack.callback(setattr, module, name, part)
         stack.enter_context(mock.patch.object(mailbox, "threading", _Threading(clock)))
         yield

@@ -32,7 +32,7 @@ from stratakv.engine.request import Request
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.wire import AddRequest, RequestExtras, TokenOutput
 
-from ..engine.scheduler.conftest import HASHER, SIZE, fingerprint, reference
+from ..engine.scheduler.conftest import HASHER, NO_WISHES, SIZE, fingerprint, reference
 from ..engine.scheduler.test_random_lives import check_invariants
 from .books import check_writes
 from .clock import VirtualClock, VirtualEvent
@@ -65,6 +65,11 @@ class Asked:
     tries: int = 0
     told: list[int] = field(default_factory=list)
     end: str = ""  # how it ended
+
+    @functools.cached_property
+    def right(self) -> list[int]:
+        """What the client must be told."""
+        return reference(self.prompt, self.count, MAX_MODEL_LEN)
 
 
 class Node:
@@ -435,7 +440,7 @@ class Cluster:
         self.note("told", output.request_id, output.new_token_ids, output.finish_reason)
         asked = node.asked.get(output.request_id)
         assert asked is not None, f"{output.request_id} is told what nobody waits for"
-        right = reference(asked.prompt, asked.count, MAX_MODEL_LEN)
+        right = asked.right
         reason = output.finish_reason
         if not asked.is_prefill:
             asked.told += output.new_token_ids
@@ -547,7 +552,7 @@ class Cluster:
 
 def _name_blocks(names: dict[bytes, list[int]], prompt: list[int]) -> list[bytes]:
     """The digests of a prompt's blocks, and what each of them holds."""
-    request = Request("names", prompt, SamplingParams(max_tokens=1), block_hasher=HASHER)
+    request = Request("names", prompt, NO_WISHES, block_hasher=HASHER)
     digests, numbers = list(request.block_hashes), fingerprint(prompt)
     if tail := request.prompt_tail_hash():
         digests.append(tail)

@@ -10,6 +10,7 @@ next token follows from the fingerprint, so what a request says can be computed 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -33,13 +34,15 @@ from .dict_tiers import SIZE, DictTiers
 VOCAB = 50
 EOS = 0
 HASHER = make_block_hasher(b"r" * 32, SIZE)
+NO_WISHES = SamplingParams(max_tokens=1)  # of a request that is made for its names only
 
 
-def fingerprint(tokens: Sequence[int]) -> list[int]:
-    """One number for each position, which depends on all tokens up to it."""
-    numbers = []
-    state = 17
-    for token in tokens:
+def fingerprint(tokens: Sequence[int], known: Sequence[int] = ()) -> list[int]:
+    """One number for each position, which depends on all tokens up to it; `known` are the first
+    of them."""
+    numbers = list(known)
+    state = numbers[-1] if numbers else 17
+    for token in tokens[len(numbers) :]:
         state = (state * 1_000_003 + int(token) + 1) % (2**61 - 1)
         numbers.append(state)
     return numbers
@@ -59,9 +62,11 @@ def reference(
 ) -> list[int]:
     """What a request says, computed alone and without a cache."""
     tokens = list(prompt)
+    numbers: list[int] = []
     said: list[int] = []
     while len(said) < max_tokens and len(tokens) < max_model_len:
-        said.append(next_token(fingerprint(tokens)[-1]))
+        numbers = fingerprint(tokens, numbers)
+        said.append(next_token(numbers[-1]))
         tokens.append(said[-1])
         if said[-1] == EOS and not ignore_eos:
             break
@@ -77,6 +82,20 @@ class WorkerState:
     num_prompt: int
     in_batch: bool = True
     end: int = 0  # of its last step
+    numbers: list[int] = field(default_factory=list)  # of its first tokens
+    num_named: int = 0  # blocks, the first of them
+
+    def start_again(self, said: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
+        """With the prompt and these tokens."""
+        self.tokens = self.tokens[: self.num_prompt] + list(said)
+        self.tables = [list(each) for each in tables]
+        self.in_batch = True
+        self.numbers, self.num_named = [], 0
+
+    def fingerprint(self) -> list[int]:
+        """That of its tokens, to which some may have been added since it was asked last."""
+        self.numbers = fingerprint(self.tokens, self.numbers)
+        return self.numbers
 
 
 @dataclass
@@ -181,9 +200,7 @@ class Engine:
                 assert known[: len(said)] == said
                 # Of steps that came back after it had been sent back.
                 assert len(known) - len(said) < self.scheduler._max_steps_in_flight
-                state.tokens = state.tokens[: state.num_prompt] + said
-                state.tables = [list(each) for each in ids]
-                state.in_batch = True
+                state.start_again(said, ids)
             elif ids is not None:
                 for table, more in zip(state.tables, ids, strict=True):
                     table += more
@@ -223,7 +240,7 @@ class Engine:
 
     def _write(self, request_id: str, start: int, end: int) -> None:
         state = self.states[request_id]
-        states = fingerprint(state.tokens)
+        states = state.fingerprint()
         assert end <= len(state.tokens)
         busy = self.tiers.busy_blocks if self.tiers else set()
         for position in range(start, end):
@@ -236,28 +253,35 @@ class Engine:
     def _check(self, request_id: str, start: int, end: int) -> int:
         """Of each group what the tokens from `start` to `end` see of those before them."""
         state = self.states[request_id]
-        expected = fingerprint(state.tokens)[:end]
+        expected = state.fingerprint()[:end]
         for group, (table, attention) in enumerate(zip(state.tables, self.attention, strict=True)):
             seen = range(attention.first_seen(start), end)
             held = [self.slots.get((table[p // SIZE], p % SIZE)) for p in seen]
             wanted = [salted(expected[p], group) for p in seen]
             assert held == wanted, f"{request_id} would read what is not its own"
-        for index in range(end // SIZE):
-            name = digest_of(state.tokens, index)
-            self.names[name] = expected[index * SIZE : (index + 1) * SIZE]
+        self.name_blocks(state, end)
         return expected[-1]
 
+    def name_blocks(self, state: WorkerState, end: int) -> None:
+        """Write down what the full blocks up to `end` hold."""
+        numbers = state.fingerprint()
+        count = end // SIZE
+        if count > state.num_named:
+            digests = digests_of(tuple(state.tokens[: count * SIZE]))
+            for index in range(state.num_named, count):
+                self.names[digests[index]] = numbers[index * SIZE : (index + 1) * SIZE]
+            state.num_named = count
 
-_names: dict[tuple[int, ...], bytes] = {}
+
+@functools.lru_cache(maxsize=10_000)
+def digests_of(tokens: tuple[int, ...]) -> list[bytes]:
+    """Those of all full blocks, from the tokens alone."""
+    return list(Request("names", tokens, NO_WISHES, block_hasher=HASHER).block_hashes)
 
 
 def digest_of(tokens: Sequence[int], index: int) -> bytes:
-    """The digest of a block, from the tokens alone."""
-    key = tuple(tokens[: (index + 1) * SIZE])
-    if key not in _names:
-        request = Request("names", key, SamplingParams(max_tokens=1), block_hasher=HASHER)
-        _names[key] = request.block_hashes[-1]
-    return _names[key]
+    """The digest of one block."""
+    return digests_of(tuple(tokens[: (index + 1) * SIZE]))[-1]
 
 
 MakeEngine = Callable[..., Engine]

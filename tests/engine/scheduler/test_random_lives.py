@@ -135,8 +135,9 @@ def check_invariants(engine: Any) -> None:
     references = [0] * pool.num_blocks
     places = engine.scheduler._places
     holders = {*places.requests, *places.loading._waiting}
-    for name in holders:
-        for table in engine.manager.get_block_ids(name):
+    tables = {name: engine.manager.get_block_ids(name) for name in holders}
+    for of_groups in tables.values():
+        for table in of_groups:
             for block in table:
                 references[block] += block > 0
     # All pages of a block are held by the same requests.
@@ -153,7 +154,7 @@ def check_invariants(engine: Any) -> None:
         == len(set(waiting))
         == len(places.requests) - len(places.running) - (places.loading.num_unfinished)
     )
-    held = {request.request_id for request in waiting if engine.table(request.request_id)}
+    held = {request.request_id for request in waiting if tables[request.request_id][0]}
     assert held == set(places.loaded)
     if engine.scheduler.config.reserve == "full":
         assert engine.scheduler.counts["preemptions"] == 0
