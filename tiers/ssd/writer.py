@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one thread that decides what changes on the disk: evicts, has records written, commits rows.
+"""The thread that decides what changes on the disk: evicts, has records written, commits rows.
 
 The order of a batch is what makes the store safe at any moment of a crash or power cut:
 
@@ -18,10 +18,16 @@ Batches that were written while another one was synced and committed are ended t
 stands in the disk's queue behind what is being written, and one for all costs no more than one for
 each.
 
+A second thread syncs and commits, so that a batch that is handed in meanwhile is begun at once. Who
+waits for a batch hands in the next one when it is settled; a thread that did both had then turned
+to the batches behind it already, and the disk had nothing to write until they were committed.
+
 Why the order holds although batches overlap:
-- Only this thread gives out slots and commits rows. A slot becomes free after the commit that
-  removed its row has returned, and belongs to its batch until that batch is settled; so whatever
-  is being written, no row on the disk and no reader means it, at any point of another batch.
+- Only the first thread gives out slots. A slot becomes free after the commit that removed its row
+  has returned, and belongs to its batch until that batch is settled; so whatever is being written,
+  no row on the disk and no reader means it, at any point of another batch.
+- While the second thread ends batches the first one syncs, commits and erases nothing; all it does
+  is begin batches for which there are free slots.
 - The rows of a batch are in no commit before a sync that began after the last write of the batch
   had returned. A sync that ran while another batch was being written is not counted for that one.
 - The kernel reports a failed sync once. What was being written meanwhile may be lost as well, so
@@ -45,6 +51,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from queue import SimpleQueue
 
 from ..base import Stored
 from ..codecs.base import Codec
@@ -107,14 +114,19 @@ class Writer:
         self._promises: list[_Promise] = []
         self._is_over = False
         self._batch_blocks = max(1, min(BATCH_BYTES // state.layout.page_bytes, BATCH_BLOCKS))
-        self._flying: deque[Batch] = deque()  # begun and not settled, the oldest first
+        # Begun and not settled, the oldest first; changed under the lock.
+        self._flying: deque[Batch] = deque()
+        self._is_ending = False  # set by the first thread, taken back by the second one
+        self._to_end: SimpleQueue[bool] = SimpleQueue()  # False ends the second thread
         self._failed_syncs = 0
         self._last_end = time.monotonic()
         self._work = threading.Condition(state.lock)
         self._records = RecordWriter(state, io_threads, codec, self._work.notify)
         self._woken = state.index.has_leaving
         self._stop_at: float | None = None
-        self._thread = threading.Thread(target=self._run, name="stratakv-ssd-commit", daemon=True)
+        self._ender = threading.Thread(target=self._end, name="stratakv-ssd-commit", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="stratakv-ssd-begin", daemon=True)
+        self._ender.start()
         self._thread.start()
 
     def add(
@@ -166,6 +178,8 @@ class Writer:
     def _run(self) -> None:
         while self._goes_on():
             pass
+        self._to_end.put(False)
+        self._ender.join()  # as long as the disk takes; `close` does not wait longer than it may
         for last in (
             self._abandon_queue,
             self._commit_offered,
@@ -191,18 +205,39 @@ class Writer:
             self._work.wait(_PAUSE_SECONDS)
         return True
 
+    def _end(self) -> None:
+        """The second thread: end batches whenever it is told to."""
+        while self._to_end.get():
+            try:
+                self._end_written()
+            except Exception as error:  # noqa: BLE001 - as in `_goes_on`
+                self._state.count_fault(error)
+                time.sleep(_PAUSE_SECONDS)
+            with self._state.lock:
+                self._is_ending = False
+                self._work.notify()
+
     def _step(self) -> bool:
-        """Begin the next batch or end the oldest ones, whichever can be done first; False after the
-        last one. Keeps no view of a buffer when it returns, but those of batches under way."""
+        """Begin the next batch or have the oldest ones ended, whichever can be done first; False
+        after the last one. Keeps no view of a buffer when it returns, but those of batches under
+        way."""
         writes, is_closing = self._next_writes()
+        if self._is_ending:
+            if writes:
+                self._begin(writes)
+            return True
         self._keep_promises()
         if writes:
-            self._flying.append(self._begin(writes))
+            self._begin(writes)
         elif not self._flying:
             self._tidy()
             return not is_closing
         elif self._flying[0].is_written():
-            self._end_written()
+            if self._durable:
+                self._is_ending = True
+                self._to_end.put(True)
+            else:
+                self._end_written()
         if self._offered.is_due():
             self._commit_offered()
         return True
@@ -211,15 +246,23 @@ class Writer:
         """Wait until there is something to do; what to write, and whether that was all."""
         with self._state.lock:
             self._work.wait_for(self._has_work, self._max_wait_seconds())
-            writes = self.queue.take(self._batch_blocks) if self._may_begin() else []
-            if not writes and not self._flying:
+            writes = self.queue.take(self._batch_blocks) if self._can_begin() else []
+            if not writes and not self._flying and not self._is_ending:
                 self._woken = False
             return writes, self._stop_at is not None and not self._may_begin()
 
     def _has_work(self) -> bool:
+        if self._is_ending:
+            return self._can_begin()
         if self._flying:
             return self._flying[0].is_written() or self._may_begin()
         return self._woken or self._may_begin()
+
+    def _can_begin(self) -> bool:
+        """While the second thread ends batches, only what needs no commit for its slots."""
+        blocks = min(len(self.queue), self._batch_blocks)
+        has_slots = not self._is_ending or self._state.index.num_free >= blocks
+        return has_slots and self._may_begin()
 
     def _may_begin(self) -> bool:
         is_late = self._stop_at is not None and time.monotonic() >= self._stop_at
@@ -229,7 +272,7 @@ class Writer:
         """Seconds until something is due that nobody asks for."""
         return self._offered.seconds_left() if self._offered else IDLE_SECONDS
 
-    def _begin(self, writes: list[Write]) -> Batch:
+    def _begin(self, writes: list[Write]) -> None:
         """Have the blocks written, as far as there are slots. Their buffers are in use from here
         until the batch is written."""
         batch = Batch(writes, time.monotonic())
@@ -239,7 +282,8 @@ class Writer:
             self._records.start(batch)
         except Exception as error:  # noqa: BLE001 - the thread and the futures must go on
             self._state.count_fault(error)
-        return batch
+        with self._state.lock:
+            self._flying.append(batch)
 
     def _place(self, writes: Sequence[Write]) -> list[Placed]:
         """Give each block of a batch a free slot, as far as there are any; evicts for it."""
@@ -275,14 +319,14 @@ class Writer:
 
     def _end_written(self) -> None:
         """Bring the oldest batches, as far as they are written, to their end."""
-        batches = list(takewhile(Batch.is_written, self._flying))
+        with self._state.lock:
+            batches = list(takewhile(Batch.is_written, self._flying))
         kept: list[list[Placed]] = [[] for _ in batches]
         try:
             kept = self._keep(batches)
         except Exception as error:  # noqa: BLE001 - the thread and the futures must go on
             self._state.count_fault(error)
         for batch, blocks in zip(batches, kept, strict=True):
-            self._flying.popleft()
             self._settle(batch, blocks)
 
     def _keep(self, batches: Sequence[Batch]) -> list[list[Placed]]:
@@ -404,6 +448,7 @@ class Writer:
         done: list[Job[Stored]] = []
         stats = self._state.stats
         with self._state.lock:
+            self._flying.popleft()
             try:
                 self._publish(batch.placed, kept)
             except Exception:  # whatever it is, the calls that wait must end

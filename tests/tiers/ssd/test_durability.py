@@ -183,6 +183,68 @@ def test_a_batch_is_acknowledged_while_the_next_one_is_written(
     assert None not in fetch(store, two.keys)
 
 
+class HeldSync:
+    """One block is stored, and its sync waits for `let_go`."""
+
+    def __init__(self, store: SsdStore, monkeypatch: pytest.MonkeyPatch, events: list[str]) -> None:
+        self._begun, self._let_go = threading.Event(), threading.Event()
+        real = SlotFile.sync
+
+        def sync(slot_file: SlotFile) -> None:
+            self._begun.set()
+            assert self._let_go.wait(SECONDS)
+            real(slot_file)
+            events.append("synced")
+
+        monkeypatch.setattr(SlotFile, "sync", sync)
+        self.key = make_keys(1, "synced")
+        self.stored = store.store(self.key, filled_buffers(self.key, SMALL))
+        assert self._begun.wait(SECONDS)
+
+    def let_go(self) -> None:
+        self._let_go.set()
+
+
+def test_a_batch_is_written_while_another_one_is_synced(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only one that was handed in before the sync began."""
+    store = open_store()
+    held = HeldSync(store, monkeypatch, [])
+    keys = make_keys(2)
+    later = store.store(keys, filled_buffers(keys, SMALL))
+    flying = store._writer._flying
+    wait_until(lambda: [batch.is_written() for batch in list(flying)] == [True, True])
+    assert not held.stored.done()
+    assert not later.done()
+    held.let_go()
+    assert held.stored.result(SECONDS) == [Stored.KEPT]
+    assert later.result(SECONDS) == [Stored.KEPT] * 2
+    assert None not in fetch(store, held.key + keys)
+
+
+def test_no_row_is_removed_while_a_batch_is_synced_and_committed(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread at a time uses the index: a batch without free slots waits for the other one."""
+    store = open_store(slots=8)
+    assert all(put(store, make_keys(8, "old")))
+    events: list[str] = []
+    held = HeldSync(store, monkeypatch, events)
+    monkeypatch.setattr(IndexFile, "put", noting(events, "row", IndexFile.put))
+    monkeypatch.setattr(IndexFile, "delete", noting(events, "removed", IndexFile.delete))
+    keys = make_keys(4)
+    later = store.store(keys, filled_buffers(keys, SMALL))
+    with store._state.lock:
+        assert len(store._writer.queue) == 4
+        assert not store._writer._can_begin()
+    held.let_go()
+    assert held.stored.result(SECONDS) == [Stored.KEPT]
+    assert later.result(SECONDS) == [Stored.KEPT] * 4
+    assert events == ["synced", "row", "removed", "synced", "row"]
+    assert None not in fetch(store, held.key + keys)
+
+
 def store_three_batches(
     store: SsdStore, monkeypatch: pytest.MonkeyPatch, keys: list[bytes]
 ) -> list[bool]:

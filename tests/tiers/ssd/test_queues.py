@@ -10,6 +10,7 @@ import pytest
 from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.block import ALIGNMENT
 from stratakv.tiers.errors import TierBusy, TierClosed
+from stratakv.tiers.ssd import writer
 from stratakv.tiers.ssd.disk.slot_file import SlotFile
 
 from ..blocks import SMALL, filled_buffers, make_buffers, make_keys, payload_of
@@ -79,6 +80,7 @@ def test_a_slot_being_read_is_not_reused(open_store: Open, monkeypatch: pytest.M
 def test_a_block_dropped_on_its_way_in_is_not_kept(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(writer, "BATCHES_IN_FLIGHT", 1)  # or the second one would be begun, too
     store = open_store()
     keys = make_keys(3)
     gate, real = threading.Event(), SlotFile.sync
@@ -117,6 +119,7 @@ def test_close_writes_what_is_queued(open_store: Open) -> None:
 def test_close_abandons_what_the_time_does_not_allow(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(writer, "BATCHES_IN_FLIGHT", 1)  # or the second one would be begun, too
     store = open_store()
     keys = make_keys(3)
     gate, real = threading.Event(), SlotFile.sync

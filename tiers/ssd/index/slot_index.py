@@ -189,6 +189,11 @@ class SlotIndex:
         return key in self._slots
 
     @property
+    def num_free(self) -> int:
+        """Slots that `allocate` would give out."""
+        return len(self._free)
+
+    @property
     def has_leaving(self) -> bool:
         """True while rows wait to be removed from the disk."""
         return bool(self._leaving)
