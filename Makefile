@@ -110,6 +110,7 @@ $(STAMP):
 	$(PIP_INSTALL) setuptools
 	@mkdir -p build
 	@test -x $(BIN)/stratakv || $(BIN)/python setup.py -q build_ext --build-lib build/library >build/library.log 2>&1 & \
+	  $(BIN)/python tools/install_dependencies.py test && \
 	  $(PIP_INSTALL) --no-build-isolation -e '.[test]'
 	@$(BIN)/pip show --quiet nvidia-cuda-runtime 2>/dev/null \
 	  || $(PIP_INSTALL) --quiet --retries 0 --timeout 20 --no-deps $(CUDA_RUNTIME) \

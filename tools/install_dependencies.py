@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Installs what pyproject.toml asks for, by uv, into the environment of the Python that runs this.
+
+`make` calls it before pip, which then finds everything there and installs the project itself. uv
+takes a quarter of pip's processor time, from the indexes that pip is set to. Whatever goes wrong is
+told and left to pip: `python tools/install_dependencies.py EXTRA...`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+UV = "uv==0.13.9"
+SECONDS = 900
+# uv's variable and what joins several values, by pip's option.
+SETTINGS = {
+    "index-url": ("UV_DEFAULT_INDEX", " "),
+    "extra-index-url": ("UV_INDEX", " "),
+    "find-links": ("UV_FIND_LINKS", ","),
+    "no-index": ("UV_NO_INDEX", " "),
+    "cert": ("SSL_CERT_FILE", " "),
+}
+
+
+def requirements(extras: Sequence[str], project: dict[str, object]) -> Iterator[str]:
+    """Those of the project and of these extras, which may name others of the project's."""
+    optional = project["optional-dependencies"]
+    assert isinstance(optional, dict)
+    listed = [project["dependencies"], *(optional[extra] for extra in extras)]
+    for one in (each for part in listed for each in part):
+        if own := re.fullmatch(rf"{project['name']}\[(.*)\]", one):
+            yield from requirements(own[1].split(","), {**project, "dependencies": []})
+        else:
+            yield one
+
+
+def settings(listed: str) -> dict[str, str]:
+    """Variables for uv of what `pip config list` says; what comes later in it replaces earlier
+    values, as it does for pip."""
+    found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
+    for section in ("global.", "install.", ":env:."):
+        for line in listed.splitlines():
+            key, _, value = line.partition("=")
+            name, join = SETTINGS.get(key.removeprefix(section), ("", ""))
+            if name and key.startswith(section):
+                found[name] = join.join(value.strip("'\"").split())
+    return found
+
+
+def main() -> int:
+    pip = [sys.executable, "-m", "pip"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    try:
+        told = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, check=True)
+        subprocess.run([*pip, "install", "--quiet", UV], check=True, timeout=SECONDS)
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "uv", "pip", "install", "--quiet"),
+                *("--python", sys.executable, "--no-config"),
+                *("--constraints", str(ROOT / "constraints.txt")),
+                *requirements(sys.argv[1:], project),
+            ],
+            check=True,
+            timeout=SECONDS,
+            env={**settings(told.stdout), **os.environ},
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"pip installs everything, which takes longer: {error}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
