@@ -146,15 +146,15 @@ def test_a_peer_that_trickles_gets_no_more_time() -> None:
 
 @needs_library
 def test_a_signal_ends_no_receiving() -> None:
-    block = os.urandom(1000)
+    block, tag = os.urandom(1000), os.urandom(16)
     here, there = socket.socketpair()
     receiver = threading.get_ident()
 
     def disturb() -> None:
-        for _ in range(5):
+        for piece in (b"", block[:300], block[300:] + tag[:7], tag[7:]):
+            there.sendall(piece)
             time.sleep(0.005)
             signal.pthread_kill(receiver, signal.SIGUSR1)
-        there.sendall(block)
 
     told: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: told.append(number))
@@ -164,13 +164,13 @@ def test_a_signal_ends_no_receiving() -> None:
             sender.start()
             payloads = [memoryview(bytearray(1000))]
             came = native.receive_and_digest(
-                here.fileno(), payloads, 0, time.monotonic() + WAIT_SECONDS
+                here.fileno(), payloads, 16, time.monotonic() + WAIT_SECONDS
             )
             sender.join()
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert came.lost is None and payloads[0] == block
-    assert told
+    assert came.trailers == [tag] and told
 
 
 def test_a_library_of_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

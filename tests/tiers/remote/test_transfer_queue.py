@@ -13,6 +13,8 @@ import pytest
 from stratakv.tiers.errors import TierBusy, TierClosed, TierError
 from stratakv.tiers.remote.futures import all_of, then
 from stratakv.tiers.remote.transfer_queue import RemoteError, RemoteLate, TransferQueue
+from stratakv.tiers.remote.transfers import Transfer, Transfers
+from stratakv.tiers.wire.sockets import ConnectionLost
 
 WAIT = 10.0
 
@@ -135,6 +137,67 @@ def test_a_close_that_takes_too_long_says_so() -> None:
     assert not queue.close(soon(0.05))
     go.set()
     assert queue.close(soon())
+
+
+# Transfers
+
+
+class Waiting:
+    """A connection whose transfers wait until it is aborted."""
+
+    kind, is_fallback, corrupt_blocks = "waiting", False, 0
+
+    def __init__(self) -> None:
+        self.aborted, self.closed_by = threading.Event(), ""
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def close(self) -> None:
+        self.closed_by = threading.current_thread().name
+
+
+@pytest.mark.parametrize("held", ["moving", "connecting"])
+def test_a_close_ends_transfers_and_nothing_is_tried_again(held: str) -> None:
+    """It was tried once more, on a connection that was then closed under it."""
+    made: list[Waiting] = []
+    connecting, moves, go = threading.Event(), threading.Semaphore(0), threading.Event()
+
+    class Link:
+        address = "here"
+
+        def connect(self, _deadline: float) -> Waiting:
+            connecting.set()
+            assert held == "moving" or go.wait(WAIT)
+            made.append(Waiting())
+            return made[-1]
+
+        def count_error(self, _reason: str) -> None: ...
+
+        def mark_lost(self) -> None: ...
+
+    def move(connection: Waiting, batch: Transfer, _deadline: float) -> list[int]:
+        if batch.keys == [b"first"]:
+            return [1]
+        moves.release()
+        connection.aborted.wait(WAIT)
+        raise ConnectionLost("aborted")
+
+    transfers = Transfers(Link(), "load", move, size=1, seconds=60.0, most_bytes=100)  # type: ignore[arg-type]
+    buffers = [memoryview(bytearray(1))]
+    if held == "moving":  # by a connection that has served before
+        assert transfers.submit(Transfer([b"first"], buffers, [None])).result(WAIT) == [1]
+    futures = [transfers.submit(Transfer([b"k"], buffers, [None])) for _ in range(2)]
+    assert connecting.wait(WAIT)
+    if held == "moving":
+        assert moves.acquire(timeout=WAIT)
+    else:
+        threading.Timer(0.1, go.set).start()
+    transfers.close(soon(0.01))
+    assert all(isinstance(future.exception(WAIT), RemoteError) for future in futures)
+    assert not moves.acquire(blocking=False)
+    assert transfers._queue.close(soon())
+    assert [each.closed_by for each in made] == ["stratakv-remote-load"]
 
 
 # Futures that follow on others
