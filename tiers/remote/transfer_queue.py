@@ -96,7 +96,8 @@ class TransferQueue:
             result = job.work(job.deadline)
         except TierError as error:
             self._end_job(job)
-            job.future.set_exception(error)
+            # Without its frames, which would keep views of the caller's buffers.
+            job.future.set_exception(error.with_traceback(None))
         except Exception as error:  # noqa: BLE001 - the caller is owed an answer
             self._end_job(job)
             job.future.set_exception(RemoteError(f"{type(error).__name__}: {error}"))

@@ -113,21 +113,20 @@ class Transfers(Generic[_T]):
         return answers
 
     def _move_batch(self, batch: Transfer, deadline: float) -> list[_T]:
-        is_fresh = self._connection is None
-        try:
-            return self._try_once(batch, deadline)
-        except ConnectionLost as first:
-            error = first
-            if not (is_fresh or self._is_ending) and time.monotonic() < deadline:
-                try:
-                    return self._try_once(batch, deadline)
-                except ConnectionLost as second:
-                    error = second
+        may_try_again = self._connection is not None
+        while True:
+            try:
+                return self._try_once(batch, deadline)
+            except ConnectionLost as lost:
+                why = str(lost)
             late = time.monotonic() >= deadline
-            self._link.count_error("deadline" if late else "unavailable")
-            self._link.mark_lost()
-            kind = RemoteLate if late else RemoteError
-            raise kind(f"{self._link.address}: {error}") from error
+            if late or self._is_ending or not may_try_again:
+                break
+            may_try_again = False
+        self._link.count_error("deadline" if late else "unavailable")
+        self._link.mark_lost()
+        # Without its cause, whose frames would keep views of the caller's buffers.
+        raise (RemoteLate if late else RemoteError)(f"{self._link.address}: {why}")
 
     def _try_once(self, batch: Transfer, deadline: float) -> list[_T]:
         if time.monotonic() >= self._give_up_at:

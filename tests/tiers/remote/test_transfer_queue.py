@@ -4,8 +4,10 @@ should, also where some fail."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
@@ -17,6 +19,14 @@ from stratakv.tiers.remote.transfers import Transfer, Transfers
 from stratakv.tiers.wire.sockets import ConnectionLost
 
 WAIT = 10.0
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """What only the collector would find stays."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def soon(seconds: float = WAIT) -> float:
@@ -161,14 +171,17 @@ class Waiting:
 def test_a_close_ends_transfers_and_nothing_is_tried_again(held: str) -> None:
     """It was tried once more, on a connection that was then closed under it."""
     made: list[Waiting] = []
-    connecting, moves, go = threading.Event(), threading.Semaphore(0), threading.Event()
+    connecting, moves = threading.Event(), threading.Semaphore(0)
 
     class Link:
         address = "here"
 
         def connect(self, _deadline: float) -> Waiting:
             connecting.set()
-            assert held == "moving" or go.wait(WAIT)
+            deadline = soon()
+            while held == "connecting" and not transfers._is_ending:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
             made.append(Waiting())
             return made[-1]
 
@@ -191,13 +204,34 @@ def test_a_close_ends_transfers_and_nothing_is_tried_again(held: str) -> None:
     assert connecting.wait(WAIT)
     if held == "moving":
         assert moves.acquire(timeout=WAIT)
-    else:
-        threading.Timer(0.1, go.set).start()
     transfers.close(soon(0.01))
     assert all(isinstance(future.exception(WAIT), RemoteError) for future in futures)
     assert not moves.acquire(blocking=False)
     assert transfers._queue.close(soon())
     assert [each.closed_by for each in made] == ["stratakv-remote-load"]
+
+
+def test_what_failed_keeps_no_view_of_a_buffer(no_collection: None) -> None:
+    class Link:
+        address = "here"
+
+        def connect(self, _deadline: float) -> Waiting:
+            return Waiting()
+
+        def count_error(self, _reason: str) -> None: ...
+
+        def mark_lost(self) -> None: ...
+
+    def move(_connection: Waiting, batch: Transfer, _deadline: float) -> list[int]:
+        assert batch.buffers
+        raise ConnectionLost("gone")
+
+    transfers = Transfers(Link(), "load", move, size=1, seconds=60.0, most_bytes=100)  # type: ignore[arg-type]
+    memory = bytearray(1)
+    failed = transfers.submit(Transfer([b"k"], [memoryview(memory)], [None]))
+    assert isinstance(failed.exception(WAIT), RemoteError)
+    transfers.close(soon())
+    memory.append(0)  # a BufferError where there is a view of it
 
 
 # Futures that follow on others
