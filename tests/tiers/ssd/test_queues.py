@@ -10,6 +10,7 @@ import pytest
 from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.block import ALIGNMENT
 from stratakv.tiers.errors import TierBusy, TierClosed
+from stratakv.tiers.ssd import writer
 from stratakv.tiers.ssd.disk.slot_file import SlotFile
 
 from ..blocks import SMALL, filled_buffers, make_buffers, make_keys, payload_of
@@ -106,6 +107,27 @@ def test_a_block_dropped_on_its_way_in_is_not_kept(
         assert store.lookup(gone) == [Answer.MISS]
         store.close(SECONDS)
         store = open_store()
+
+
+def test_only_so_many_batches_are_under_way(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "BATCH_BLOCKS", 1)
+    store = open_store()
+    keys = make_keys(writer.BATCHES_IN_FLIGHT + 2)
+    gate, real = threading.Event(), SlotFile.start_write
+
+    def wait(self: SlotFile, *arguments: object) -> None:
+        gate.wait(SECONDS)
+        real(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SlotFile, "start_write", wait)
+    writing = store.store(keys, filled_buffers(keys, SMALL))
+    wait_until(lambda: len(store._writer._flying) >= writer.BATCHES_IN_FLIGHT)
+    with store._state.lock:
+        assert len(store._writer.queue) == 2 and not store._writer._may_begin()
+    gate.set()
+    assert writing.result(SECONDS) == [Stored.KEPT] * len(keys)
 
 
 def test_close_writes_what_is_queued(open_store: Open) -> None:
