@@ -65,7 +65,7 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     "said",
     [
         reply(blocks=0),
-        reply(blocks=4),
+        reply(b"\1\1\1\0", blocks=4),
         reply(number=2),
         reply(b"\2\1\1"),  # PENDING
         reply(b"\3\1\1"),  # WANTED

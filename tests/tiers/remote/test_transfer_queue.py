@@ -4,6 +4,7 @@ should, also where some fail."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -231,8 +232,14 @@ def test_what_failed_keeps_no_view_of_a_buffer(no_collection: None) -> None:
     memory = bytearray(1)
     failed = transfers.submit(Transfer([b"k"], [memoryview(memory)], [None]))
     assert isinstance(failed.exception(WAIT), RemoteError)
+    deadline = soon()
+    while True:  # until the thread has come to its next job
+        with contextlib.suppress(BufferError):
+            memory.append(0)  # where there is a view of it
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     transfers.close(soon())
-    memory.append(0)  # a BufferError where there is a view of it
 
 
 # Futures that follow on others
