@@ -39,6 +39,10 @@ MOST_WAITING = 1024
 POLL_SECONDS = 0.05  # for a thread that is over its limit
 _TURN_SECONDS = 1.0
 _CLOSE_SECONDS = 5.0
+_TOO_MANY_HANG = (
+    "too many grammars before it hang, so none is compiled any more; restart the engine, with "
+    "--structured-outputs-backend guidance"
+)
 
 
 @dataclass(slots=True)
@@ -84,17 +88,23 @@ class _Lane:
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        # With the compilation that each is at, while that takes the processor's time.
-        self.threads: list[tuple[LimitedThread, list[Compilation]]] = []
+        self.threads: list[LimitedThread] = []
+        self._at: dict[LimitedThread, list[Compilation]] = {}
 
     def start_threads(self) -> None:
         """Those that are missing."""
         while len(self.threads) < self.num_threads:
-            self.threads.append((LimitedThread("stratakv-grammar", self.jobs), []))
+            self.threads.append(LimitedThread("stratakv-grammar", self.jobs))
 
     def at(self, thread: LimitedThread) -> list[Compilation]:
-        """What this one is at."""
-        return next((at for each, at in list(self.threads) if each is thread), [])
+        """The compilation that this one is at, while that takes the processor's time. The same list
+        for whoever asks first: a thread that finds a job may ask before it is in `threads`."""
+        return self._at.setdefault(thread, [])
+
+    def leave(self, thread: LimitedThread) -> None:
+        """It is one of these no more."""
+        self.threads.remove(thread)
+        self._at.pop(thread, None)
 
 
 def _free(dropped: list[Compilation], _: LimitedThread) -> None:
@@ -162,10 +172,7 @@ class GrammarCompiler:
             raise TooManyGrammars(f"{num_before} grammars wait to be compiled; try later")
         compilation = Compilation(spec)
         if self._left.are_too_many:
-            compilation.error = (
-                "too many grammars before it hang, so none is compiled any more; restart the "
-                "engine, with --structured-outputs-backend guidance"
-            )
+            compilation.error = _TOO_MANY_HANG
             return compilation
         self._waiting[spec] = compilation
         lane.start_threads()
@@ -217,13 +224,14 @@ class GrammarCompiler:
             for _ in lane.threads:
                 lane.jobs.put(None)
         for lane in (self._small, self._large):
-            for thread, _ in lane.threads:
+            for thread in lane.threads:
                 thread.join(_CLOSE_SECONDS)
             lane.threads = []
 
     def _leave_hung(self, lane: _Lane) -> None:
         """At most one; the others are looked at next time."""
-        for index, (thread, at) in enumerate(list(lane.threads)):
+        for thread in list(lane.threads):
+            at = lane.at(thread)
             if at and thread.leave(self._limit):
                 at[
                     0
@@ -233,9 +241,19 @@ class GrammarCompiler:
                 self._left.add(thread)
                 if lane is self._large:  # it may hold that
                     self._building = threading.Lock()
-                del lane.threads[index]
+                lane.leave(thread)
+                if self._left.are_too_many:
+                    self._refuse_waiting()
                 lane.start_threads()
                 break
+
+    def _refuse_waiting(self) -> None:
+        """Fail those that no thread has begun: each might hang as well."""
+        with self._beginning:
+            for compilation in self._waiting.values():
+                if not (compilation.has_begun or compilation.is_done):
+                    compilation.may_be_later = True
+                    compilation.error = _TOO_MANY_HANG
 
     def _run(self, thread: LimitedThread, at: list[Compilation], compilation: Compilation) -> None:
         """On one of the threads."""

@@ -374,7 +374,9 @@ class AheadMaker:
             return True
         follower.first_words = None
         follower.num_taken = len(output)
-        self._begin(follower, new)
+        is_known = follower.row_seconds != math.inf or follower.first_seconds > SLOW_SECONDS
+        follower.ahead = _Ahead(MaskJob(follower, new), Rows(1, self._num_words), is_later=is_known)
+        self._begin(follower.ahead)
         return False
 
     def take_note(self) -> None:
@@ -391,9 +393,9 @@ class AheadMaker:
             hung = self._at
             assert hung is not None
             hung.error, hung.is_done = HANGS, True
-            self._open = [each for each in left if each is not hung]
-            for ahead in self._open:
-                self._put(ahead)
+            rest, self._open = [each for each in left if each is not hung], []
+            for ahead in rest:
+                self._begin(ahead)
 
     def close(self) -> None:
         """End the thread, unless it hangs. Idempotent."""
@@ -403,18 +405,11 @@ class AheadMaker:
             self._thread.join(_CLOSE_SECONDS)
             self._thread = None
 
-    def _begin(self, follower: Follower, new: Sequence[int]) -> None:
-        row = Rows(1, self._num_words)
-        is_known = follower.row_seconds != math.inf or follower.first_seconds > SLOW_SECONDS
-        ahead = _Ahead(MaskJob(follower, new), row, is_later=is_known)
-        follower.ahead = ahead
+    def _begin(self, ahead: _Ahead) -> None:
         if self._left.are_too_many:
             ahead.error, ahead.is_done = TOO_MANY_HANG, True
             return
         self._open.append(ahead)
-        self._put(ahead)
-
-    def _put(self, ahead: _Ahead) -> None:
         if self._thread is None:
             self._jobs = _Turns()
             self._thread = LimitedThread("stratakv-masks-ahead", self._jobs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
 import threading
 import time
@@ -50,6 +51,17 @@ def test_a_source_that_is_read_only_is_copied(either: str) -> None:
     source, target = memoryview(os.urandom(5000)), memoryview(bytearray(5000))
     assert native.copy_and_digest(target, source) == xxhash.xxh3_128_digest(source)
     assert target == source
+
+
+def test_the_digest_is_of_what_was_written_though_writing_changes_the_source(either: str) -> None:
+    """Its bytes are read once: what is written here is what is read next, or would be again."""
+    size, distance = 2048 + 17, 32  # the last 17 bytes are copied at once, and overlap nothing
+    room = memoryview(bytearray(os.urandom(size + distance)))
+    before = bytes(room[:size])
+    target = room[distance:]
+    digest = native.copy_and_digest(target, room[:size])
+    assert room[:size] != before
+    assert digest == xxhash.xxh3_128_digest(target)
 
 
 def test_other_lengths_are_refused(either: str) -> None:
@@ -107,6 +119,58 @@ def test_of_a_peer_that_leaves_or_is_late_what_came_whole_is_told() -> None:
         assert left.digests == [digest] * 2 and isinstance(left.lost, native.PeerLeft)
     closed = native.receive_and_digest(-1, payloads, 16, time.monotonic() + WAIT_SECONDS)
     assert closed.digests == [] and "descriptor" in str(closed.lost)
+
+
+@needs_library
+def test_a_peer_that_trickles_gets_no_more_time() -> None:
+    payload = memoryview(bytearray(1000))
+    here, there = socket.socketpair()
+    ended = threading.Event()
+
+    def trickle() -> None:
+        for _ in range(1000):
+            if ended.wait(0.01):
+                return
+            there.sendall(b"x")
+
+    sender = threading.Thread(target=trickle)
+    with here, there:
+        sender.start()
+        began = time.monotonic()
+        late = native.receive_and_digest(here.fileno(), [payload], 16, began + 0.05)
+        is_early = sender.is_alive()  # not only when nothing came any more
+        ended.set()
+        sender.join()
+    assert isinstance(late.lost, TimeoutError) and is_early
+
+
+@needs_library
+def test_a_signal_ends_no_receiving() -> None:
+    block, tag = os.urandom(1000), os.urandom(16)
+    here, there = socket.socketpair()
+    receiver = threading.get_ident()
+
+    def disturb() -> None:
+        for piece in (b"", block[:300], block[300:] + tag[:7], tag[7:]):
+            there.sendall(piece)
+            time.sleep(0.005)
+            signal.pthread_kill(receiver, signal.SIGUSR1)
+
+    told: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: told.append(number))
+    sender = threading.Thread(target=disturb)
+    try:
+        with here, there:
+            sender.start()
+            payloads = [memoryview(bytearray(1000))]
+            came = native.receive_and_digest(
+                here.fileno(), payloads, 16, time.monotonic() + WAIT_SECONDS
+            )
+            sender.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert came.lost is None and payloads[0] == block
+    assert came.trailers == [tag] and told
 
 
 def test_a_library_of_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,10 +34,13 @@ class _Job(NamedTuple):
 
 
 class TransferQueue:
-    """At most `most_bytes` wait or run at a time."""
+    """At most `most_bytes` wait or run at a time. `ended` is called by the thread as its last."""
 
-    def __init__(self, name: str, most_bytes: int) -> None:
+    def __init__(
+        self, name: str, most_bytes: int, ended: Callable[[], None] = lambda: None
+    ) -> None:
         self._name = name
+        self._ended = ended
         self._most_bytes = most_bytes
         self._changed = threading.Condition()
         self._jobs: deque[_Job] = deque()
@@ -78,6 +81,7 @@ class TransferQueue:
         while (job := self._next_job()) is not None:
             self._do_job(job)
             del job
+        self._ended()
 
     def _next_job(self) -> _Job | None:
         """Wait for a job; None after `close`, when all are done."""
@@ -92,7 +96,8 @@ class TransferQueue:
             result = job.work(job.deadline)
         except TierError as error:
             self._end_job(job)
-            job.future.set_exception(error)
+            # Without its frames, which would keep views of the caller's buffers.
+            job.future.set_exception(error.with_traceback(None))
         except Exception as error:  # noqa: BLE001 - the caller is owed an answer
             self._end_job(job)
             job.future.set_exception(RemoteError(f"{type(error).__name__}: {error}"))

@@ -65,7 +65,10 @@ class Transfers(Generic[_T]):
         self._move = move
         self._size = size
         self._seconds = seconds
-        self._queue = TransferQueue(f"stratakv-remote-{name}", most_bytes)
+        # The connection is closed by the thread that uses it alone: its descriptor might be another
+        # file's by the time that a call under way comes to it.
+        self._queue = TransferQueue(f"stratakv-remote-{name}", most_bytes, self._drop_connection)
+        self._is_ending = False  # nothing is connected or tried any more
         self._connection: BlockConnection | None = None
         self._fallback_seconds = _FALLBACK_SECONDS
         self._give_up_at = float("inf")
@@ -93,11 +96,11 @@ class Transfers(Generic[_T]):
     def close(self, deadline: float) -> None:
         """Let transfers end within the time, then end them. Idempotent."""
         if not self._queue.close(deadline):
+            self._is_ending = True
             connection = self._connection
             if connection is not None:
                 connection.abort()
             self._queue.close(time.monotonic() + 1.0)
-        self._drop_connection()
 
     def _run(self, transfer: Transfer, deadline: float) -> list[_T]:
         began = time.monotonic()
@@ -110,29 +113,31 @@ class Transfers(Generic[_T]):
         return answers
 
     def _move_batch(self, batch: Transfer, deadline: float) -> list[_T]:
-        is_fresh = self._connection is None
-        try:
-            return self._try_once(batch, deadline)
-        except ConnectionLost as first:
-            error = first
-            if not is_fresh and time.monotonic() < deadline:
-                try:
-                    return self._try_once(batch, deadline)
-                except ConnectionLost as second:
-                    error = second
+        may_try_again = self._connection is not None
+        while True:
+            try:
+                return self._try_once(batch, deadline)
+            except ConnectionLost as lost:
+                why = str(lost)
             late = time.monotonic() >= deadline
-            self._link.count_error("deadline" if late else "unavailable")
-            self._link.mark_lost()
-            kind = RemoteLate if late else RemoteError
-            raise kind(f"{self._link.address}: {error}") from error
+            if late or self._is_ending or not may_try_again:
+                break
+            may_try_again = False
+        self._link.count_error("deadline" if late else "unavailable")
+        self._link.mark_lost()
+        # Without its cause, whose frames would keep views of the caller's buffers.
+        raise (RemoteLate if late else RemoteError)(f"{self._link.address}: {why}")
 
     def _try_once(self, batch: Transfer, deadline: float) -> list[_T]:
         if time.monotonic() >= self._give_up_at:
             self._drop_connection()
         connection = self._connection
-        if connection is None:
+        if connection is None and not self._is_ending:
             connection = self._connection = self._link.connect(deadline)
             self._judge(connection)
+        if connection is None or self._is_ending:  # perhaps since before there was one to abort
+            self._drop_connection()
+            raise ConnectionLost("the tier was closed")
         before = connection.corrupt_blocks
         try:
             return self._move(connection, batch, deadline)

@@ -35,10 +35,11 @@ def receive_blocks(
     if not payloads:
         return
     if keyed_hashers is None and connection.can_digest and payloads[0].nbytes >= LEAST_BYTES:
-        came, lost = connection.receive_and_digest(payloads, trailer_bytes, deadline)
-        arrived += [(trailer, Hashed(digest)) for trailer, digest in came]
-        if lost is not None:
-            raise lost
+        came: list[tuple[bytes, bytes]] = []
+        try:
+            connection.receive_and_digest(payloads, trailer_bytes, deadline, came)
+        finally:
+            arrived += [(trailer, Hashed(digest)) for trailer, digest in came]
         return
     for index, payload in enumerate(payloads):
         hasher = xxhash.xxh3_128() if keyed_hashers is None else keyed_hashers[index]

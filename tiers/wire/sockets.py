@@ -76,13 +76,20 @@ class Connection:
         return not self._is_tls and has_digests()
 
     def receive_and_digest(
-        self, payloads: Sequence[memoryview], trailer_bytes: int, deadline: float
-    ) -> tuple[list[tuple[bytes, bytes]], ConnectionLost | None]:
+        self,
+        payloads: Sequence[memoryview],
+        trailer_bytes: int,
+        deadline: float,
+        arrived: list[tuple[bytes, bytes]],
+    ) -> None:
         """Fill payloads, all of one length of LEAST_BYTES or more, in one call. Of each that came
-        whole, what came behind it and its digest; and why the next one did not. Raises nothing."""
+        whole, also where others then do not, `arrived` is given what came behind it and its
+        digest."""
         came = receive_and_digest(self._sock.fileno(), payloads, trailer_bytes, deadline)
-        lost = None if came.lost is None else _lost(came.lost, "sent")
-        return list(zip(came.trailers, came.digests, strict=True)), lost
+        arrived += zip(came.trailers, came.digests, strict=True)
+        if came.lost is not None:
+            # No variable names what is raised: it would keep this frame, and views of buffers.
+            raise _lost(came.lost, "sent")
 
     def send(self, buffers: Sequence[memoryview | bytes], deadline: float) -> None:
         """Send all of these, one after the other."""

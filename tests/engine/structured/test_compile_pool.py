@@ -177,6 +177,18 @@ def test_a_process_that_was_killed_between_two_grammars_fails_none() -> None:
         pool.close()
 
 
+def test_processes_that_end_leave_no_descriptor_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_pool, "_COMMAND", ("true",))
+    pool, before = pool_of(), len(os.listdir("/proc/self/fd"))
+    try:
+        for _ in range(5):
+            with pytest.raises(NotNow, match=r"ended with status 0|ended by signal 9"):
+                pool.try_out(FEW_RULES)
+        assert len(os.listdir("/proc/self/fd")) == before and not pool.process_ids
+    finally:
+        pool.close()
+
+
 def test_limits_of_whoever_runs_the_engine_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     hard = 10**6  # seconds: below infinity, where a process that asks for that is refused
     command = ("bash", "-c", f'ulimit -t {hard}; ulimit -v {2**33}; exec "$@"', "-")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.structured import compiler as compiler_module
 from stratakv.engine.structured.backends import open_backend, why_missing
 from stratakv.engine.structured.base import (
     Backend,
@@ -31,7 +32,7 @@ from stratakv.engine.structured.compiler import (
     GrammarCompiler,
     TooManyGrammars,
 )
-from stratakv.engine.structured.limited_thread import MOST_LEFT_BEHIND
+from stratakv.engine.structured.limited_thread import MOST_LEFT_BEHIND, Jobs, LimitedThread
 from stratakv.engine.structured.masks import (
     HANGS,
     QUICK_SECONDS,
@@ -129,6 +130,52 @@ def test_one_that_does_not_stop_compiling_is_given_up(threads_end: None) -> None
             )
             wait_for(lambda another=another: done(another))
         assert "none is compiled any more" in compiler.ask(spec("c")).error
+    finally:
+        backend.stop.set()
+        compiler.close()
+
+
+def test_a_thread_that_begins_before_it_is_known_is_watched_too(
+    threads_end: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = Spinner(compiles=False)
+    compiler = GrammarCompiler(lambda: backend, lambda: None, limit=SHORT, vocab_size=40)
+    try:
+        first = compiler.ask(spec("spin"))
+        second = compiler.ask(GrammarSpec(Kind.GRAMMAR, "spin"))
+
+        def started(name: str, jobs: Jobs) -> LimitedThread:
+            thread = LimitedThread(name, jobs)
+            wait_for(lambda: second.has_begun)
+            return thread
+
+        monkeypatch.setattr(compiler_module, "LimitedThread", started)
+        wait_for(lambda: (compiler.collect(), first.is_done and second.is_done)[1])
+        assert "more than 0.05 s" in second.error
+    finally:
+        monkeypatch.undo()
+        backend.stop.set()
+        compiler.close()
+
+
+def test_those_asked_for_before_too_many_hang_are_not_compiled(threads_end: None) -> None:
+    backend = Spinner(compiles=False)
+    compiler = GrammarCompiler(lambda: backend, lambda: None, limit=SHORT, vocab_size=40)
+    try:
+        asked = [
+            compiler.ask(GrammarSpec(Kind.REGEX, "spin", whitespace_pattern=f"{number}"))
+            for number in range(MOST_LEFT_BEHIND)
+        ]
+        asked += [compiler.ask(spec("behind")), compiler.ask(spec("the last"))]
+        wait_for(lambda: (compiler.collect(), all(each.is_done for each in asked))[1])
+        told = ["more than 0.05 s" in each.error for each in asked]
+        assert told == [True] * MOST_LEFT_BEHIND + [False] * 2
+        assert all("none is compiled any more" in each.error for each in asked[-2:])
+        backend.stop.set()
+        wait_for(lambda: not compiler._left.are_too_many)
+        behind = compiler.ask(spec("behind"))  # its error said nothing of it
+        wait_for(lambda: (compiler.collect(), behind.is_done)[1])
+        assert behind.grammar is not None, behind.error
     finally:
         backend.stop.set()
         compiler.close()

@@ -6,10 +6,12 @@ from __future__ import annotations
 import threading
 
 from stratakv.engine.structured.base import Grammar, Matcher, Words
+from stratakv.engine.structured.limited_thread import MOST_LEFT_BEHIND
 from stratakv.engine.structured.masks import (
     HANGS,
     MASK_LIMIT,
     SLOW_SECONDS,
+    TOO_MANY_HANG,
     AheadMaker,
     Follower,
 )
@@ -91,6 +93,21 @@ def test_a_row_that_hangs_fails_alone_whatever_was_asked_for_first(threads_end: 
             assert maker.is_ready(follower, [1], 0)
             assert follower.failed == (HANGS if name == "spin" else "")
         assert made == ["gate", "new", "long"]
+    finally:
+        stop.set()
+        maker.close()
+
+
+def test_rows_that_were_asked_for_before_too_many_hang_are_not_begun(threads_end: None) -> None:
+    stop = threading.Event()
+    maker = AheadMaker(40, SHORT, lambda: None)
+    followers = [Follower(OrderlyGrammar("spin", [], stop)) for _ in range(MOST_LEFT_BEHIND + 2)]
+    try:
+        assert not any(maker.is_ready(each, [1], 0) for each in followers)
+        wait_for(lambda: (maker.take_note(), not maker.num_open)[1])
+        assert all(maker.is_ready(each, [1], 0) for each in followers)
+        failed = [each.failed for each in followers]
+        assert failed == [HANGS] * MOST_LEFT_BEHIND + [TOO_MANY_HANG] * 2
     finally:
         stop.set()
         maker.close()

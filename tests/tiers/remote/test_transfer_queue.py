@@ -4,8 +4,11 @@ should, also where some fail."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
@@ -13,8 +16,18 @@ import pytest
 from stratakv.tiers.errors import TierBusy, TierClosed, TierError
 from stratakv.tiers.remote.futures import all_of, then
 from stratakv.tiers.remote.transfer_queue import RemoteError, RemoteLate, TransferQueue
+from stratakv.tiers.remote.transfers import Transfer, Transfers
+from stratakv.tiers.wire.sockets import ConnectionLost
 
 WAIT = 10.0
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """What only the collector would find stays."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def soon(seconds: float = WAIT) -> float:
@@ -135,6 +148,98 @@ def test_a_close_that_takes_too_long_says_so() -> None:
     assert not queue.close(soon(0.05))
     go.set()
     assert queue.close(soon())
+
+
+# Transfers
+
+
+class Waiting:
+    """A connection whose transfers wait until it is aborted."""
+
+    kind, is_fallback, corrupt_blocks = "waiting", False, 0
+
+    def __init__(self) -> None:
+        self.aborted, self.closed_by = threading.Event(), ""
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def close(self) -> None:
+        self.closed_by = threading.current_thread().name
+
+
+@pytest.mark.parametrize("held", ["moving", "connecting"])
+def test_a_close_ends_transfers_and_nothing_is_tried_again(held: str) -> None:
+    """It was tried once more, on a connection that was then closed under it."""
+    made: list[Waiting] = []
+    connecting, moves = threading.Event(), threading.Semaphore(0)
+
+    class Link:
+        address = "here"
+
+        def connect(self, _deadline: float) -> Waiting:
+            connecting.set()
+            deadline = soon()
+            while held == "connecting" and not transfers._is_ending:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            made.append(Waiting())
+            return made[-1]
+
+        def count_error(self, _reason: str) -> None: ...
+
+        def mark_lost(self) -> None: ...
+
+    def move(connection: Waiting, batch: Transfer, _deadline: float) -> list[int]:
+        if batch.keys == [b"first"]:
+            return [1]
+        moves.release()
+        connection.aborted.wait(WAIT)
+        raise ConnectionLost("aborted")
+
+    transfers = Transfers(Link(), "load", move, size=1, seconds=60.0, most_bytes=100)  # type: ignore[arg-type]
+    buffers = [memoryview(bytearray(1))]
+    if held == "moving":  # by a connection that has served before
+        assert transfers.submit(Transfer([b"first"], buffers, [None])).result(WAIT) == [1]
+    futures = [transfers.submit(Transfer([b"k"], buffers, [None])) for _ in range(2)]
+    assert connecting.wait(WAIT)
+    if held == "moving":
+        assert moves.acquire(timeout=WAIT)
+    transfers.close(soon(0.01))
+    assert all(isinstance(future.exception(WAIT), RemoteError) for future in futures)
+    assert not moves.acquire(blocking=False)
+    assert held == "connecting" or made[0].aborted.is_set()
+    assert transfers._queue.close(soon())
+    assert [each.closed_by for each in made] == ["stratakv-remote-load"]
+
+
+def test_what_failed_keeps_no_view_of_a_buffer(no_collection: None) -> None:
+    class Link:
+        address = "here"
+
+        def connect(self, _deadline: float) -> Waiting:
+            return Waiting()
+
+        def count_error(self, _reason: str) -> None: ...
+
+        def mark_lost(self) -> None: ...
+
+    def move(_connection: Waiting, batch: Transfer, _deadline: float) -> list[int]:
+        assert batch.buffers
+        raise ConnectionLost("gone")
+
+    transfers = Transfers(Link(), "load", move, size=1, seconds=60.0, most_bytes=100)  # type: ignore[arg-type]
+    memory = bytearray(1)
+    failed = transfers.submit(Transfer([b"k"], [memoryview(memory)], [None]))
+    assert isinstance(failed.exception(WAIT), RemoteError)
+    deadline = soon()
+    while True:  # until the thread has come to its next job
+        with contextlib.suppress(BufferError):
+            memory.append(0)  # where there is a view of it
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    transfers.close(soon())
 
 
 # Futures that follow on others

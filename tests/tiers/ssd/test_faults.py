@@ -17,6 +17,7 @@ import pytest
 
 from stratakv.tiers.base import Answer
 from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.disk.disk_queue import AioQueue, BlockingQueue
 from stratakv.tiers.ssd.disk.slot_file import SlotFile
 from stratakv.tiers.ssd.index.index_file import IndexFile
 
@@ -140,6 +141,27 @@ def test_an_unforeseen_error_ends_the_calls_and_not_the_threads(
         assert fetch(store, keys) == [None] * 4
     assert store.stats().errors == {"RuntimeError": 5}
     assert put(store, keys) == [True] * 4
+    assert None not in fetch(store, keys)
+
+
+def test_a_thread_whose_queue_fails_ends_what_is_with_the_disk(
+    store: SsdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_keys(10)
+    left = [RuntimeError("as asked")]
+    for queue in (AioQueue, BlockingQueue):
+
+        def finished(self: Any, real: Callable[..., Any] = queue.finished) -> Any:
+            if left:
+                raise left.pop()
+            return real(self)
+
+        monkeypatch.setattr(queue, "finished", finished)
+    assert put(store, keys) == [False] * 10
+    assert put(store, keys) == [True] * 10
+    left.append(RuntimeError("again"))
+    assert fetch(store, keys) == [None] * 10
+    assert put(store, keys) == [True] * 10
     assert None not in fetch(store, keys)
 
 

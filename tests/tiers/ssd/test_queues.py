@@ -82,7 +82,7 @@ def test_a_block_dropped_on_its_way_in_is_not_kept(
 ) -> None:
     monkeypatch.setattr(writer, "BATCHES_IN_FLIGHT", 1)  # or the second one would be begun, too
     store = open_store()
-    keys = make_keys(3)
+    keys, gone = make_keys(3), make_keys(1, "gone")
     gate, real = threading.Event(), SlotFile.sync
     entered = threading.Event()
 
@@ -92,19 +92,43 @@ def test_a_block_dropped_on_its_way_in_is_not_kept(
         real(self)
 
     monkeypatch.setattr(SlotFile, "sync", wait)
-    writing = store.store(keys[:2], filled_buffers(keys[:2], SMALL))
+    under_way = [*keys[:2], *gone]
+    writing = store.store(under_way, filled_buffers(under_way, SMALL))
     assert entered.wait(SECONDS)
     queued = store.store(keys[2:], filled_buffers(keys[2:], SMALL))
-    assert store.drop(keys[1:]) == 2
+    assert store.drop([*keys[1:], *gone]) == 3
     assert store.drop(keys[1:]) == 0
     again = store.store(keys[1:2], filled_buffers(keys[1:2], SMALL))
     gate.set()
-    assert writing.result(SECONDS) == [Stored.KEPT, Stored.REFUSED]
+    assert writing.result(SECONDS) == [Stored.KEPT, Stored.REFUSED, Stored.REFUSED]
     assert queued.result(SECONDS) == [Stored.REFUSED]
     assert again.result(SECONDS) == [Stored.KEPT]
-    assert store.lookup(keys) == [Answer.HIT, Answer.HIT, Answer.MISS]
-    store.close(SECONDS)
-    assert open_store().lookup(keys) == [Answer.HIT, Answer.HIT, Answer.MISS]
+    for _ in range(2):
+        assert store.lookup(keys) == [Answer.HIT, Answer.HIT, Answer.MISS]
+        assert store.lookup(gone) == [Answer.MISS]
+        store.close(SECONDS)
+        store = open_store()
+
+
+def test_only_so_many_batches_are_under_way(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "BATCH_BLOCKS", 1)
+    store = open_store()
+    keys = make_keys(writer.BATCHES_IN_FLIGHT + 2)
+    gate, real = threading.Event(), SlotFile.start_write
+
+    def wait(self: SlotFile, *arguments: object) -> None:
+        gate.wait(SECONDS)
+        real(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SlotFile, "start_write", wait)
+    writing = store.store(keys, filled_buffers(keys, SMALL))
+    wait_until(lambda: len(store._writer._flying) >= writer.BATCHES_IN_FLIGHT)
+    with store._state.lock:
+        assert len(store._writer.queue) == 2 and not store._writer._may_begin()
+    gate.set()
+    assert writing.result(SECONDS) == [Stored.KEPT] * len(keys)
 
 
 def test_close_writes_what_is_queued(open_store: Open) -> None:
@@ -140,6 +164,34 @@ def test_close_abandons_what_the_time_does_not_allow(
     with pytest.raises(TierClosed):
         second.result(SECONDS)
     assert open_store().lookup(keys) == [Answer.HIT, Answer.MISS, Answer.MISS]
+
+
+def test_close_abandons_reads_that_have_not_begun_in_time(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(io_threads=1)
+    keys = make_keys(4)
+    put(store, keys)
+    gate, begun, real = threading.Event(), threading.Event(), SlotFile.start_read
+
+    def wait(self: SlotFile, *arguments: object) -> None:
+        begun.set()
+        gate.wait(SECONDS)
+        real(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SlotFile, "start_read", wait)
+    first = store.load(keys[:1], make_buffers(1, SMALL))
+    assert begun.wait(SECONDS)
+    second = store.load(keys[1:], make_buffers(3, SMALL))
+    closing = threading.Thread(target=store.close, args=(0.0,))
+    closing.start()
+    wait_until(lambda: store._reader.abandoned)
+    gate.set()
+    closing.join(SECONDS)
+    assert None not in first.result(SECONDS)
+    with pytest.raises(TierClosed):
+        second.result(SECONDS)
+    assert not any(store._state.index._pins)
 
 
 def test_no_view_of_a_buffer_outlives_its_call(open_store: Open) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import socket
 import ssl
@@ -10,11 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
 
+from stratakv.tiers.native import library
 from stratakv.tiers.remote.data_client import DataConnection
+from stratakv.tiers.wire.blocks import receive_blocks
 from stratakv.tiers.wire.sockets import Connection, ConnectionLost
 
 from ..cache_server.rig import LAYOUT, WAIT_SECONDS
@@ -243,6 +248,29 @@ def test_a_descriptor_arrives_and_is_closed_where_the_words_do_not(tmp_path: Pat
         assert len(os.listdir("/proc/self/fd")) == before
     one.close()
     other.close()
+
+
+@pytest.mark.parametrize("path", ["library", "twin"])
+def test_blocks_that_are_lost_leave_no_view_of_their_places(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "twin":
+        monkeypatch.setattr(library, "library", lambda: None)
+    ours, theirs = socket.socketpair()
+    connection, memory, arrived = Connection(ours), bytearray(2000), list[tuple[bytes, Any]]()
+    theirs.sendall(bytes(1500))
+    theirs.close()
+    gc.disable()  # what only the collector would find stays
+    try:
+        payloads = [memoryview(memory)[:1000], memoryview(memory)[1000:]]
+        with contextlib.suppress(ConnectionLost):
+            receive_blocks(connection, payloads, None, 16, soon(), arrived)
+        del payloads
+        memory.append(0)  # a BufferError where there is a view of it
+    finally:
+        gc.enable()
+        connection.close()
+    assert [trailer for trailer, _ in arrived] == [bytes(16)]
 
 
 # Opening
