@@ -18,7 +18,7 @@
 #define WIDE __attribute__((target("avx2")))
 
 // Grows with every change of a function; `library.py` has the same number.
-EXPORTED int64_t stratakv_bytes_abi() { return 1; }
+EXPORTED int64_t stratakv_bytes_abi() { return 2; }
 
 // Whether this processor, and the system with it, runs them.
 EXPORTED int64_t stratakv_bytes_runs() {
@@ -158,6 +158,18 @@ EXPORTED WIDE int64_t stratakv_bytes_copy(uint8_t *to, const uint8_t *from, int6
     // The last stripe may reach back into what was written past the cache, which this core sees.
     end_digest(sums, to, size, digest);
     _mm_sfence();
+    return 0;
+}
+
+// The same for `count` rows of two tables: row `to_rows[i]` of `to`, whose rows begin `to_step` bytes
+// apart, from row `from_rows[i]` of `from`; 16 bytes of a digest for each.
+EXPORTED WIDE int64_t stratakv_bytes_copy_rows(uint8_t *to, int64_t to_step, const int64_t *to_rows,
+                                               const uint8_t *from, int64_t from_step,
+                                               const int64_t *from_rows, int64_t count,
+                                               int64_t size, int64_t past, uint8_t *digests) {
+    for (int64_t i = 0; i < count; i++)
+        stratakv_bytes_copy(to + to_rows[i] * to_step, from + from_rows[i] * from_step, size, past,
+                            digests + i * 16);
     return 0;
 }
 
