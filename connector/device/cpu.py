@@ -119,7 +119,7 @@ def _run(job: _Job) -> None:
 
 
 def _whole_rows(sources: Parts, targets: Parts) -> tuple[Rows, Rows] | None:
-    """Source and target where each page lies in one piece; None where the library cannot copy it."""
+    """Source and target where a page lies in one piece; None where the library cannot copy it."""
     if len(sources) > 1 or sources[0].ndim != 2 or not has_digests():
         return None
     source, target = sources[0], targets[0]

@@ -100,7 +100,7 @@ def copy_and_digest(target: memoryview, source: memoryview) -> bytes:
 
 
 class Rows(NamedTuple):
-    """Bytes of one length that begin a number of bytes apart: row i at `address + i * step`. Whoever
+    """Bytes of one length that begin a number of bytes apart: row i at `address + i * step`. Who
     has one keeps the memory alive."""
 
     address: int
