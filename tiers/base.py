@@ -225,10 +225,12 @@ class SlabTier(ABC):
         *,
         optional: bool = False,
         spared: Callable[[bytes], bool] | None = None,
+        evicted: list[bytes] | None = None,
     ) -> list[int | None]:
         """A slot for each key, evicting by policy; None where the key is already known or no slot
         can be freed. `optional`: the policy may find what is there worth more than these, given
-        head first, and keep it. Blocks that are `spared` are not evicted for these."""
+        head first, and keep it. Blocks that are `spared` are not evicted for these. `evicted` gains
+        those that were, the coldest first."""
 
     @abstractmethod
     def commit(

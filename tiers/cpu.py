@@ -123,6 +123,7 @@ class CpuSlab(SlabTier):
         *,
         optional: bool = False,
         spared: Callable[[bytes], bool] | None = None,
+        evicted: list[bytes] | None = None,
     ) -> list[int | None]:
         """See SlabTier. Keys of the call itself are not evicted for one another."""
         with self._lock:
@@ -131,7 +132,9 @@ class CpuSlab(SlabTier):
                 self._free_forgotten([key for key in known if self._is_forgotten(key)])
             unknown = [key for key in dict.fromkeys(keys) if key not in self._slots]
             wanted = frozenset(keys).difference(unknown)
-            self._make_room(unknown, wanted, optional, spared)
+            gone = self._make_room(unknown, wanted, optional, spared)
+            if evicted is not None:
+                evicted += gone
             indices: list[int | None] = []
             for key in keys:
                 if key in self._slots or not self._free:
@@ -351,7 +354,7 @@ class CpuSlab(SlabTier):
         slot = self._slots[key]
         if not slot.committed or slot.pins:
             return False
-        return not self._is_held(slot)
+        return self.index is None or not self._is_held(slot)
 
     def _is_idle_and_not_held(self, key: bytes) -> bool:
         return key not in self._holds and self._is_idle(key)
@@ -377,10 +380,11 @@ class CpuSlab(SlabTier):
         wanted: frozenset[bytes],
         optional: bool,
         spared: Callable[[bytes], bool] | None,
-    ) -> None:
+    ) -> list[bytes]:
+        """The blocks that were evicted, without those that had been forgotten."""
         count = len(coming) - len(self._free)
         if count <= 0:
-            return
+            return []
         holds = self._holds
         if holds:
             holds.expire(time.monotonic())
@@ -394,10 +398,11 @@ class CpuSlab(SlabTier):
             victims = self._policy.displaced_by(coming, count, may_evict)
         else:
             victims = self._policy.victims(count, may_evict)
-        known = sum(map(self._is_known, victims))
+        known = list(filter(self._is_known, victims))
         self._forget(victims)
-        self._stats.evicted_blocks += known
-        self._num_forgotten -= len(victims) - known
+        self._stats.evicted_blocks += len(known)
+        self._num_forgotten -= len(victims) - len(known)
+        return known
 
     def _forget(self, keys: Sequence[bytes]) -> None:
         self._policy.remove(keys)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from ...tiers.errors import InvalidBlock
-from ...tiers.native.library import copy_and_digest
+from ...tiers.native.library import LEAST_BYTES, Rows, copy_rows_and_digest, has_digests
 from ...tiers.tag import payload_digest
 from ..transfer import merge_runs
 from .base import CopyDevice, DeviceError, Event, SlabMemory, Stream
@@ -103,21 +103,33 @@ def _run(job: _Job) -> None:
             runs = merge_runs(source_pages, target_pages)
             for source, target in zip(sources, targets, strict=True):
                 _copy_runs(source, target, runs)
+        elif (rows := _whole_rows(sources, targets)) is not None:
+            # Hashed as they are copied, by a thread that takes the interpreter back once for all.
+            event.digests += copy_rows_and_digest(rows[1], target_pages, rows[0], source_pages)
         else:
-            # Block by block, so that each is hashed as it is copied.
             for start, end in zip(source_pages, target_pages, strict=True):
-                row = event.rows[end]
-                if len(sources) == 1 and sources[0].ndim == 2:
-                    event.digests.append(copy_and_digest(row.data, sources[0][start].data))
-                    continue
                 for source, target in zip(sources, targets, strict=True):
                     target[end] = source[start]
-                event.digests.append(payload_digest(row.data))
+                event.digests.append(payload_digest(event.rows[end].data))
     except Exception as failure:  # noqa: BLE001 - the event carries it to whoever asks
         # Without its frames, which would keep views of the pool and the slab alive.
         error = failure.with_traceback(None)
     event.rows = None
     event.end(error, time.monotonic() - began)
+
+
+def _whole_rows(sources: Parts, targets: Parts) -> tuple[Rows, Rows] | None:
+    """Source and target where a page lies in one piece; None where the library cannot copy it."""
+    if len(sources) > 1 or sources[0].ndim != 2 or not has_digests():
+        return None
+    source, target = sources[0], targets[0]
+    size = source.shape[1]
+    if size < LEAST_BYTES or source.strides[1] != 1 or not target.flags.writeable:
+        return None
+    return (
+        Rows(source.ctypes.data, source.strides[0], size),
+        Rows(target.ctypes.data, target.strides[0], size),
+    )
 
 
 class _StreamThread:

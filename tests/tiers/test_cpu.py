@@ -70,7 +70,9 @@ def test_reserve_evicts_the_coldest_and_never_a_pinned_one(slab: CpuSlab) -> Non
     assert slab.pin(keys[6:8], touch=False) == [6, 7]
     # Committed head first, so the tail is the coldest; 6 and 7 are pinned.
     assert slab.coldest(3) == [keys[5], keys[4], keys[3]]
-    assert slab.reserve(keys[8:10]) == [4, 5]
+    evicted: list[bytes] = []
+    assert slab.reserve(keys[8:10], evicted=evicted) == [4, 5]
+    assert evicted == [keys[5], keys[4]]
     assert slab.lookup(keys[3:8]) == [Answer.HIT] + [Answer.MISS] * 2 + [Answer.HIT] * 2
     assert slab.stats().evicted_blocks == 2
     assert slab.stats().hits == 0  # touch=False is not a use

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 
+import numpy as np
 import pytest
 import xxhash
 
@@ -67,6 +68,21 @@ def test_the_digest_is_of_what_was_written_though_writing_changes_the_source(eit
 def test_other_lengths_are_refused(either: str) -> None:
     with pytest.raises(ValueError, match="400 bytes cannot be copied to 500"):
         native.copy_and_digest(memoryview(bytearray(500)), memoryview(bytearray(400)))
+
+
+@needs_library
+def test_rows_are_copied_with_the_digests_of_their_bytes() -> None:
+    size, of_step, to_step = 98_304 + 5, 98_400, 102_400
+    source = np.frombuffer(os.urandom(4 * of_step), np.uint8).reshape(4, of_step)
+    target = np.zeros((6, to_step), np.uint8)
+    digests = native.copy_rows_and_digest(
+        native.Rows(target.ctypes.data, to_step, size), [5, 0, 2],
+        native.Rows(source.ctypes.data, of_step, size), [1, 3, 1],
+    )  # fmt: skip
+    rows = [source[i, :size].tobytes() for i in (1, 3, 1)]
+    assert digests == [xxhash.xxh3_128_digest(row) for row in rows]
+    assert [target[i, :size].tobytes() for i in (5, 0, 2)] == rows
+    assert not target[[1, 3, 4]].any() and not target[:, size:].any()
 
 
 @needs_library

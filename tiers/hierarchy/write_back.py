@@ -113,27 +113,27 @@ class WriteBack:
                 self._refused.discard(key)
                 self._dirty[key] = None
 
-    def before_eviction(
-        self, candidates: Sequence[bytes], next_candidates: Sequence[bytes]
-    ) -> list[bytes]:
-        """The eviction candidates that are not written yet. The store is told of the others, of
-        which it will have the last copy. `next_candidates` go after them: what is not written of
-        those has to be now."""
-        lacking = [key for key in candidates if key in self._dirty] if self._dirty else []
-        self._is_urgent = bool(self._dirty) and any(key in self._dirty for key in next_candidates)
-        if len(lacking) < len(candidates) and self._store.allows:
-            clean = [key for key in reversed(candidates) if key not in self._dirty]
+    def evicted(self, keys: Sequence[bytes]) -> None:
+        """The slab has evicted these, the coldest first: count those that were not written. The
+        store is told of the others, of which it has the last copy."""
+        dirty = self._dirty
+        lost = [key for key in keys if key in dirty] if dirty else []
+        if len(lost) < len(keys) and self._store.allows:
+            clean = [key for key in reversed(keys) if key not in dirty]
             self._store.attempt(partial(self._store.tier.touch, clean))
-        return lacking
-
-    def after_eviction(self, lacking: Sequence[bytes]) -> None:
-        """The slab has made room: count those of the blocks not written that are gone."""
-        answers = self._slab.lookup(lacking)
-        lost = [k for k, a in zip(lacking, answers, strict=True) if a is not Answer.HIT]
         for key in lost:
-            del self._dirty[key]
+            del dirty[key]
         self._store.traffic.lost_blocks += len(lost)
         self._store.traffic.lost_stores += bool(lost)
+
+    @property
+    def has_unwritten(self) -> bool:
+        """Whether blocks wait to be written, whatever becomes of the store."""
+        return bool(self._dirty)
+
+    def will_be_evicted(self, keys: Sequence[bytes]) -> None:
+        """These go next: what is not written of them has to be now."""
+        self._is_urgent = any(key in self._dirty for key in keys)
 
     def pump(self, *, reading: bool) -> bool:
         """Give up late batches, and start new ones if the slab is filling up: fewer while somebody
@@ -314,16 +314,18 @@ class WriteBacks:
 
     def reserve(self, keys: list[bytes], *, optional: bool = False) -> list[int | None]:
         """Reserve slots of the slab for these blocks; count what is evicted for them unwritten."""
-        lacking: list[list[bytes]] = []
         excess = len(keys) - self._slab.free_slots()
-        if excess > 0 and self._all:
-            coldest = self._slab.coldest(2 * excess)
-            now, later = coldest[:excess], coldest[excess:]
-            lacking = [write_back.before_eviction(now, later) for write_back in self._all]
-        slots = self._slab.reserve(keys, optional=optional, spared=self._spared)
-        for write_back, unwritten in zip(self._all, lacking, strict=False):
-            if unwritten:
-                write_back.after_eviction(unwritten)
+        evicted: list[bytes] = []
+        slots = self._slab.reserve(keys, optional=optional, spared=self._spared, evicted=evicted)
+        if evicted:
+            for write_back in self._all:
+                write_back.evicted(evicted)
+        if excess > 0:
+            # To choose the next ones takes as long as to choose these, so only where it matters.
+            has_unwritten = any(write_back.has_unwritten for write_back in self._all)
+            coldest = self._slab.coldest(excess) if has_unwritten else []
+            for write_back in self._all:
+                write_back.will_be_evicted(coldest)
         return slots
 
     def _is_awaited(self, key: bytes) -> bool:

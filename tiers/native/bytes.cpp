@@ -18,7 +18,7 @@
 #define WIDE __attribute__((target("avx2")))
 
 // Grows with every change of a function; `library.py` has the same number.
-EXPORTED int64_t stratakv_bytes_abi() { return 1; }
+EXPORTED int64_t stratakv_bytes_abi() { return 2; }
 
 // Whether this processor, and the system with it, runs them.
 EXPORTED int64_t stratakv_bytes_runs() {
@@ -49,7 +49,7 @@ static const uint8_t SECRET[192] __attribute__((aligned(64))) = {
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 };
 static const int64_t STRIPE = 64, BLOCK = 1024, LAST = sizeof SECRET - STRIPE;
-static const int64_t AHEAD = 1024;  // bytes that are asked for before they are used
+static const int64_t AHEAD = 2048;  // bytes that are asked for before they are used
 
 struct Sums {
     __m256i low, high;
@@ -101,7 +101,12 @@ template <Writing writing>
 WIDE static void take_blocks(Sums &sums, uint8_t *to, const uint8_t *from, int64_t count) {
     for (; count > 0; count--, from += BLOCK, to += writing == NOT ? 0 : BLOCK) {
         for (int64_t i = 0; i < BLOCK / STRIPE; i++) {
-            _mm_prefetch(reinterpret_cast<const char *>(from + i * STRIPE + AHEAD), _MM_HINT_T0);
+            const char *const later = reinterpret_cast<const char *>(from + i * STRIPE + AHEAD);
+            // What goes past the cache is not wanted there where it comes from either.
+            if (writing == PAST)
+                _mm_prefetch(later, _MM_HINT_NTA);
+            else
+                _mm_prefetch(later, _MM_HINT_T0);
             take_stripe<writing>(sums, to + i * STRIPE, from + i * STRIPE, 8 * i);
         }
         sums.low = scrambled(sums.low, SECRET + LAST);
@@ -158,6 +163,18 @@ EXPORTED WIDE int64_t stratakv_bytes_copy(uint8_t *to, const uint8_t *from, int6
     // The last stripe may reach back into what was written past the cache, which this core sees.
     end_digest(sums, to, size, digest);
     _mm_sfence();
+    return 0;
+}
+
+// The same for `count` rows of two tables: row `to_rows[i]` of `to`, whose rows begin `to_step` bytes
+// apart, from row `from_rows[i]` of `from`; 16 bytes of a digest for each.
+EXPORTED WIDE int64_t stratakv_bytes_copy_rows(uint8_t *to, int64_t to_step, const int64_t *to_rows,
+                                               const uint8_t *from, int64_t from_step,
+                                               const int64_t *from_rows, int64_t count,
+                                               int64_t size, int64_t past, uint8_t *digests) {
+    for (int64_t i = 0; i < count; i++)
+        stratakv_bytes_copy(to + to_rows[i] * to_step, from + from_rows[i] * from_step, size, past,
+                            digests + i * 16);
     return 0;
 }
 

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import logging
 import os
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 
 FILE_NAME = "libstratakv_bytes.so"  # as in setup.py
 VARIABLE = "STRATAKV_BYTES"
-ABI = 1
+ABI = 2
 LEAST_BYTES = 241  # XXH3 does something else with less
 PART_BYTES = 256 * 1024  # copied, then hashed while it is in the cache
 _DIGEST_BYTES = 16
@@ -46,6 +47,9 @@ class Library:
         self.abi: int = function("abi")()
         self.runs = bool(function("runs")())
         self.copy = function("copy", address, address, size, size, address)
+        self.copy_rows = function(
+            "copy_rows", address, size, address, address, size, address, size, size, size, address
+        )
         self.receive = function(
             "receive", size, address, size, size, address, size, size, address, address
         )
@@ -93,6 +97,35 @@ def copy_and_digest(target: memoryview, source: memoryview) -> bytes:
     to, of = ctypes.c_char.from_buffer(target), ctypes.c_char.from_buffer(source)
     found.copy(ctypes.addressof(to), ctypes.addressof(of), size, True, ctypes.addressof(digest))
     return digest.raw
+
+
+class Rows(NamedTuple):
+    """Bytes of one length that begin a number of bytes apart: row i at `address + i * step`. Who
+    has one keeps the memory alive."""
+
+    address: int
+    step: int
+    size: int
+
+
+def copy_rows_and_digest(
+    target: Rows, target_rows: Sequence[int], source: Rows, source_rows: Sequence[int]
+) -> list[bytes]:
+    """`copy_and_digest` of row `source_rows[i]` to row `target_rows[i]` for each i, in one call
+    without the interpreter. Nobody checks that there are such rows. Only where `has_digests`, and
+    of LEAST_BYTES or more."""
+    found, count = library(), len(target_rows)
+    assert found is not None and source.size == target.size >= LEAST_BYTES
+    assert len(source_rows) == count
+    to_rows, of_rows = array("q", target_rows), array("q", source_rows)
+    digests = ctypes.create_string_buffer(count * _DIGEST_BYTES)
+    found.copy_rows(
+        target.address, target.step, to_rows.buffer_info()[0],
+        source.address, source.step, of_rows.buffer_info()[0],
+        count, target.size, True, digests,
+    )  # fmt: skip
+    raw = digests.raw
+    return [raw[start : start + _DIGEST_BYTES] for start in range(0, len(raw), _DIGEST_BYTES)]
 
 
 class Received(NamedTuple):

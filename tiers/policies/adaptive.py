@@ -163,9 +163,11 @@ class AdaptivePolicy(EvictionPolicy):
         for key in keys:
             block = blocks[key]
             if not block.held:
-                block.run.hold(block)
+                run = block.run
+                run.hold(block)
                 self._held += 1
-                self._queues.link(block.run, self._history.now)
+                if run.queue is None:
+                    self._queues.link(run, self._history.now)
         self._history.forget()
 
     def touch(self, keys: Iterable[bytes]) -> None:
