@@ -263,7 +263,8 @@ class Sampler:
         return Choice(self, drawn, known, raw, random, numbers, short)
 
     def _tells(self, rows: IntArray) -> npt.NDArray[np.bool_]:
-        return self._rows.num_logprobs[rows] != NO_LOGPROBS
+        tells: npt.NDArray[np.bool_] = self._rows.num_logprobs[rows] != NO_LOGPROBS
+        return tells
 
     def draw_again(self, drawn: Drawn, random: IntArray, numbers: npt.NDArray[np.float64]) -> None:
         """Draw these rows among all candidates."""

@@ -63,7 +63,7 @@ class LimitedThread:
         # long that took in the jobs before.
         self._gave_way: tuple[float, float] | None = None
         self._had = 0.0, 0.0
-        self._is_starved = False
+        self._starved = threading.Event()  # for good
         self._lock = threading.Lock()
         self._is_left = False
         self._began: tuple[float, float] | None = None  # of the clocks: its own, the wall's
@@ -79,10 +79,10 @@ class LimitedThread:
     def give_way(self) -> None:
         """Called by the job, which from now on waits for nothing but a processor: it has one only
         while nobody else wants it, until the job ends."""
-        if self._gave_way is None and not self._is_starved and _may_come_back():
+        if self._gave_way is None and not self._starved.is_set() and _may_come_back():
             self._gave_way = time.thread_time() - self._had[0], time.monotonic() - self._had[1]
             _schedule(threading.get_native_id(), "SCHED_IDLE")
-            if self._is_starved:  # found meanwhile
+            if self._starved.is_set():  # found meanwhile
                 _schedule(threading.get_native_id(), "SCHED_OTHER")
 
     def next_piece(self, note: Callable[[], None] = lambda: None) -> bool:
@@ -107,9 +107,9 @@ class LimitedThread:
             return False
         now = time.monotonic()
         seconds, gave_way = now - began[1], self._gave_way
-        if gave_way is not None and not self._is_starved:
+        if gave_way is not None and not self._starved.is_set():
             if _is_next_to_nothing(cpu + began[0] - gave_way[0], now - gave_way[1]):
-                self._is_starved = True
+                self._starved.set()
                 _schedule(self._thread.native_id, "SCHED_OTHER")
         return cpu > limit.cpu_seconds or seconds > limit.seconds
 
@@ -150,7 +150,8 @@ class LimitedThread:
         _schedule(threading.get_native_id(), "SCHED_OTHER")
         since, self._gave_way = self._gave_way, None
         had = time.thread_time() - since[0], time.monotonic() - since[1]
-        self._is_starved = self._is_starved or _is_next_to_nothing(*had)
+        if _is_next_to_nothing(*had):
+            self._starved.set()
         self._had = had if had[1] <= STARVED_SECONDS else (0.0, 0.0)
 
 

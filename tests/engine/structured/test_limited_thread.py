@@ -178,7 +178,7 @@ class Freed(Backend):
         return self.compile(spec)
 
 
-class Trials(CompilePool):
+class TryingPool(CompilePool):
     """All grammars need one; a process that is started then would inherit the policy."""
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ def test_grammars_are_compiled_and_freed_where_no_step_waits(is_large: bool) -> 
         opened.append(os.sched_getscheduler(0))
         return backend
 
-    trials = Trials() if is_large else None
+    trials = TryingPool() if is_large else None
     compiler = GrammarCompiler(
         open_backend, lambda: None, vocab_size=40, cache_bytes=2500, pool=trials, num_processes=1
     )
