@@ -55,7 +55,7 @@ test: $(STAMP) ## the whole test suite; PYTEST_ARGS adds options
 tritons: $(OTHER_TRITON) ## another Triton, by which tests compile too where STRATAKV_TRITONS names its folder
 
 $(OTHER_TRITON): $(STAMP)
-	rm -rf $@
+	rm -rf $@ $@.part
 	$(BIN)/pip install --no-compile --quiet --no-deps --target $@.part triton==$(notdir $@)
 	mv $@.part $@
 

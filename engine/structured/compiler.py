@@ -108,6 +108,7 @@ class _Lane:
 
 
 def _free(dropped: list[Compilation], _: LimitedThread) -> None:
+    """Without giving way: all the while it holds the interpreter's lock."""
     dropped.clear()
 
 
@@ -292,7 +293,6 @@ class GrammarCompiler:
         with self._opening:  # reading a vocabulary and importing counts for nobody
             if self._backend is None:
                 self._backend = self._open_backend()
-        thread.give_way()  # not before: whoever imports holds locks that steps may want
         if form is None:
             return self._build(thread, at, compilation, partial(self._backend.compile, spec))
         building = self._begin_building()
@@ -320,6 +320,9 @@ class GrammarCompiler:
         """As `_compile`: within the limit."""
         if not thread.next_piece(lambda: at.append(compilation)):
             return None
+        # Not before: whoever imports holds locks that steps may want, a process that is started
+        # inherits it, and who waits for a turn is not starved.
+        thread.give_way()
         grammar = compile_it()
         if grammar.num_bytes > MOST_BYTES:
             raise GrammarError(

@@ -7,9 +7,10 @@ a limit of its own, far beyond. A thread that was left behind ends with the piec
 the lowest priority until then.
 
 A thread that gives way has what others leave of the processors (SCHED_IDLE): whoever wakes up takes
-its place at once, where a niceness alone would have them wait for the end of its slice. Where that
-is next to nothing it is scheduled as others are from then on, for it may hold the interpreter's
-lock.
+its place at once, where a niceness alone would have them wait for the end of its slice. It does so
+for one job, so that nothing it starts in the next one inherits that. Where others leave next to
+nothing it is scheduled as they are from then on, for it may hold the interpreter's lock. Linux lets
+only those come back that have CAP_SYS_NICE, or a large RLIMIT_NICE: no thread of others gives way.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 logger = logging.getLogger(__name__)
@@ -30,9 +32,11 @@ LAST_OF_ALL = 19  # niceness
 Job = Callable[["LimitedThread"], None]
 # Of threads left behind that still run: each takes a processor. Then nothing more is begun.
 MOST_LEFT_BEHIND = 4
-# A thread that gives way, and gets less than this of a processor in so long, does so no longer.
+# A thread that gives way, and gets less than this of a processor in so long, be it in one job or in
+# several, does so no longer.
 STARVED_SECONDS = 2.0
 _STARVED_SHARE = 0.05
+_TRY_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,11 @@ class LimitedThread:
 
     def __init__(self, name: str, jobs: Jobs) -> None:
         self._jobs = jobs
-        self._gives_way: bool | None = None  # False: no longer
+        # While it gives way: of its clock and the wall's, when it began, less what it had and how
+        # long that took in the jobs before.
+        self._gave_way: tuple[float, float] | None = None
+        self._had = 0.0, 0.0
+        self._starved = threading.Event()  # for good
         self._lock = threading.Lock()
         self._is_left = False
         self._began: tuple[float, float] | None = None  # of the clocks: its own, the wall's
@@ -69,11 +77,13 @@ class LimitedThread:
         return self._thread.is_alive()
 
     def give_way(self) -> None:
-        """Called by the job, in which no piece waits for anything but a processor: from now on it
-        has one only while nobody else wants it."""
-        if self._gives_way is None and hasattr(os, "SCHED_IDLE"):
-            self._gives_way = True
+        """Called by the job, which from now on waits for nothing but a processor: it has one only
+        while nobody else wants it, until the job ends."""
+        if self._gave_way is None and not self._starved.is_set() and _may_come_back():
+            self._gave_way = time.thread_time() - self._had[0], time.monotonic() - self._had[1]
             _schedule(threading.get_native_id(), "SCHED_IDLE")
+            if self._starved.is_set():  # found meanwhile
+                _schedule(threading.get_native_id(), "SCHED_OTHER")
 
     def next_piece(self, note: Callable[[], None] = lambda: None) -> bool:
         """Called by the job: what follows is another piece. False where nobody waits any more, and
@@ -95,10 +105,12 @@ class LimitedThread:
             cpu = time.clock_gettime(self._clock) - began[0]
         except OSError:  # it has ended since
             return False
-        seconds = time.monotonic() - began[1]
-        if self._gives_way and seconds > STARVED_SECONDS and cpu < _STARVED_SHARE * seconds:
-            self._gives_way = False
-            _schedule(self._thread.native_id, "SCHED_OTHER")
+        now = time.monotonic()
+        seconds, gave_way = now - began[1], self._gave_way
+        if gave_way is not None and not self._starved.is_set():
+            if _is_next_to_nothing(cpu + began[0] - gave_way[0], now - gave_way[1]):
+                self._starved.set()
+                _schedule(self._thread.native_id, "SCHED_OTHER")
         return cpu > limit.cpu_seconds or seconds > limit.seconds
 
     def leave(self, limit: Limit) -> bool:
@@ -127,8 +139,20 @@ class LimitedThread:
                     job(self)
                 except Exception:  # a job answers for its own faults
                     logger.exception("a grammar's thread met a fault")
+                self._come_back()
             with self._lock:
                 self._began = None
+
+    def _come_back(self) -> None:
+        """The job has ended."""
+        if self._gave_way is None:
+            return
+        _schedule(threading.get_native_id(), "SCHED_OTHER")
+        since, self._gave_way = self._gave_way, None
+        had = time.thread_time() - since[0], time.monotonic() - since[1]
+        if _is_next_to_nothing(*had):
+            self._starved.set()
+        self._had = had if had[1] <= STARVED_SECONDS else (0.0, 0.0)
 
 
 def _put_last(thread_id: int | None) -> None:
@@ -139,11 +163,33 @@ def _put_last(thread_id: int | None) -> None:
             os.setpriority(os.PRIO_PROCESS, thread_id, LAST_OF_ALL)
 
 
-def _schedule(thread_id: int | None, policy: str) -> None:
-    """By this policy of Linux's, where the system lets it."""
-    if thread_id is not None:
+def _is_next_to_nothing(cpu: float, seconds: float) -> bool:
+    return seconds > STARVED_SECONDS and cpu < _STARVED_SHARE * seconds
+
+
+def _schedule(thread_id: int | None, policy: str) -> bool:
+    """By this policy of Linux's; whether the system lets it."""
+    if thread_id is not None and hasattr(os, policy):
         with suppress(OSError):  # it has ended meanwhile, or may not
             os.sched_setscheduler(thread_id, getattr(os, policy), os.sched_param(0))
+            return True
+    return False
+
+
+@cache
+def _may_come_back() -> bool:
+    """Whether a thread that is SCHED_IDLE may be SCHED_OTHER again, which one that ends then has
+    tried: capabilities alone do not tell."""
+    tried: list[bool] = []
+
+    def attempt() -> None:
+        own = threading.get_native_id()
+        tried.append(_schedule(own, "SCHED_IDLE") and _schedule(own, "SCHED_OTHER"))
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(_TRY_SECONDS)
+    return tried == [True]
 
 
 class LeftBehind:

@@ -410,9 +410,6 @@ class ModelRunner:
         masked: Sequence[int] = ()
         wanted = None  # tokens whose logits are looked at; None: all
         if mask is not None:
-            if self.model.can_leave_logits_out and len(mask.request_ids) == len(rows):
-                if not self._sampler.tells_logprobs(rows):
-                    wanted = mask.of_any
             masked, row_of = rows.tolist(), self.batch.row_of
             own = [row_of.get(request_id, -1) for request_id in mask.request_ids]
             if own == masked:  # each row has one, in this order
@@ -423,6 +420,11 @@ class ModelRunner:
                     name = mask.request_ids[own.index(lost[0])]
                     raise ValueError(f"the mask names {name}, which chooses no token in this step")
                 masked = [index_of[row] for row in own]
+            if self.model.can_leave_logits_out and len(set(own)) == len(rows):
+                if not self._sampler.tells_logprobs(rows):
+                    of_any = mask.of_any
+                    # Of no logits it would not show whether they are finite.
+                    wanted = of_any if of_any.any() else None
         logits = self.model.logits(hidden, wanted)
         choice = self._sampler.begin(logits, rows, mask, masked)
         return SampledStep(choice, self.batch.expect_tokens(rows))

@@ -142,19 +142,23 @@ def test_logits_that_no_grammar_allows_are_computed_only_for_log_probabilities(
     if isinstance(cpu_library(), Missing):
         pytest.skip("without the compiled library all logits are computed")
     wanted: list[npt.NDArray[np.uint32] | None] = []
-    compute = Decoder.logits
+    left_out: list[int] = []
+    compute, is_possible = Decoder.logits, Decoder.can_leave_logits_out
 
     def record(
         self: Decoder, hidden: torch.Tensor, asked: npt.NDArray[np.uint32] | None = None
     ) -> torch.Tensor:
         wanted.append(asked)
-        return compute(self, hidden, asked)
+        logits = compute(self, hidden, asked)
+        left_out.append(int((logits == 0).all(dim=0).sum()))
+        return logits
 
     monkeypatch.setattr(Decoder, "logits", record)
     found = []
     for can in (True, False):
-        monkeypatch.setattr(Decoder, "can_leave_logits_out", can)
+        monkeypatch.setattr(Decoder, "can_leave_logits_out", is_possible if can else False)
         wanted.clear()
+        left_out.clear()
         core = make_core(structured_outputs_backend="guidance")
         both = [
             following("a", prompt_of(9), {"regex": REGEX}, logprobs=logprobs),
@@ -167,6 +171,7 @@ def test_logits_that_no_grammar_allows_are_computed_only_for_log_probabilities(
         narrow = [words for words in wanted if words is not None and words.any()]
         told = 0 if logprobs is None else len(merged["a"].new_token_ids)
         assert len(narrow) == (len(wanted) - told if can else 0)
+        assert sum(count > 0 for count in left_out) == len(narrow)
     assert found[0] == found[1]
 
 

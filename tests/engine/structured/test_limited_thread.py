@@ -8,11 +8,13 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from stratakv.engine.structured import limited_thread
-from stratakv.engine.structured.base import Backend, Grammar, Matcher
+from stratakv.engine.structured.base import Backend, Form, Grammar, Matcher
+from stratakv.engine.structured.compile_pool import CompilePool
 from stratakv.engine.structured.compiler import GrammarCompiler
 from stratakv.engine.structured.limited_thread import Job, Limit, LimitedThread
 from stratakv.engine.structured_params import GrammarSpec
@@ -25,48 +27,132 @@ needs_linux = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="only Lin
 
 
 @pytest.fixture
+def comes_back() -> None:
+    """Skips where no thread may, as in most containers."""
+    if not limited_thread._may_come_back():
+        pytest.skip("threads that are SCHED_IDLE stay so: it takes CAP_SYS_NICE or RLIMIT_NICE")
+
+
+@pytest.fixture
 def jobs() -> Iterator[queue.SimpleQueue[Job | None]]:
     made: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
     thread = LimitedThread("gives way", made)
-    made.put(lambda given: given.give_way())
     yield made
     made.put(None)
     thread.join(WAIT_SECONDS)
     assert not thread.is_alive
 
 
-def policy_of(jobs: queue.SimpleQueue[Job | None]) -> int:
+def policy_of(jobs: queue.SimpleQueue[Job | None], *, gives_way: bool) -> int:
     """That of the thread, once it has done what is before."""
     told: queue.SimpleQueue[int] = queue.SimpleQueue()
-    jobs.put(lambda _: told.put(os.sched_getscheduler(0)))
+
+    def tell(thread: LimitedThread) -> None:
+        if gives_way:
+            thread.give_way()
+        told.put(os.sched_getscheduler(0))
+
+    jobs.put(tell)
     return told.get(timeout=WAIT_SECONDS)
 
 
 @needs_linux
 def test_a_thread_that_gives_way_does_so_until_it_has_no_processor(
-    jobs: queue.SimpleQueue[Job | None], monkeypatch: pytest.MonkeyPatch
+    jobs: queue.SimpleQueue[Job | None], monkeypatch: pytest.MonkeyPatch, comes_back: None
 ) -> None:
-    assert policy_of(jobs) == os.SCHED_IDLE
+    assert policy_of(jobs, gives_way=True) == os.SCHED_IDLE
+    assert policy_of(jobs, gives_way=False) == os.SCHED_OTHER  # it did so for one job
     begun, end, threads = threading.Event(), threading.Event(), []
 
     def wait(thread: LimitedThread) -> None:
         """As one at which the thread is not run."""
         threads.append(thread)
+        thread.give_way()
         begun.set()
         assert end.wait(WAIT_SECONDS)
-        thread.give_way()  # not a second time
 
     jobs.put(wait)
     assert begun.wait(WAIT_SECONDS)
+    own = threads[0]._thread.native_id or 0
     assert not threads[0].is_over(LONG)
     try:
-        assert os.sched_getscheduler(threads[0]._thread.native_id or 0) == os.SCHED_IDLE
+        assert os.sched_getscheduler(own) == os.SCHED_IDLE
         monkeypatch.setattr(limited_thread, "STARVED_SECONDS", 0.0)
         monkeypatch.setattr(limited_thread, "_STARVED_SHARE", 2.0)  # more than there is
         assert not threads[0].is_over(LONG)
+        assert os.sched_getscheduler(own) == os.SCHED_OTHER
     finally:
         end.set()
-    assert policy_of(jobs) == os.SCHED_OTHER
+    assert policy_of(jobs, gives_way=True) == os.SCHED_OTHER
+
+
+class Clocks:
+    """In the place of `time`, for a thread that is run for a part of the time."""
+
+    def __init__(self) -> None:
+        self.cpu = self.now = 0.0
+
+    def thread_time(self) -> float:
+        return self.cpu
+
+    def clock_gettime(self, clock: int) -> float:
+        return self.cpu
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def pthread_getcpuclockid(self, thread: int) -> int:
+        return 0
+
+
+@needs_linux
+@pytest.mark.parametrize(("cpu", "policy"), [(0.07, "SCHED_OTHER"), (0.1, "SCHED_IDLE")])
+def test_many_short_jobs_of_a_thread_without_a_processor_are_found(
+    jobs: queue.SimpleQueue[Job | None],
+    monkeypatch: pytest.MonkeyPatch,
+    comes_back: None,
+    cpu: float,
+    policy: str,
+) -> None:
+    """Of which none takes so long that it would be found by itself, behind one that had all it
+    wanted, and between which there is nothing to do."""
+    clocks = Clocks()
+    policy_of(jobs, gives_way=True)
+    monkeypatch.setattr(limited_thread, "time", clocks)
+
+    def take(thread: LimitedThread, seconds: float, cpu: float) -> None:
+        thread.give_way()
+        clocks.now += seconds
+        clocks.cpu += cpu
+
+    jobs.put(partial(take, seconds=100.0, cpu=100.0))
+    for _ in range(4):
+        jobs.put(partial(take, seconds=1.5, cpu=cpu))
+        policy_of(jobs, gives_way=False)
+        clocks.now += 10.0
+    assert policy_of(jobs, gives_way=True) == getattr(os, policy)
+
+
+@needs_linux
+def test_no_thread_gives_way_that_could_not_come_back(
+    jobs: queue.SimpleQueue[Job | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Linux has it for whoever has neither CAP_SYS_NICE nor a large RLIMIT_NICE."""
+    scheduled, setscheduler = [], os.sched_setscheduler
+
+    def refuse(thread_id: int, policy: int, param: os.sched_param) -> None:
+        if policy == os.SCHED_OTHER:
+            raise PermissionError
+        scheduled.append(thread_id)
+        setscheduler(thread_id, policy, param)
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    limited_thread._may_come_back.cache_clear()
+    try:
+        assert policy_of(jobs, gives_way=True) == os.SCHED_OTHER
+        assert len(scheduled) == 1  # by a thread that ended then
+    finally:
+        limited_thread._may_come_back.cache_clear()
 
 
 class FreedGrammar(Grammar):
@@ -88,17 +174,42 @@ class Freed(Backend):
         self.policies.append(os.sched_getscheduler(0))
         return FreedGrammar(self.freed)
 
+    def build(self, spec: GrammarSpec, form: Form) -> Grammar:
+        return self.compile(spec)
+
+
+class TryingPool(CompilePool):
+    """All grammars need one; a process that is started then would inherit the policy."""
+
+    def __init__(self) -> None:
+        self.policies: list[int] = []
+
+    def is_needed(self, spec: GrammarSpec) -> bool:
+        return True
+
+    def try_out(self, spec: GrammarSpec) -> Form:
+        self.policies.append(os.sched_getscheduler(0))
+        return Form("any", spec.text, is_bounded=True)
+
+    def close(self) -> None:
+        pass
+
 
 @needs_linux
-def test_grammars_are_compiled_and_freed_where_no_step_waits() -> None:
+@pytest.mark.parametrize("is_large", [False, True])
+def test_grammars_are_compiled_and_freed_where_no_step_waits(is_large: bool) -> None:
     """To free a large one takes ten milliseconds."""
+    policy = os.SCHED_IDLE if limited_thread._may_come_back() else os.SCHED_OTHER
     backend, opened = Freed(), []
 
     def open_backend() -> Backend:
         opened.append(os.sched_getscheduler(0))
         return backend
 
-    compiler = GrammarCompiler(open_backend, lambda: None, vocab_size=40, cache_bytes=2500)
+    trials = TryingPool() if is_large else None
+    compiler = GrammarCompiler(
+        open_backend, lambda: None, vocab_size=40, cache_bytes=2500, pool=trials, num_processes=1
+    )
     try:
         for text in "abc":
             compilation = compiler.ask(spec(text))
@@ -108,6 +219,7 @@ def test_grammars_are_compiled_and_freed_where_no_step_waits() -> None:
         wait_for(lambda: len(backend.freed) == 2)
         assert set(backend.freed) == {"stratakv-grammar"}
         # What it imports is not held up by others.
-        assert opened == [os.SCHED_OTHER] and set(backend.policies) == {os.SCHED_IDLE}
+        assert opened == [os.SCHED_OTHER] and set(backend.policies) == {policy}
+        assert trials is None or trials.policies == [os.SCHED_OTHER] * 3
     finally:
         compiler.close()

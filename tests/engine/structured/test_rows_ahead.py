@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 from stratakv.engine.structured.base import Grammar, Matcher, Words
-from stratakv.engine.structured.limited_thread import MOST_LEFT_BEHIND
+from stratakv.engine.structured.limited_thread import MOST_LEFT_BEHIND, _may_come_back
 from stratakv.engine.structured.masks import (
     HANGS,
     MASK_LIMIT,
@@ -26,6 +27,7 @@ class OrderlyGrammar(Grammar):
 
     def __init__(self, name: str, made: list[str], gate: threading.Event) -> None:
         self.name, self.made, self.gate = name, made, gate
+        self.policy: int | None = None  # of the thread that made one
 
     def matcher(self) -> Matcher:
         return OrderlyMatcher(self)
@@ -45,6 +47,8 @@ class OrderlyMatcher(Matcher):
 
     def fill(self, words: Words) -> None:
         grammar = self._grammar
+        if hasattr(os, "SCHED_IDLE"):
+            grammar.policy = os.sched_getscheduler(0)
         if grammar.name == "gate":
             assert grammar.gate.wait(WAIT_SECONDS)
         while grammar.name == "spin" and not grammar.gate.is_set():
@@ -55,9 +59,11 @@ class OrderlyMatcher(Matcher):
 
 def test_rows_that_are_known_to_take_long_come_last(threads_end: None) -> None:
     maker, made, gate = AheadMaker(40, MASK_LIMIT, lambda: None), [], threading.Event()
+    grammars: list[OrderlyGrammar] = []
 
     def begin(name: str, first_seconds: float) -> Follower:
-        follower = Follower(OrderlyGrammar(name, made, gate), None, first_seconds)
+        grammars.append(OrderlyGrammar(name, made, gate))
+        follower = Follower(grammars[-1], None, first_seconds)
         assert not maker.is_ready(follower, [1], 0)
         return follower
 
@@ -73,6 +79,8 @@ def test_rows_that_are_known_to_take_long_come_last(threads_end: None) -> None:
         assert (maker.num_open, maker.num_made) == (0, 6)
         assert all(maker.is_ready(each, [1], 0) for each in followers)
         assert [each.first_words.tolist() for each in followers] == [[9, 9]] * 6
+        if _may_come_back():  # their thread gives way to steps
+            assert {each.policy for each in grammars} == {os.SCHED_IDLE}
     finally:
         maker.close()
 

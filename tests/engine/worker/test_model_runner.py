@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +17,8 @@ from stratakv.connector.base import (
     KVConnectorWorker,
 )
 from stratakv.engine.models import attention
-from stratakv.engine.scheduler.output import CachedRequestData, SchedulerOutput
+from stratakv.engine.sampling.token_mask import TokenMask
+from stratakv.engine.scheduler.output import CachedRequestData, ModelRunnerOutput, SchedulerOutput
 from stratakv.engine.worker.forward import attention_metadata
 from stratakv.engine.worker.runtime.device_config import GATHER, Placement
 from stratakv.tiers.settings.values import ConfigError
@@ -202,6 +205,55 @@ def test_logits_that_are_not_finite_stay_with_their_request(checkpoint, driver, 
         assert not drive.step().nan_request_ids
     assert drive.finish("good") == good
     assert drive.finish("heir") == good[:7]
+
+
+def with_mask(drive: Any, mask: TokenMask) -> ModelRunnerOutput:
+    """A step in which tokens are chosen as the mask says."""
+    runner = drive.runner
+
+    def execute(output: SchedulerOutput) -> ModelRunnerOutput:
+        step = runner.begin(output)
+        runner.sample(step, mask)
+        return runner.collect(step)
+
+    runner.execute = execute
+    return drive.step()
+
+
+def words_of(*token_ids: int) -> np.ndarray:
+    """[words]: a mask's row, for 100 tokens, that allows these."""
+    words = np.zeros(4, np.uint32)
+    for token_id in token_ids:
+        words[token_id // 32] |= np.uint32(1 << token_id % 32)
+    return words
+
+
+@pytest.mark.parametrize("banned", ["bad", "both"])
+def test_where_all_tokens_are_banned_logits_that_are_not_finite_are_told(
+    checkpoint, driver, prompt_of, banned
+):
+    """First of all, as without a mask: it is the model's fault and not the request's."""
+    drive = driver(checkpoint(vocab_size=100))
+    drive.runner.model._embedding[0] = math.nan
+    drive.add("good", prompt_of(9))
+    drive.add("bad", [5, 0, 6])
+    good = words_of(*range(40, 50)) if banned == "bad" else words_of()
+    result = with_mask(drive, TokenMask(["good", "bad"], np.stack([good, words_of()])))
+    assert result.nan_request_ids == {"bad"}
+    assert result.banned_request_ids == ({"good"} if banned == "both" else set())
+
+
+def test_a_request_that_no_mask_names_may_choose_any_token(checkpoint, driver, prompt_of):
+    """Also where the mask has several rows of another."""
+    free = driver(checkpoint(vocab_size=100))
+    free.add("b", prompt_of(9, 1))
+    token = free.step().sampled_token_ids["b"]
+    other = words_of((token[0] + 50) % 100)
+    drive = driver(checkpoint(vocab_size=100))
+    for number, name in enumerate("ab"):
+        drive.add(name, prompt_of(9, number))
+    mask = TokenMask(["a", "a"], np.stack([other, other]))
+    assert with_mask(drive, mask).sampled_token_ids["b"] == token
 
 
 def test_float32_is_close_and_half_types_are_near(checkpoint, driver, prompt_of):
