@@ -52,7 +52,7 @@ demo: $(STAMP) ## the main job at work: one prompt, cold and out of every tier
 test: $(STAMP) ## the whole test suite; PYTEST_ARGS adds options
 	$(BIN)/pytest -n 4 $(PYTEST_ARGS)
 
-tritons: $(OTHER_TRITON) ## another Triton, by which tests compile too where STRATAKV_TRITONS names its folder
+tritons: $(OTHER_TRITON) ## another Triton, by which tests compile too where OTHER_TRITONS names its folder
 
 $(OTHER_TRITON): $(STAMP)
 	rm -rf $@ $@.part

@@ -19,7 +19,7 @@ TOOLS = ROOT / "tools"
 TABLE = ROOT / "kernels" / "resources.json"
 # Folders of other versions of Triton, each as `pip install --target FOLDER --no-deps triton==...`
 # makes it; what is compiled by these is compared with their own tables.
-OTHER_TRITONS = [path for path in os.environ.get("STRATAKV_TRITONS", "").split(os.pathsep) if path]
+OTHER_TRITONS = [path for path in os.environ.get("OTHER_TRITONS", "").split(os.pathsep) if path]
 START_SECONDS = 100  # to import torch and triton on a busy machine
 CONFIGURATION_SECONDS = 30  # to compile one for every target
 
@@ -75,7 +75,7 @@ class Tool:
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         if folder:
             if not (Path(folder) / "triton").is_dir():
-                raise ValueError(f"STRATAKV_TRITONS names {folder}, which has no triton in it")
+                raise ValueError(f"OTHER_TRITONS names {folder}, which has no triton in it")
             paths = (folder, environment.get("PYTHONPATH"))
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._process: subprocess.Popen[str] = subprocess.Popen(

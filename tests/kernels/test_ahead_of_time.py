@@ -2,7 +2,7 @@
 """Every shipped configuration compiles for sm_80 and sm_90 within what those GPUs have.
 
 No device takes part. CI compiles one configuration of each kernel, drawn by the seed;
-`--scale long` compiles all. Both with the Triton of the environment and those that STRATAKV_TRITONS
+`--scale long` compiles all. Both with the Triton of the environment and those that OTHER_TRITONS
 names; every version that has a table of its own is held to it. Planted kernels show that the gate
 closes.
 """

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -70,6 +71,19 @@ def request(request_id: str, prompt: Sequence[int], **fields: Any) -> AddRequest
     of_request = {k: fields.pop(k) for k in list(fields) if k in AddRequest.__struct_fields__}
     params = SamplingParams(**{"max_tokens": 6, "temperature": 0.0, "ignore_eos": True, **fields})
     return AddRequest(request_id, pack_token_ids(prompt), params, **of_request)
+
+
+def compile_first(core: EngineCore, asked: Iterable[AddRequest]) -> None:
+    """Have their grammars compiled before they come, however long that takes: then all of them run
+    beside each other, and compete for room."""
+    compiler = core._grammars._compiler
+    deadline = time.monotonic() + 60.0
+    for each in asked:
+        structured = each.sampling_params.structured_outputs
+        while structured is not None and not compiler.ask(structured.spec).is_done:
+            assert time.monotonic() < deadline, "a grammar was not compiled"
+            time.sleep(0.002)
+            compiler.collect()
 
 
 def finish(core: EngineCore, outputs: list[TokenOutput], count: int) -> dict[str, TokenOutput]:

@@ -31,7 +31,17 @@ from stratakv.engine.text.tokenizer import Tokenizer
 from stratakv.engine.wire import INVALID_GRAMMAR, AddRequest, TokenOutput
 from stratakv.kernels.cpu.library import Missing, cpu_library
 
-from .conftest import VOCAB, MakeCore, Reference, config_of, finish, prompt_of, request, run
+from .conftest import (
+    VOCAB,
+    MakeCore,
+    Reference,
+    compile_first,
+    config_of,
+    finish,
+    prompt_of,
+    request,
+    run,
+)
 
 END = VOCAB - 1
 SCHEMA: dict[str, Any] = {
@@ -77,6 +87,7 @@ def mixed(core: EngineCore) -> dict[str, TokenOutput]:
                 f"json-{name}", prompt,
                 {"json": SCHEMA, "disable_any_whitespace": True}, logprobs=1, **draws,
             ))  # fmt: skip
+    compile_first(core, asked)
     outputs: list[TokenOutput] = []
     for each in asked:
         outputs += core.add(each)
