@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -18,6 +17,7 @@ from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.options import engine_config
 from stratakv.engine.request import pack_token_ids
 from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.structured import limited_thread
 from stratakv.engine.wire import AddRequest, TokenOutput
 from stratakv.tiers.remote import settings
 
@@ -73,17 +73,11 @@ def request(request_id: str, prompt: Sequence[int], **fields: Any) -> AddRequest
     return AddRequest(request_id, pack_token_ids(prompt), params, **of_request)
 
 
-def compile_first(core: EngineCore, asked: Iterable[AddRequest]) -> None:
-    """Have their grammars compiled before they come, however long that takes: then all of them run
-    beside each other, and compete for room."""
-    compiler = core._grammars._compiler
-    deadline = time.monotonic() + 60.0
-    for each in asked:
-        structured = each.sampling_params.structured_outputs
-        while structured is not None and not compiler.ask(structured.spec).is_done:
-            assert time.monotonic() < deadline, "a grammar was not compiled"
-            time.sleep(0.002)
-            compiler.collect()
+@pytest.fixture
+def no_thread_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where other tests take all processors, a request would else sit steps out until the others,
+    with which it is to compete for room, have ended."""
+    monkeypatch.setattr(limited_thread, "_may_come_back", lambda: False)
 
 
 def finish(core: EngineCore, outputs: list[TokenOutput], count: int) -> dict[str, TokenOutput]:

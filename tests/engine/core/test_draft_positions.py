@@ -27,7 +27,7 @@ from stratakv.engine.structured_params import StructuredOutputsParams
 from stratakv.engine.wire import AddRequest, TokenOutput
 
 from ...processor_package import MODULE, SOURCE, packages_in
-from .conftest import VOCAB, compile_first, config_of, prompt_of, request, run
+from .conftest import VOCAB, config_of, prompt_of, request, run
 
 END = VOCAB - 1
 MOST_DRAFTS = 4
@@ -180,7 +180,6 @@ def answers_of(
     )  # fmt: skip
     core = EngineCore(config, max_steps_in_flight=1)
     try:
-        compile_first(core, requests())
         steps = Steps(core, known, rng)
         merged: dict[str, TokenOutput] = run(core, *requests())
         assert core.scheduler.counts["preemptions"] > 0
@@ -192,7 +191,7 @@ def answers_of(
 
 
 def test_rows_behind_drafts_get_what_comes_there(
-    tiny_model: Path, package: str, rng: random.Random
+    tiny_model: Path, package: str, rng: random.Random, no_thread_gives_way: None
 ) -> None:
     first, noted = answers_of(tiny_model, package, None, rng)
     again, tried = answers_of(tiny_model, package, noted.known, rng)

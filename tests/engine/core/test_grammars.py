@@ -35,7 +35,6 @@ from .conftest import (
     VOCAB,
     MakeCore,
     Reference,
-    compile_first,
     config_of,
     finish,
     prompt_of,
@@ -87,7 +86,6 @@ def mixed(core: EngineCore) -> dict[str, TokenOutput]:
                 f"json-{name}", prompt,
                 {"json": SCHEMA, "disable_any_whitespace": True}, logprobs=1, **draws,
             ))  # fmt: skip
-    compile_first(core, asked)
     outputs: list[TokenOutput] = []
     for each in asked:
         outputs += core.add(each)
@@ -96,7 +94,7 @@ def mixed(core: EngineCore) -> dict[str, TokenOutput]:
 
 
 def test_answers_follow_and_others_are_untouched(
-    make_core: MakeCore, greedy_reference: Reference, text_of: Any
+    make_core: MakeCore, greedy_reference: Reference, text_of: Any, no_thread_gives_way: None
 ) -> None:
     """In float64, one step at a time, with steps that overlap, with too little room for all, and
     with the model in a process of its own: the same answers."""
