@@ -195,7 +195,7 @@ class Sampler:
     def tells_logprobs(self, rows: IntArray) -> bool:
         """Whether any of these rows asks for log-probabilities, which are those of all tokens: of
         logits that are masked, the others are looked at for nothing else."""
-        return bool(self._tells(rows).any())
+        return bool((self._rows.num_logprobs[rows] != NO_LOGPROBS).any())
 
     def take_drafts(self, rows: IntArray) -> npt.NDArray[np.bool_]:
         """As `ProcessorSet.take_drafts`; drafts of others are refused."""
@@ -243,7 +243,7 @@ class Sampler:
             logits = logits.float()
         # A sum is finite only where every term is; one pass, and no temporary of the same size.
         is_finite = torch.isfinite(logits.sum(dim=-1))
-        asked = np.flatnonzero(self._tells(rows))
+        asked = np.flatnonzero(self._rows.num_logprobs[rows] != NO_LOGPROBS)
         raw = None
         if len(asked):  # a copy: they may change
             raw = RawLogprobs(
@@ -261,10 +261,6 @@ class Sampler:
             numbers = self._uniform(belongs.at(random))
             short = self._draw_all(drawn, random, numbers)
         return Choice(self, drawn, known, raw, random, numbers, short)
-
-    def _tells(self, rows: IntArray) -> npt.NDArray[np.bool_]:
-        tells: npt.NDArray[np.bool_] = self._rows.num_logprobs[rows] != NO_LOGPROBS
-        return tells
 
     def draw_again(self, drawn: Drawn, random: IntArray, numbers: npt.NDArray[np.float64]) -> None:
         """Draw these rows among all candidates."""

@@ -30,8 +30,8 @@ pytestmark = pytest.mark.slow
 PLANTED = Path(__file__).with_name("planted_kernels.py")
 TARGETS = ("sm_80", "sm_90")
 SHARED_BYTES = {"sm_80": 166_912, "sm_90": 232_448}
-# Of another compiler than the table's, which allots registers in its own way: Triton 3.6.0 keeps 16
-# to 120 bytes of seven heavy prefill kernels in local memory (heads of 256, or scales of tokens).
+# Of another compiler than the table's, which allots registers in its own way: Triton 3.6.0 keeps 24
+# to 120 bytes of eight heavy prefill kernels in local memory (heads of 256, or scales of tokens).
 SPILLED_BYTES_OF_OTHERS = 128
 
 pytest.importorskip("triton", reason="compiles with it")
