@@ -185,7 +185,10 @@ def _open_remote(layout: BlockLayout, settings: TierSettings, namespace: bytes) 
     file = settings.remote.tag_key_file
     key = None if file is None else read_mac_key(file, "--kv-offload-remote-tag-key-file").tag_key
     client = RemoteSettings(
-        credentials=settings.remote.credentials(), tag_key=key, namespace=namespace
+        credentials=settings.remote.credentials(),
+        lookup_seconds=settings.remote.lookup_seconds,
+        tag_key=key,
+        namespace=namespace,
     )
     store = open_remote(settings.addresses, layout, client)
     return _attached(store, settings, "cache server", settings.addresses)

@@ -17,12 +17,15 @@ from .codecs.choice import CODECS, DEFAULT_CODEC, NONE
 from .policies.choice import DEFAULT_POLICY, DEFAULT_SSD_POLICY, POLICIES, known_policies
 from .remote.address import ServerAddress
 from .remote.credentials import Credentials
+from .remote.settings import LOOKUP_SECONDS
 from .settings import readers
 from .settings.option import setting
 from .settings.values import GIB, MAX_THREADS, MIB, ConfigError, within
 
 DURABILITIES = ("sync", "async")
 MAX_DISKS = 16
+# Longer than any answer takes that is sooner than computing a prompt.
+MAX_LOOKUP_SECONDS = 60.0
 
 _policy = readers.one_of_these_or(POLICIES, known_policies)
 
@@ -164,7 +167,7 @@ class PeerSettings(ClientSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteTierSettings(ClientSettings):
-    """The files that the tier of cache servers needs."""
+    """The files that the tier of cache servers needs, and how long it waits for an answer."""
 
     THEM: ClassVar[str] = "cache servers"
 
@@ -172,6 +175,10 @@ class RemoteTierSettings(ClientSettings):
         None, readers.path,
         "file with the key of the tags of blocks on cache servers, which no server then can forge",
         "FILE",
+    )  # fmt: skip
+    lookup_seconds: float = setting(
+        LOOKUP_SECONDS, readers.seconds_up_to(MAX_LOOKUP_SECONDS),
+        "how long a request waits for cache servers to say what they have of its prompt", "N",
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
 from ...tiers.tier_settings import CpuSettings, RemoteTierSettings, SsdSettings, TierSettings
 
-MAX_SECONDS = 600.0
+_seconds = readers.seconds_up_to(600.0)
 
 
 def _servers(called: str, value: Any) -> tuple[ServerAddress, ...]:
@@ -35,15 +35,6 @@ def _servers(called: str, value: Any) -> tuple[ServerAddress, ...]:
     if len({server.tls for server in servers}) > 1:
         raise ConfigError(f"{called} mixes servers with and without TLS; use one of the two")
     return servers
-
-
-def _seconds(called: str, value: Any) -> float:
-    number = readers.number(called, value)
-    if not 0 < number <= MAX_SECONDS:
-        raise ConfigError(
-            f"{called} takes seconds above 0 and at most {MAX_SECONDS:g}, not {format_value(value)}"
-        )
-    return number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

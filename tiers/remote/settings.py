@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from .credentials import Credentials
 
+# A request waits for this one. A look-up of a whole prompt takes 1 to 5 ms on a quiet network.
+LOOKUP_SECONDS = 0.1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteSettings:
@@ -14,8 +17,7 @@ class RemoteSettings:
 
     credentials: Credentials = field(default_factory=Credentials)
     attach_seconds: float = 2.0
-    # A request waits for this one. A look-up of a whole prompt takes 1 to 5 ms on a quiet network.
-    lookup_seconds: float = 0.1
+    lookup_seconds: float = LOOKUP_SECONDS
     # Some tiers above give up a read after 5 s; a block that comes later is of no use.
     load_seconds: float = 3.0
     store_seconds: float = 5.0

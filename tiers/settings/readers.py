@@ -69,6 +69,20 @@ def number(called: str, value: Any) -> float:
         raise ConfigError(f"{called} takes a number, not {format_value(value)}") from None
 
 
+def seconds_up_to(most: float) -> Callable[[str, Any], float]:
+    """A reader of a time above 0 and of at most so many seconds."""
+
+    def read(called: str, value: Any) -> float:
+        seconds = number(called, value)
+        if not 0 < seconds <= most:
+            raise ConfigError(
+                f"{called} takes seconds above 0 and at most {most:g}, not {format_value(value)}"
+            )
+        return seconds
+
+    return read
+
+
 def size(called: str, value: Any) -> int:
     """A number of bytes, perhaps with a unit."""
     is_count = isinstance(value, int) and not isinstance(value, bool)

@@ -66,6 +66,7 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
     "kv_offload_remote_key_file": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),
     "kv_offload_remote_server_name": (("a", "a"), ("b", "b"), ("c", "c")),
     "kv_offload_remote_tag_key_file": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),
+    "kv_offload_remote_lookup_seconds": (("0.5", 0.5), ("2", 2.0), ("60", 60.0)),
     "kv_peers": (
         ("grpc://a:1", ("grpc://a:1",)),
         ("grpc://a:1,grpc://b:2", ("grpc://a:1", "grpc://b:2")),
