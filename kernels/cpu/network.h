@@ -410,16 +410,20 @@ template <class E> void work_on(void *data) {
     });
 }
 
-// Whether elements are inputs as they lie.
-template <class E> constexpr bool ARE_INPUTS =
-    sizeof(E) == sizeof(typename InputOf<E>::T) && Inputs<typename InputOf<E>::T>::TOGETHER == 1;
+// Whether rows of elements are inputs as they lie. Where many of them begin in a few sets of the
+// cache, they are copied.
+template <class E> inline bool are_inputs(const Product &product) {
+    typedef typename InputOf<E>::T T;
+    return sizeof(E) == sizeof(T) && Inputs<T>::TOGETHER == 1 &&
+           (product.rows <= 8 || product.x_row * int64_t(sizeof(E)) % 2048 != 0);
+}
 
 template <class E> int64_t product_bytes_as(const Product &product, int64_t threads) {
     typedef typename Wide<E>::A A;
     typedef typename InputOf<E>::T T;
     const int64_t ins = product.matrix.ins;
     const int64_t inputs =
-        ARE_INPUTS<E> ? 0 : product.rows * row_of<T>(ins) * int64_t(sizeof(T));
+        are_inputs<E>(product) ? 0 : product.rows * row_of<T>(ins) * int64_t(sizeof(T));
     return inputs + threads * (2 * round_up(ins, 16) * PANEL<A> + 16) * int64_t(sizeof(A)) + 64;
 }
 
@@ -431,7 +435,7 @@ template <class E> void multiply_as(const Product &product, Parallel parallel, i
     ProductWork<E> work;
     work.product = &product;
     char *at = aligned(product.workspace);
-    if constexpr (ARE_INPUTS<E>) {
+    if (are_inputs<E>(product)) {
         work.x = (const T *)product.x;
         work.x_row = product.x_row;
     } else {
