@@ -198,6 +198,12 @@ template <class A> inline V<A> biased(const Matrix &matrix, int64_t panel, int64
     return value + load((const A *)matrix.bias + panel * PANEL<A> + at);
 }
 
+template <class A>
+inline void add_bias(const Matrix &matrix, int64_t panel, const A *values, A *sums) {
+    for (int64_t i = 0; i < PANEL<A>; i += LANES<A>)
+        store(sums + i, biased<A>(matrix, panel, i, load(values + i)));
+}
+
 template <class O, class A> inline void put_panel(const A *sums, int64_t count, O *to) {
     if (count == PANEL<A>) {
         narrow_vector(load(sums), to);
@@ -214,9 +220,24 @@ template <class O, class A> struct Stored {
     inline void operator()(int64_t row, int64_t panel, const A *values) const {
         const int64_t column = panel * PANEL<A>, count = columns_here<A>(matrix, column);
         A sums[PANEL<A>];
-        for (int64_t i = 0; i < PANEL<A>; i += LANES<A>)
-            store(sums + i, biased<A>(matrix, panel, i, load(values + i)));
+        add_bias(matrix, panel, values, sums);
         put_panel(sums, count, out + row * out_row + column);
+    }
+};
+
+// Rounded to elements and widened again.
+template <class E, class A> struct Widened {
+    const Matrix &matrix;
+    A *out;
+    int64_t out_row;
+    inline void operator()(int64_t row, int64_t panel, const A *values) const {
+        A sums[PANEL<A>];
+        E elements[PANEL<A>];
+        add_bias(matrix, panel, values, sums);
+        put_panel(sums, int64_t(PANEL<A>), elements);
+        const int64_t column = panel * PANEL<A>, count = columns_here<A>(matrix, column);
+        A *to = out + row * out_row + column;
+        for (int64_t i = 0; i < count; i++) to[i] = widened(elements[i]);
     }
 };
 

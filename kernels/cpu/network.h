@@ -399,6 +399,14 @@ template <class E> void work_on(void *data) {
                                                     (E *)product.out + row * product.out_row,
                                                     product.out_row, product.activation == 1};
                              });
+        else if (product.is_wide)
+            multiply_task<E>(work.made, i, work.x, work.x_row, product.rows, matrix, widened,
+                             [&](int64_t row) {
+                                 return Widened<E, A>{matrix,
+                                                      (A *)product.out + row * product.out_row,
+                                                      product.out_row};
+                             },
+                             Wanted<A>{product.wanted, product.wanted_words});
         else
             multiply_task<E>(work.made, i, work.x, work.x_row, product.rows, matrix, widened,
                              [&](int64_t row) {
