@@ -67,6 +67,21 @@ template <class T> inline void pad(T *row, int64_t ins) {
     for (int64_t k = ins; k < padded<T>(ins); k++) row[k] = T{};
 }
 
+template <class E, class A> inline void widen(const E *from, int64_t count, A *to) {
+    int64_t d = 0;
+    for (; d + LANES<A> <= count; d += LANES<A>) store(to + d, load(from + d));
+    for (; d < count; d++) to[d] = widened(from[d]);
+}
+
+// A row of elements as a row of inputs, each of which is a number of either type.
+template <class E, class T> inline void take_inputs(const E *from, int64_t count, T *to) {
+    if constexpr (sizeof(E) == sizeof(T))
+        __builtin_memcpy(to, from, size_t(count) * sizeof(E));
+    else
+        widen(from, count, to);
+    pad(to, count);
+}
+
 template <class A> inline int64_t panels_of(const Matrix &matrix) {
     return quotient_up(matrix.outs, PANEL<A>) * (matrix.is_pair ? 2 : 1);
 }
