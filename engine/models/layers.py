@@ -59,7 +59,7 @@ class Linear:
         self, x: Tensor, wanted: npt.NDArray[np.uint32] | None = None, *, is_wide: bool = False
     ) -> Tensor:
         """`[rows, out]`. Outputs without a bit in `wanted`, bit `i % 32` of word `i // 32`, may be
-        left out, and are 0 then. Where `is_wide`, those of 16-bit types may come as float32, rounded
+        left out, and are 0 then. With `is_wide`, those of 16-bit types may come as float32, rounded
         all the same."""
         if self.packed is not None:
             return self.packed(x, wanted, is_wide=is_wide)
