@@ -36,14 +36,16 @@ if "-g" not in os.environ.get("CFLAGS", "").split():
     # What debuggers read is nine tenths of the file, and Python's own flags ask for it.
     FLAGS.append("-g0")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+AVX512 = [
+    *AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512",
+    # GCC 12 finds fault with its own header, once for each use.
+    "-Wno-uninitialized", "-Wno-maybe-uninitialized",
+]  # fmt: skip
 CPU_SOURCES = {
     "library.cpp": [],
     "variant_avx2.cpp": AVX2,
-    # GCC 12 finds fault with its own header, once for each use.
-    "variant_avx512.cpp": [
-        *AVX512, "-mprefer-vector-width=512", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
-    ],
+    "variant_avx512.cpp": AVX512,
+    "variant_avx512_bf16.cpp": [*AVX512, "-mavx512bf16"],
 }  # fmt: skip
 CPU_HEADERS = (
     "attention.h", "context.h", "crew.h", "matrix.h", "network.h", "step.h", "tiles.h", "vectors.h",

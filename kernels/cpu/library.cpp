@@ -7,6 +7,7 @@
 
 extern const Variant stratakv_avx2;
 extern const Variant stratakv_avx512;
+extern const Variant stratakv_avx512_bf16;
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
@@ -21,19 +22,22 @@ static bool has_half_conversion() {
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
 }
 
-// Whether this processor, and the system with it, runs a variant: 0 AVX2, 1 AVX-512.
+// Whether this processor, and the system with it, runs a variant: 0 AVX2, 1 AVX-512, 2 AVX-512 that
+// multiplies bfloat16.
 EXPORTED int64_t stratakv_cpu_runs(int64_t variant) {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
         !has_half_conversion())
         return 0;
-    return variant == 0 ||
-           (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"));
+    if (variant == 0) return 1;
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           (variant == 1 || __builtin_cpu_supports("avx512bf16"));
 }
 
 static const Variant &variant_of(int64_t variant) {
-    return variant == 0 ? stratakv_avx2 : stratakv_avx512;
+    const Variant *const all[] = {&stratakv_avx2, &stratakv_avx512, &stratakv_avx512_bf16};
+    return *all[variant];
 }
 
 // Bytes that a call with this step needs; of q, k, v, out and the pool nothing is read.
@@ -44,6 +48,12 @@ EXPORTED int64_t stratakv_cpu_workspace(int64_t variant, const Step *step, int64
 // Outputs of a panel; a matrix of this element lies in whole ones.
 EXPORTED int64_t stratakv_cpu_panel(int64_t variant, int64_t element) {
     return variant_of(variant).panel(element);
+}
+
+// Inputs of an output that lie side by side in a matrix of this element, which has a multiple of so
+// many of them, with zeros at the end.
+EXPORTED int64_t stratakv_cpu_together(int64_t variant, int64_t element) {
+    return variant_of(variant).together(element);
 }
 
 // Lays down `weight`, whose rows are `row` elements apart, where `matrix` says; it is the first

@@ -6,8 +6,9 @@ bound neither to a Python nor to a torch. Its work is split over torch's own Ope
 function that torch splits its work with: a second pool would have each wait for the other's threads
 to stop spinning.
 
-STRATAKV_CPU_KERNELS names a variant, `avx2` or `avx512`, or `none`; without it, the widest one that
-the processor runs is taken.
+STRATAKV_CPU_KERNELS names a variant, `avx2`, `avx512` or `avx512_bf16`, or `none`; without it, the
+last of these that the processor runs is taken. `avx512_bf16` rounds what is multiplied by weights
+of bfloat16 to that type; in all else it is `avx512`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ import torch
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "libstratakv_cpu.so"
-ABI = 4  # STRATAKV_ABI of step.h
+ABI = 5  # STRATAKV_ABI of step.h
 VARIABLE = "STRATAKV_CPU_KERNELS"
 # Where the table of sections begins, which linkers write last; size and number of its entries.
 _ELF_HEADER = struct.Struct("<40xQ10xHH2x")
 AUTO, NONE = "auto", "none"
-VARIANTS = ("avx2", "avx512")  # by their numbers in the library
+VARIANTS = ("avx2", "avx512", "avx512_bf16")  # by their numbers in the library
 ELEMENTS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 _FACTS = ("abi", "step_bytes", "pass_bytes", "runs")
@@ -126,6 +127,7 @@ class CpuLibrary:
     workspace_bytes: Callable[[Any, int], int]  # a Step, threads
     attend: Callable[[Any, int], int]  # a Step, threads: 0, or 1 where the workspace is too small
     panel: Callable[[int], int]  # an element's number: outputs that lie together in a matrix
+    together: Callable[[int], int]  # the same of inputs of an output, a multiple of which it has
     pack: Callable[[int, int, Any, int, int], int]  # weight, its row, a Matrix, which, element
     product_workspace: Callable[[Any, int], int]  # a Product, threads
     multiply: Callable[[Any, int], int]  # as `attend`
@@ -202,7 +204,8 @@ def _variant(library: ctypes.CDLL, variant: str) -> CpuLibrary:
     pack, panel = _function(library, "pack"), _function(library, "panel")
     size, address = ctypes.c_int64, ctypes.c_void_p
     pack.argtypes = (size, address, size, address, size, size)
-    panel.argtypes = (size, size)
+    together = _function(library, "together")
+    panel.argtypes = together.argtypes = (size, size)
     ban = _function(library, "ban")
     ban.argtypes = (address, size, size, address, size, address, size)
 
@@ -218,11 +221,12 @@ def _variant(library: ctypes.CDLL, variant: str) -> CpuLibrary:
 
     return CpuLibrary(
         variant,
-        16 if variant == "avx512" else 8,
+        8 if variant == "avx2" else 16,
         check=_function(library, "check"),
         workspace_bytes=measured("workspace"),
         attend=called("attend"),
         panel=functools.partial(panel, number),
+        together=functools.partial(together, number),
         pack=functools.partial(pack, number),
         product_workspace=measured("product_workspace"),
         multiply=called("multiply"),

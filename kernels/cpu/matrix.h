@@ -5,8 +5,13 @@
 //     pair     panels of two matrices of one size take turns, for `activation(gate) * up`
 //
 // Every number of a result is added up over the inputs in their order, whatever else is computed
-// with it: a row's bits depend neither on the other rows nor on the number of threads. Activations
-// are in the type that is added up in, float32 for weights of 16 bits.
+// with it: a row's bits depend neither on the other rows nor on the number of threads. Inputs are
+// in the type that is added up in, float32 for weights of 16 bits.
+//
+// Where the processor multiplies bfloat16, inputs are rounded to it for weights of that type, and
+// two of them are added up at once:
+//
+//     packed   [panels, ins / 2, PANEL, 2], an odd number of inputs padded with 0
 #pragma once
 
 #include "step.h"
@@ -22,32 +27,73 @@ constexpr int64_t ROWS_AT_ONCE = 8 * MOST_ROWS;
 constexpr int64_t WORTH_WIDENING = 3 * MOST_ROWS / 2;
 
 inline int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Inputs of type T: how many a step adds up, and how.
+template <class T> struct Inputs {
+    static constexpr int64_t TOGETHER = 1;
+    static V<T> everywhere(const T *from) { return all_of(*from); }
+    template <class E> static V<T> weights(const E *from) { return load(from); }
+    static V<T> add(V<T> to, V<T> input, V<T> weights) { return to + input * weights; }
+};
+// What the inputs are for weights of type E.
+template <class E> struct InputOf {
+    typedef typename Wide<E>::A T;
+};
+#if defined(__AVX512BF16__)
+template <> struct Inputs<BFloat16> {
+    static constexpr int64_t TOGETHER = 2;
+    static FloatVector everywhere(const BFloat16 *from) {
+        return (FloatVector)(IntVector{} + read_as<int32_t>(from));
+    }
+    static FloatVector weights(const BFloat16 *from) { return read_as<FloatVector>(from); }
+    static FloatVector add(FloatVector to, FloatVector inputs, FloatVector weights) {
+        return (FloatVector)_mm512_dpbf16_ps((__m512)to, (__m512bh)inputs, (__m512bh)weights);
+    }
+};
+template <> struct InputOf<BFloat16> {
+    typedef BFloat16 T;
+};
+#endif
+
+template <class T> inline int64_t padded(int64_t ins) {
+    return quotient_up(ins, Inputs<T>::TOGETHER) * Inputs<T>::TOGETHER;
+}
+// From one row of inputs to the next: an odd number of the cache's lines, so that what is read of
+// several rows at once lies in different sets of it.
+template <class T> inline int64_t row_of(int64_t ins) {
+    return (quotient_up(ins * int64_t(sizeof(T)), 64) | 1) * 64 / int64_t(sizeof(T));
+}
+template <class T> inline void pad(T *row, int64_t ins) {
+    for (int64_t k = ins; k < padded<T>(ins); k++) row[k] = T{};
+}
+
 template <class A> inline int64_t panels_of(const Matrix &matrix) {
     return quotient_up(matrix.outs, PANEL<A>) * (matrix.is_pair ? 2 : 1);
 }
 
-// `tile` `[MR, NP panels]` = a `[MR, depth]` times NP panels.
-template <int MR, int NP, class B, class A>
-inline void multiply_panels(const A *a, int64_t a_row, const B *b, int64_t b_panel, int64_t depth,
+// `tile` `[MR, NP panels]` = a `[MR, depth]` times NP panels; `depth` is padded.
+template <int MR, int NP, class B, class T, class A>
+inline void multiply_panels(const T *a, int64_t a_row, const B *b, int64_t b_panel, int64_t depth,
                             A *tile, int64_t tile_row) {
+    constexpr int64_t STEP = Inputs<T>::TOGETHER;
     V<A> acc[MR][2 * NP];
 #pragma GCC unroll 12
     for (int m = 0; m < MR; m++)
 #pragma GCC unroll 8
         for (int j = 0; j < 2 * NP; j++) acc[m][j] = V<A>{};
-    for (int64_t k = 0; k < depth; k++) {
+    for (int64_t k = 0; k < depth; k += STEP) {
         V<A> right[2 * NP];
 #pragma GCC unroll 4
         for (int p = 0; p < NP; p++) {
             const B *from = b + p * b_panel + k * PANEL<A>;
-            right[2 * p] = load(from);
-            right[2 * p + 1] = load(from + LANES<A>);
+            right[2 * p] = Inputs<T>::weights(from);
+            right[2 * p + 1] = Inputs<T>::weights(from + STEP * LANES<A>);
         }
 #pragma GCC unroll 12
         for (int m = 0; m < MR; m++) {
-            const V<A> left = all_of(a[m * a_row + k]);
+            const V<A> left = Inputs<T>::everywhere(a + m * a_row + k);
 #pragma GCC unroll 8
-            for (int j = 0; j < 2 * NP; j++) acc[m][j] += left * right[j];
+            for (int j = 0; j < 2 * NP; j++) acc[m][j] = Inputs<T>::add(acc[m][j], left, right[j]);
         }
     }
 #pragma GCC unroll 12
@@ -56,8 +102,8 @@ inline void multiply_panels(const A *a, int64_t a_row, const B *b, int64_t b_pan
         for (int j = 0; j < 2 * NP; j++) store(tile + m * tile_row + j * LANES<A>, acc[m][j]);
 }
 
-template <int MR, class B, class A>
-inline void multiply_rows(int64_t rows, const A *a, int64_t a_row, const B *b, int64_t depth,
+template <int MR, class B, class T, class A>
+inline void multiply_rows(int64_t rows, const T *a, int64_t a_row, const B *b, int64_t depth,
                           A *tile, int64_t tile_row) {
     if constexpr (MR == 1) {
         multiply_panels<1, 1>(a, a_row, b, 0, depth, tile, tile_row);
@@ -72,10 +118,10 @@ inline void multiply_rows(int64_t rows, const A *a, int64_t a_row, const B *b, i
 // Rows `a` `[rows, ins]` times the panels from `first` to `end`, whole pairs of them. `put(row,
 // panel, values)` is given one panel of a row's results, or both of a pair. `widened` has room for
 // `[ins, PANEL]` twice.
-template <class E, class A, class Put>
-void multiply_packed(const A *a, int64_t a_row, int64_t rows, const Matrix &matrix, int64_t first,
+template <class E, class T, class A, class Put>
+void multiply_packed(const T *a, int64_t a_row, int64_t rows, const Matrix &matrix, int64_t first,
                      int64_t end, A *widened, Put put) {
-    const int64_t depth = matrix.ins, size = depth * PANEL<A>;
+    const int64_t depth = padded<T>(matrix.ins), size = depth * PANEL<A>;
     const int unit = matrix.is_pair ? 2 : 1;
     const E *packed = (const E *)matrix.packed;
     A tile[MOST_ROWS * MOST_PANELS * PANEL<A>];
@@ -96,24 +142,25 @@ void multiply_packed(const A *a, int64_t a_row, int64_t rows, const Matrix &matr
     const int64_t blocks = quotient_up(rows, MOST_ROWS), row_size = unit * PANEL<A>;
     for (; p < end; p += unit) {
         const E *from = packed + p * size;
-        const bool widens = sizeof(E) < sizeof(A) && rows >= WORTH_WIDENING;
-        if (widens)
-            for (int64_t i = 0; i < unit * size; i += LANES<A>) store(widened + i, load(from + i));
-        for (int64_t block = 0, row = 0; block < blocks; block++) {
-            const int64_t here = (rows - row) / (blocks - block);  // as even as can be
-            for (int64_t u = 0; u < unit; u++) {
-                const A *left = a + row * a_row;
-                A *to = tile + u * PANEL<A>;
-                if (widens)
-                    multiply_rows<MOST_ROWS>(here, left, a_row, widened + u * size, depth, to,
-                                             row_size);
-                else
-                    multiply_rows<MOST_ROWS>(here, left, a_row, from + u * size, depth, to,
-                                             row_size);
+        const auto multiply_by = [&](const auto *panels) {
+            for (int64_t block = 0, row = 0; block < blocks; block++) {
+                const int64_t here = (rows - row) / (blocks - block);  // as even as can be
+                for (int64_t u = 0; u < unit; u++)
+                    multiply_rows<MOST_ROWS>(here, a + row * a_row, a_row, panels + u * size, depth,
+                                             tile + u * PANEL<A>, row_size);
+                for (int64_t m = 0; m < here; m++) put(row + m, p, tile + m * row_size);
+                row += here;
             }
-            for (int64_t m = 0; m < here; m++) put(row + m, p, tile + m * row_size);
-            row += here;
+        };
+        if constexpr (sizeof(E) < sizeof(T)) {
+            if (rows >= WORTH_WIDENING) {
+                for (int64_t i = 0; i < unit * size; i += LANES<A>)
+                    store(widened + i, load(from + i));
+                multiply_by(widened);
+                continue;
+            }
         }
+        multiply_by(from);
     }
 }
 
@@ -234,8 +281,8 @@ template <class A> struct Wanted {
 };
 
 // One of the tasks; `put_for(first row)` makes what takes its results.
-template <class E, class A, class PutFor>
-inline void multiply_task(const Cut &made, int64_t task, const A *a, int64_t a_row, int64_t rows,
+template <class E, class T, class A, class PutFor>
+inline void multiply_task(const Cut &made, int64_t task, const T *a, int64_t a_row, int64_t rows,
                           const Matrix &matrix, A *widened, PutFor put_for,
                           Wanted<A> wanted = {nullptr, 0}) {
     const int64_t panels = panels_of<A>(matrix);
@@ -255,19 +302,22 @@ inline void multiply_task(const Cut &made, int64_t task, const A *a, int64_t a_r
 }
 
 // A matrix `[outs, ins]` into panels; of a pair, into every other panel from `offset` on.
-template <class E, class A>
+template <class T, class A, class E>
 void pack_into(const E *weight, int64_t row, const Matrix &matrix, int64_t offset, E *packed) {
-    const int64_t unit = matrix.is_pair ? 2 : 1, size = matrix.ins * PANEL<A>;
+    constexpr int64_t STEP = Inputs<T>::TOGETHER;
+    const int64_t depth = padded<T>(matrix.ins);
+    const int64_t unit = matrix.is_pair ? 2 : 1, size = depth * PANEL<A>;
     for (int64_t column = 0; column < matrix.outs; column += PANEL<A>) {
         E *panel = packed + (column / PANEL<A> * unit + offset) * size;
         const int64_t count = columns_here<A>(matrix, column);
         // By blocks that stay in the cache both ways.
-        for (int64_t begin = 0; begin < matrix.ins; begin += 64) {
-            const int64_t end = begin + 64 < matrix.ins ? begin + 64 : matrix.ins;
+        for (int64_t begin = 0; begin < depth; begin += 64) {
+            const int64_t end = begin + 64 < depth ? begin + 64 : depth;
             for (int64_t i = 0; i < PANEL<A>; i++) {
                 const E *from = weight + (column + i) * row;
                 for (int64_t k = begin; k < end; k++)
-                    panel[k * PANEL<A> + i] = i < count ? from[k] : E{};
+                    panel[k / STEP * STEP * PANEL<A> + i * STEP + k % STEP] =
+                        i < count && k < matrix.ins ? from[k] : E{};
             }
         }
     }

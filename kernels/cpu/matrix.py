@@ -59,9 +59,11 @@ class PackedMatrix:
         self._library = library
         self.dtype, (self.outs, self.ins) = dtype, first.shape
         element = ELEMENTS[dtype]
-        panel = self._panel = library.panel(element)
+        panel, self._together = library.panel(element), library.together(element)
+        self._panel = panel
         padded = -(-self.outs // panel) * panel
-        self._packed = torch.empty(padded * self.ins * len(weights), dtype=dtype)
+        depth = -(-self.ins // self._together) * self._together
+        self._packed = torch.empty(padded * depth * len(weights), dtype=dtype)
         ask_for_huge_pages(self._packed)
         self._bias = _padded(weights, biases, padded, panel)
         self.matrix = Matrix(
@@ -117,8 +119,10 @@ class PackedMatrix:
         if len(ids) and (last := int(ids.numpy().view(np.uint64).max())) >= self.outs:
             wrong = last if last < 2**63 else last - 2**64
             raise IndexError(f"expected rows from 0 to {self.outs - 1}, got {wrong}")
-        panels = self._packed.view(-1, self.ins, self._panel)
-        return panels[ids // self._panel, :, ids % self._panel]
+        depth = -(-self.ins // self._together)
+        panels = self._packed.view(-1, depth, self._panel, self._together)
+        found = panels[ids // self._panel, :, ids % self._panel].reshape(len(ids), -1)
+        return found[:, : self.ins]
 
 
 def _workspace() -> Workspace:

@@ -12,7 +12,8 @@
 //     gate, up     rows and outputs          with the activation
 //     down         rows and outputs          added as above
 //
-// Between phases everything is in the type that is added up in.
+// Between phases everything is in the type that is added up in, but for inputs of products, which are
+// as `matrix.h` has them.
 #pragma once
 
 #include "attention.h"
@@ -30,8 +31,9 @@ constexpr int64_t NUMBERS_OF_A_TASK = 1 << 13;  // of work by rows
 constexpr int64_t MOST_VIEWS = 8;
 
 // Where everything lies in the workspace.
-template <class A> struct Buffers {
-    A *x, *normed, *qkv, *middle, *behind, *scratch;
+template <class T, class A> struct Buffers {
+    A *x, *qkv, *behind, *scratch;
+    T *normed, *middle;  // inputs
     void *q, *attended;  // elements
     Counter *counters;
     char *plans[MOST_VIEWS];
@@ -58,8 +60,9 @@ inline int64_t crew_of(const Pass &pass, int64_t threads) {
     return at_least(1, at_most(threads, products / WORTH_A_CREW));
 }
 
-template <class E, class A> Buffers<A> place(const Pass &pass, int64_t threads, char *base) {
-    Buffers<A> made;
+template <class E, class T, class A>
+Buffers<T, A> place(const Pass &pass, int64_t threads, char *base) {
+    Buffers<T, A> made;
     made.threads = crew_of(pass, threads);
     // The same row may be wanted several times.
     const int64_t tokens = at_least(pass.num_tokens, pass.num_wanted);
@@ -73,12 +76,12 @@ template <class E, class A> Buffers<A> place(const Pass &pass, int64_t threads, 
     const int64_t size = sizeof(A);
     made.counters = (Counter *)take(phases_of(pass) * int64_t(sizeof(Counter)));
     made.x = (A *)take(tokens * pass.hidden * size);
-    made.normed = (A *)take(tokens * widest * size);
+    made.normed = (T *)take(tokens * row_of<T>(widest) * int64_t(sizeof(T)));
     made.qkv = (A *)take(tokens * qkv_size(pass) * size);
-    made.middle = (A *)take(tokens * pass.intermediate * size);
+    made.middle = (T *)take(tokens * row_of<T>(pass.intermediate) * int64_t(sizeof(T)));
     made.behind = (A *)take(tokens * pass.hidden * size);
     made.q = take(tokens * q_size(pass) * int64_t(sizeof(E)));
-    made.attended = take(tokens * q_size(pass) * int64_t(sizeof(E)));
+    made.attended = take(tokens * row_of<E>(q_size(pass)) * int64_t(sizeof(E)));
     made.scratch_numbers =
         round_up(2 * at_least(widest, pass.intermediate) * PANEL<A> + PANEL<A>, 16);
     made.scratch = (A *)take(made.threads * made.scratch_numbers * size);
@@ -90,8 +93,8 @@ template <class E, class A> Buffers<A> place(const Pass &pass, int64_t threads, 
 }
 
 // `out` = x of root mean square 1, times `weight`.
-template <class A>
-inline void normalise(const A *x, const A *weight, int64_t count, A eps, A *out) {
+template <class A, class O>
+inline void normalise(const A *x, const A *weight, int64_t count, A eps, O *out) {
     V<A> sums[4] = {V<A>{}, V<A>{}, V<A>{}, V<A>{}};
     int64_t d = 0;
     for (; d + 4 * LANES<A> <= count; d += 4 * LANES<A>)
@@ -106,8 +109,8 @@ inline void normalise(const A *x, const A *weight, int64_t count, A eps, A *out)
     const A share = A(1) / (sizeof(A) == 4 ? A(__builtin_sqrtf(float(mean)))
                                            : A(__builtin_sqrt(double(mean))));
     for (d = 0; d + LANES<A> <= count; d += LANES<A>)
-        store(out + d, load(x + d) * share * load(weight + d));
-    for (; d < count; d++) out[d] = x[d] * share * weight[d];
+        narrow_vector(load(x + d) * share * load(weight + d), out + d);
+    for (; d < count; d++) narrow(x[d] * share * weight[d], out + d);
 }
 
 template <class A> inline void add(const A *more, int64_t count, A *to) {
@@ -119,6 +122,14 @@ template <class E, class A> inline void widen(const E *from, int64_t count, A *t
     int64_t d = 0;
     for (; d + LANES<A> <= count; d += LANES<A>) store(to + d, load(from + d));
     for (; d < count; d++) to[d] = widened(from[d]);
+}
+// A row of elements as a row of inputs, each of which is a number of either type.
+template <class E, class T> inline void take_inputs(const E *from, int64_t count, T *to) {
+    if constexpr (sizeof(E) == sizeof(T))
+        __builtin_memcpy(to, from, size_t(count) * sizeof(E));
+    else
+        widen(from, count, to);
+    pad(to, count);
 }
 template <class E, class A> inline void narrow_all(const A *from, int64_t count, E *to) {
     int64_t d = 0;
@@ -146,8 +157,9 @@ inline void turn(A *head, const E *cos, const E *sin, int64_t half) {
 // One thread's way through a pass. What it is told is not changed while the pass runs.
 template <class E> struct Walk {
     typedef typename Wide<E>::A A;
+    typedef typename InputOf<E>::T T;
     const Pass &pass;
-    const Buffers<A> &at;
+    const Buffers<T, A> &at;
     const Layout *layouts;
     Crew crew;
     A *scratch;
@@ -165,21 +177,21 @@ template <class E> struct Walk {
     }
 
     template <class PutFor>
-    void multiply(const A *a, int64_t a_row, const Matrix &matrix, PutFor put_for) {
+    void multiply(const T *a, const Matrix &matrix, PutFor put_for) {
         const Cut made = cut<A>(matrix, rows, crew.threads);
         go_through(crew, phase++, made.row_blocks * made.panel_blocks, [&](int64_t i) {
-            multiply_task<E>(made, i, a, a_row, rows, matrix, scratch, put_for);
+            multiply_task<E>(made, i, a, row_of<T>(matrix.ins), rows, matrix, scratch, put_for);
         });
     }
 
     // The product is added to the hidden states, or kept for the norm behind it.
-    void add_product(const A *a, int64_t a_row, const Matrix &matrix, bool is_normed) {
+    void add_product(const T *a, const Matrix &matrix, bool is_normed) {
         if (is_normed)
-            multiply(a, a_row, matrix, [&](int64_t row) {
+            multiply(a, matrix, [&](int64_t row) {
                 return Stored<A, A>{matrix, behind + row * pass.hidden, pass.hidden};
             });
         else
-            multiply(a, a_row, matrix, [&](int64_t row) {
+            multiply(a, matrix, [&](int64_t row) {
                 return Added<A>{matrix, x + row * pass.hidden, pass.hidden};
             });
     }
@@ -188,16 +200,21 @@ template <class E> struct Walk {
     void norm(const void *left, const void *weight, int64_t layer = -1) {
         void *kept = pass.states && layer >= 0 ? pass.states[layer] : nullptr;
         by_rows(rows, pass.hidden, [&](int64_t row) {
-            A *states = x + row * pass.hidden, *to = at.normed + row * pass.hidden;
+            A *states = x + row * pass.hidden;
             if (left) {
                 A *more = behind + row * pass.hidden;
                 normalise(more, (const A *)left, pass.hidden, A(pass.eps), more);
                 add(more, pass.hidden, states);
             }
             if (kept) narrow_all(states, pass.hidden, (E *)kept + row * pass.hidden);
+            if (weight == pass.last_norm) {
+                E *to = (E *)pass.result + row * pass.hidden;
+                normalise(states, (const A *)weight, pass.hidden, A(pass.eps), to);
+                return;
+            }
+            T *to = at.normed + row * row_of<T>(pass.hidden);
             normalise(states, (const A *)weight, pass.hidden, A(pass.eps), to);
-            if (weight == pass.last_norm)
-                narrow_all(to, pass.hidden, (E *)pass.result + row * pass.hidden);
+            pad(to, pass.hidden);
         });
     }
 
@@ -233,7 +250,8 @@ template <class E> struct Walk {
         Step step = pass.steps[layer.view];
         step.q = at.q;
         step.out = at.attended;
-        step.q_row = step.out_row = q_size(pass);
+        step.q_row = q_size(pass);
+        step.out_row = row_of<E>(q_size(pass));
         step.q_head = step.out_head = pass.head_dim;
         step.keys = layer.keys;
         step.values = layer.values;
@@ -245,18 +263,20 @@ template <class E> struct Walk {
                    [&](int64_t i) { do_task<E>(step, layout, tasks - 1 - i, own); });
     }
 
-    // Attention's results, and in the last layer only those of the wanted rows and their states.
-    const A *widen_attended(bool is_last) {
+    // Attention's results as inputs, and in the last layer only those of the wanted rows and their
+    // states.
+    const T *take_attended(bool is_last) {
         const bool picks = is_last && pass.wanted;
-        if (!picks && sizeof(E) == sizeof(A)) {
+        if (!picks && sizeof(E) == sizeof(T)) {
             phase++;
-            return (const A *)at.attended;
+            return (const T *)at.attended;
         }
         const int64_t size = q_size(pass);
         const int64_t count = picks ? pass.num_wanted : rows;
         by_rows(count, size, [&](int64_t row) {
             const int64_t from = picks ? pass.wanted[row] : row;
-            widen((const E *)at.attended + from * size, size, at.normed + row * size);
+            take_inputs((const E *)at.attended + from * row_of<E>(size), size,
+                        at.normed + row * row_of<T>(size));
             if (picks)
                 __builtin_memcpy(behind + row * pass.hidden, x + from * pass.hidden,
                                  size_t(pass.hidden) * sizeof(A));
@@ -274,26 +294,26 @@ template <class E> struct Walk {
     void run() {
         by_rows(rows, pass.hidden, [&](int64_t row) {
             widen((const E *)pass.x + row * pass.hidden, pass.hidden, x + row * pass.hidden);
+            pad(at.middle + row * row_of<T>(pass.intermediate), pass.intermediate);
         });
         const void *left = nullptr;
         for (int64_t i = 0; i < pass.num_layers; i++) {
             const LayerWeights &layer = pass.layers[i];
             norm(left, layer.attention_norm, i);
-            multiply(at.normed, pass.hidden, layer.qkv, [&](int64_t row) {
+            multiply(at.normed, layer.qkv, [&](int64_t row) {
                 return Stored<A, A>{layer.qkv, at.qkv + row * qkv_size(pass), qkv_size(pass)};
             });
             turn_and_write(layer);
             attend(layer);
-            const A *mixed = widen_attended(i + 1 == pass.num_layers);
+            const T *mixed = take_attended(i + 1 == pass.num_layers);
             if (i + 1 == pass.num_layers && pass.wanted) use_wanted();
-            add_product(mixed, q_size(pass), layer.out, layer.after_attention_norm != nullptr);
+            add_product(mixed, layer.out, layer.after_attention_norm != nullptr);
             norm(layer.after_attention_norm, layer.mlp_norm);
-            multiply(at.normed, pass.hidden, layer.gate_up, [&](int64_t row) {
-                return Gated<A, A>{layer.gate_up, at.middle + row * pass.intermediate,
-                                   pass.intermediate, pass.activation == 1};
+            multiply(at.normed, layer.gate_up, [&](int64_t row) {
+                const int64_t to = row_of<T>(pass.intermediate);
+                return Gated<T, A>{layer.gate_up, at.middle + row * to, to, pass.activation == 1};
             });
-            add_product(at.middle, pass.intermediate, layer.down,
-                        layer.after_mlp_norm != nullptr);
+            add_product(at.middle, layer.down, layer.after_mlp_norm != nullptr);
             left = layer.after_mlp_norm;
         }
         norm(left, pass.last_norm, pass.num_layers);
@@ -302,16 +322,16 @@ template <class E> struct Walk {
 
 template <class E> struct Passage {
     typedef typename Wide<E>::A A;
+    typedef typename InputOf<E>::T T;
     const Pass *pass;
-    Buffers<A> at;
+    Buffers<T, A> at;
     Layout layouts[MOST_VIEWS];
     int64_t seats;  // threads that have come
 };
 
 template <class E> void walk(void *data) {
-    typedef typename Wide<E>::A A;
     Passage<E> &passage = *(Passage<E> *)data;
-    const Buffers<A> &at = passage.at;
+    const auto &at = passage.at;
     const int64_t seat = __atomic_fetch_add(&passage.seats, 1, __ATOMIC_RELAXED);
     Walk<E> own = {*passage.pass,     at,  passage.layouts, {at.counters, at.threads},
                    at.scratch + seat * at.scratch_numbers,
@@ -320,14 +340,15 @@ template <class E> void walk(void *data) {
 }
 
 template <class E> int64_t pass_bytes_as(const Pass &pass, int64_t threads) {
-    return place<E, typename Wide<E>::A>(pass, threads, nullptr).bytes + 64;
+    return place<E, typename InputOf<E>::T, typename Wide<E>::A>(pass, threads, nullptr).bytes + 64;
 }
 
 template <class E> void pass_as(const Pass &pass, Parallel parallel, int64_t threads) {
     typedef typename Wide<E>::A A;
+    typedef typename InputOf<E>::T T;
     Passage<E> passage;
     passage.pass = &pass;
-    passage.at = place<E, A>(pass, parallel ? threads : 1, aligned(pass.workspace));
+    passage.at = place<E, T, A>(pass, parallel ? threads : 1, aligned(pass.workspace));
     passage.seats = 0;
     for (int64_t view = 0; view < pass.num_views; view++)
         passage.layouts[view] =
@@ -343,8 +364,9 @@ template <class E> void pass_as(const Pass &pass, Parallel parallel, int64_t thr
 // A product by itself. Inputs and results are elements; in between, as above.
 template <class E> struct ProductWork {
     typedef typename Wide<E>::A A;
+    typedef typename InputOf<E>::T T;
     const Product *product;
-    const A *x;
+    const T *x;
     int64_t x_row;
     A *widened;  // of each thread
     int64_t widened_numbers, threads;
@@ -388,31 +410,40 @@ template <class E> void work_on(void *data) {
     });
 }
 
+// Whether elements are inputs as they lie.
+template <class E> constexpr bool ARE_INPUTS =
+    sizeof(E) == sizeof(typename InputOf<E>::T) && Inputs<typename InputOf<E>::T>::TOGETHER == 1;
+
 template <class E> int64_t product_bytes_as(const Product &product, int64_t threads) {
     typedef typename Wide<E>::A A;
-    const int64_t ins = round_up(product.matrix.ins, 16);
-    const int64_t wide = sizeof(E) == sizeof(A) ? 0 : product.rows * ins;
-    return (wide + threads * (2 * ins * PANEL<A> + 16)) * int64_t(sizeof(A)) + 64;
+    typedef typename InputOf<E>::T T;
+    const int64_t ins = product.matrix.ins;
+    const int64_t inputs =
+        ARE_INPUTS<E> ? 0 : product.rows * row_of<T>(ins) * int64_t(sizeof(T));
+    return inputs + threads * (2 * round_up(ins, 16) * PANEL<A> + 16) * int64_t(sizeof(A)) + 64;
 }
 
 template <class E> void multiply_as(const Product &product, Parallel parallel, int64_t threads) {
     typedef typename Wide<E>::A A;
+    typedef typename InputOf<E>::T T;
     const Matrix &matrix = product.matrix;
     const int64_t ins = round_up(matrix.ins, 16);
     ProductWork<E> work;
     work.product = &product;
-    A *at = (A *)aligned(product.workspace);
-    if (sizeof(E) == sizeof(A)) {
-        work.x = (const A *)product.x;
+    char *at = aligned(product.workspace);
+    if constexpr (ARE_INPUTS<E>) {
+        work.x = (const T *)product.x;
         work.x_row = product.x_row;
     } else {
+        T *inputs = (T *)at;
+        work.x = inputs;
+        work.x_row = row_of<T>(matrix.ins);
         for (int64_t row = 0; row < product.rows; row++)
-            widen((const E *)product.x + row * product.x_row, matrix.ins, at + row * ins);
-        work.x = at;
-        work.x_row = ins;
-        at += product.rows * ins;
+            take_inputs((const E *)product.x + row * product.x_row, matrix.ins,
+                        inputs + row * work.x_row);
+        at += product.rows * work.x_row * int64_t(sizeof(T));
     }
-    work.widened = at;
+    work.widened = (A *)at;
     work.widened_numbers = 2 * ins * PANEL<A> + 16;
     work.threads = parallel ? product_threads<E>(product, threads) : 1;
     work.made = cut<A>(matrix, product.rows, work.threads);
@@ -425,15 +456,25 @@ template <class E> void multiply_as(const Product &product, Parallel parallel, i
 }
 
 int64_t panel(int64_t element) { return element == FLOAT64 ? PANEL<double> : PANEL<float>; }
+int64_t together(int64_t element) {
+    return element == BFLOAT16 ? Inputs<InputOf<BFloat16>::T>::TOGETHER : 1;
+}
+template <class E>
+void pack_as(const void *weight, int64_t row, const Matrix &matrix, int64_t offset) {
+    pack_into<typename InputOf<E>::T, typename Wide<E>::A>((const E *)weight, row, matrix, offset,
+                                                           (E *)matrix.packed);
+}
 void pack(const void *weight, int64_t row, const Matrix *matrix, int64_t offset, int64_t element) {
-    void *to = (void *)matrix->packed;
+#define PACK(E) pack_as<E>(weight, row, *matrix, offset)
     if (element == FLOAT32)
-        pack_into<float, float>((const float *)weight, row, *matrix, offset, (float *)to);
+        PACK(float);
     else if (element == FLOAT64)
-        pack_into<double, double>((const double *)weight, row, *matrix, offset, (double *)to);
-    else  // 16 bits of either kind
-        pack_into<BFloat16, float>((const BFloat16 *)weight, row, *matrix, offset,
-                                   (BFloat16 *)to);
+        PACK(double);
+    else if (element == BFLOAT16)
+        PACK(BFloat16);
+    else
+        PACK(Float16);
+#undef PACK
 }
 
 #define RETURN_BYTES(E) return product_bytes_as<E>(*product, threads)

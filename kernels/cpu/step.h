@@ -6,7 +6,7 @@
 
 // Grows with every change of `Step` or of a function's meaning; a library of another number is not
 // used.
-#define STRATAKV_ABI 4
+#define STRATAKV_ABI 5
 
 enum ElementType { FLOAT32 = 0, FLOAT64 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
 
@@ -107,6 +107,7 @@ struct Pass {
 // One set of functions for each kind of processor.
 struct Variant {
     int64_t (*panel)(int64_t element);
+    int64_t (*together)(int64_t element);
     void (*pack)(const void *weight, int64_t row, const Matrix *, int64_t offset, int64_t element);
     int64_t (*product_bytes)(const Product *, int64_t threads);
     void (*multiply)(const Product *, Parallel, int64_t threads);

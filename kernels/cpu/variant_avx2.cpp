@@ -5,5 +5,6 @@
 
 extern const Variant stratakv_avx2;
 const Variant stratakv_avx2 = {
-    panel, pack, product_bytes, multiply, pass_bytes, pass, workspace_bytes, write, attend,
+    panel, together, pack, product_bytes, multiply, pass_bytes, pass, workspace_bytes,
+    write, attend,
 };

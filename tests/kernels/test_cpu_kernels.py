@@ -202,13 +202,32 @@ def test_a_processor_without_what_the_variants_need(monkeypatch: pytest.MonkeyPa
 
 
 @NATIVE_ONLY
+@pytest.mark.parametrize("runs", [1, 2, 3])
+def test_the_last_variant_that_the_processor_runs_is_taken(
+    monkeypatch: pytest.MonkeyPatch, runs: int
+) -> None:
+    found = library._function
+    monkeypatch.setattr(
+        library,
+        "_function",
+        lambda file, name: (lambda it: it < runs) if name == "runs" else found(file, name),
+    )
+    chosen = open_library(PATH)
+    assert isinstance(chosen, CpuLibrary) and chosen.variant == VARIANTS[runs - 1]
+    assert chosen.lanes == (8 if runs == 1 else 16)
+    for name in VARIANTS[runs:]:
+        named = ", ".join(VARIANTS[:runs])
+        reason = f"{VARIABLE} says {name}, and this processor runs {named}"
+        assert open_library(PATH, name) == Missing(reason)
+
+
+@NATIVE_ONLY
 def test_the_variable_names_a_variant() -> None:
     assert isinstance(open_library(PATH), CpuLibrary)
     assert open_library(PATH, "none") == Missing(f"{VARIABLE} says none")
     found = open_library(PATH, "sse")
-    assert (
-        isinstance(found, Missing) and "takes auto, avx2, avx512, none, not 'sse'" in found.reason
-    )
+    expected = "takes auto, avx2, avx512, avx512_bf16, none, not 'sse'"
+    assert isinstance(found, Missing) and expected in found.reason
     narrow = open_library(PATH, "avx2")
     assert isinstance(narrow, CpuLibrary) and (narrow.variant, narrow.lanes) == ("avx2", 8)
 

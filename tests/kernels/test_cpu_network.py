@@ -114,8 +114,9 @@ def test_outputs_that_nobody_wants_are_left_out_and_others_keep_their_bits(
         pair(draw(1, 4, dtype=dtype), np.zeros(1, np.uint32))
 
 
-def test_a_rows_bits_depend_neither_on_threads_nor_on_other_rows() -> None:
-    weight, x = draw(700, 300, dtype=torch.float32), draw(120, 300, dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rows_bits_depend_neither_on_threads_nor_on_other_rows(dtype: torch.dtype) -> None:
+    weight, x = draw(700, 300, dtype=dtype), draw(120, 300, dtype=dtype)
     product, before = PackedMatrix((weight,)), torch.get_num_threads()
     alone = torch.cat([product(row[None]) for row in x])
     try:
