@@ -55,7 +55,7 @@ Layout lay_out(const Step &step, int64_t threads, char *base, bool is_crew = fal
     }
     layout.threads =
         is_crew ? threads : at_least(1, at_most(threads, products / WORTH_A_THREAD));
-    const int64_t most = at_most(TILE_VECTORS, TILE_NUMBERS / (2 * dim + TILE_KEYS));
+    const int64_t most = at_most(TILE_VECTORS, TILE_NUMBERS / dim);
     int64_t rows = at_least(most / group, 1);
     while (rows * group > MIN_TILE_VECTORS && rows > 1 &&
            tiled_rows / rows * step.kv_heads < 3 * layout.threads)

@@ -13,12 +13,12 @@ constexpr int64_t SPLIT = 256;        // tokens of a part of a context
 constexpr int64_t CHUNK = 16, CHUNK_BYTES = 16 << 10;
 constexpr int64_t AHEAD = 16;  // tokens between what is computed and what is sent for
 constexpr int64_t FEW_VECTORS = 32;   // heads of a group times rows, up to which context is split
-constexpr int64_t TILE_KEYS = 128;    // keys against which many rows are multiplied at once
-constexpr int64_t TILE_VECTORS = 384;  // heads of a group times rows, at most
-constexpr int64_t TILE_NUMBERS = 3 << 15;  // and what is kept for those
+constexpr int64_t TILE_KEYS = 128;  // keys against which many rows are multiplied at once
+// Heads of a group times rows for which a tile is made ready, at most, and numbers of their heads.
+constexpr int64_t TILE_VECTORS = 768, TILE_NUMBERS = 3 << 14;
 constexpr int64_t MIN_TILE_VECTORS = 24;
 constexpr int64_t BLOCK_ROWS = VECTOR_BYTES == 64 ? 12 : 6;  // of a block of accumulators
-constexpr int64_t DIAGONAL_VECTORS = 4 * BLOCK_ROWS;  // of a tile not all of whose keys all rows see
+constexpr int64_t SCORED_VECTORS = 4 * BLOCK_ROWS;  // of a tile, whose scores there are at a time
 // Below, waking another thread costs more than it does: products for each thread, numbers to copy.
 constexpr int64_t WORTH_A_THREAD = 1 << 19;
 constexpr int64_t WORTH_A_COPY = 1 << 18;

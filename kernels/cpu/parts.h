@@ -134,20 +134,19 @@ inline void weigh_values(const BFloat16 *const *values, int64_t offset, int64_t 
 #pragma GCC unroll 8
         for (int j = 0; j < DV; j++) store(out + m * dim + j * LANES<float>, acc[m][j]);
 }
-#endif
 
-// Results `[count]` of pairs come into their order, those of numbers are in it.
-template <class F, class A> inline void in_order(A *out, int64_t count) {
-    if constexpr (F::DEPTH == 2) {
-        typedef IntVector I;
-        for (int64_t d = 0; d < count; d += 2 * LANES<A>) {
-            const V<A> low = load(out + d), high = load(out + d + LANES<A>);
-            store(out + d, TWO(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
-            store(out + d + LANES<A>, TWO(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15,
-                                          28, 29, 30, 31));
-        }
+// Results `[count]` of pairs come into their order.
+inline void in_order(Pairs, float *out, int64_t count) {
+    typedef IntVector I;
+    for (int64_t d = 0; d < count; d += PANEL<float>) {
+        const FloatVector low = load(out + d), high = load(out + d + LANES<float>);
+        store(out + d, TWO(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+        store(out + d + LANES<float>,
+              TWO(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
     }
 }
+#endif
+template <class A> inline void in_order(Numbers<A>, A *, int64_t) {}
 
 template <class F, int MQ, bool FETCHES, class E, class A>
 inline void weigh_heads(const E *const *values, int64_t offset, int64_t count,
@@ -287,7 +286,7 @@ void attend_part(const Step &step, int64_t index, const Request &request, int64_
                            (const Number *)(scores + head * vectors * SPLIT) + t / F::DEPTH,
                            vectors, dim, ahead, out + head * vectors * dim);
     }
-    in_order<F>(out, all * dim);
+    in_order(F(), out, all * dim);
     if (partial)
         for (int64_t v = 0; v < all; v++) {
             partial[all * dim + v] = tops[v];

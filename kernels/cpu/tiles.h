@@ -64,7 +64,7 @@ template <class A> struct TileScratch {
     int64_t vectors, dim;
 
     int64_t of_rows() const { return vectors * dim; }
-    int64_t of_scores() const { return vectors * TILE_KEYS; }
+    int64_t of_scores() const { return SCORED_VECTORS * TILE_KEYS; }
     int64_t of_keys() const { return TILE_KEYS * dim; }
     int64_t of_values() const { return TILE_KEYS * round_up(dim, PANEL<A>); }
     int64_t of_sums() const { return round_up(vectors, LANES<A>) + SPARE<A>; }
@@ -152,38 +152,36 @@ void attend_rows(const Step &step, int64_t index, const Request &request, int64_
     for (int64_t tile = begin / TILE_KEYS * TILE_KEYS; tile < end; tile += TILE_KEYS) {
         const int64_t count = at_most(TILE_KEYS, end - tile);
         read_tile<E, F, A>(step, index, head, tile, at_least(begin - tile, 0), count, keys, values);
-        // Where the first row does not see the whole tile, rows are taken a few at a time, each
-        // with as many keys as the last of them sees.
-        const bool is_seen = request.end_key(first_row) - tile >= count;
-        const int64_t each = is_seen ? vectors : DIAGONAL_VECTORS;
-        for (int64_t done = 0; done < vectors; done += each) {
-            const int64_t here = at_most(each, vectors - done);
+        // A few rows at a time, so that their scores stay near, with as many keys as the last of
+        // them sees.
+        for (int64_t done = 0; done < vectors; done += SCORED_VECTORS) {
+            const int64_t here = at_most(SCORED_VECTORS, vectors - done);
             const int64_t last = first_row + (done + here - 1) / group;
             const int64_t seen = at_most(request.end_key(last) - tile, count);
             if (seen <= 0) continue;
             const int64_t width = round_up(seen, LANES<A>);
-            multiply<F>(q + done * depth, depth, keys, depth * PANEL<A>, scores + done * TILE_KEYS,
-                        TILE_KEYS, here, width, depth, false);
-            for (int64_t m = done; m < done + here; m += LANES<A>) {
-                const int64_t some = at_most(LANES<A>, done + here - m);
+            multiply<F>(q + done * depth, depth, keys, depth * PANEL<A>, scores, TILE_KEYS, here,
+                        width, depth, false);
+            for (int64_t m = 0; m < here; m += LANES<A>) {
+                const int64_t some = at_most(LANES<A>, here - m);
                 const auto seen_by = [&](int64_t i) {
-                    const int64_t row = first_row + (m + i) / group;
+                    const int64_t row = first_row + (done + m + i) / group;
                     return Seen{at_least(request.first_key(row, step.window) - tile, 0),
                                 at_least(at_most(request.end_key(row) - tile, count), 0)};
                 };
                 // The first row sees the fewest behind it, the last one the fewest before.
                 const bool is_whole =
                     seen_by(0).end == width && seen_by(some - 1).first == 0;
-                softmax.template weigh<F>(scores + m * TILE_KEYS, TILE_KEYS, m, some, width,
-                                          is_whole, seen_by);
-                for (int64_t i = m; i < m + some; i++)
+                softmax.template weigh<F>(scores + m * TILE_KEYS, TILE_KEYS, done + m, some,
+                                          width, is_whole, seen_by);
+                for (int64_t i = done + m; i < done + m + some; i++)
                     if (shares[i] != 1)
                         for (int64_t d = 0; d < dim; d += LANES<A>)
                             store(out + i * dim + d, shares[i] * load(out + i * dim + d));
             }
-            multiply<F>((const Number *)(scores + done * TILE_KEYS), TILE_KEYS, values,
-                        PANEL_ROWS * PANEL<A>, out + done * dim, dim, here, dim,
-                        round_up(seen, F::DEPTH) / F::DEPTH, true);
+            multiply<F>((const Number *)scores, TILE_KEYS, values, PANEL_ROWS * PANEL<A>,
+                        out + done * dim, dim, here, dim, round_up(seen, F::DEPTH) / F::DEPTH,
+                        true);
         }
     }
     for (int64_t m = 0; m < vectors; m++)
