@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What both ways of attending share: sizes, a request's rows and keys, scores that become weights.
+// What both ways of attending share: sizes, a request's rows and keys, where results go.
 #pragma once
 
 #include "step.h"
@@ -8,13 +8,17 @@
 namespace {
 
 constexpr int64_t SPLIT = 256;        // tokens of a part of a context
-constexpr int64_t CHUNK = 16;         // of them whose values all heads weigh before the next ones
-constexpr int64_t AHEAD = 16;         // tokens between what is computed and what is sent for
+// Tokens whose values all heads weigh before the next ones: as many as have so many bytes, which lie
+// closer to the order of memory where they are fewer, up to a number.
+constexpr int64_t CHUNK = 16, CHUNK_BYTES = 16 << 10;
+constexpr int64_t AHEAD = 16;  // tokens between what is computed and what is sent for
 constexpr int64_t FEW_VECTORS = 32;   // heads of a group times rows, up to which context is split
-constexpr int64_t TILE_KEYS = 64;     // keys against which many rows are multiplied at once
-constexpr int64_t TILE_VECTORS = 192;  // of heads of a group times rows
+constexpr int64_t TILE_KEYS = 128;  // keys against which many rows are multiplied at once
+// Heads of a group times rows for which a tile is made ready, at most, and numbers of their heads.
+constexpr int64_t TILE_VECTORS = 768, TILE_NUMBERS = 3 << 14;
 constexpr int64_t MIN_TILE_VECTORS = 24;
-constexpr int64_t DIAGONAL_VECTORS = 24;  // of a tile of which not all rows see all keys
+constexpr int64_t BLOCK_ROWS = VECTOR_BYTES == 64 ? 12 : 6;  // of a block of accumulators
+constexpr int64_t SCORED_VECTORS = 4 * BLOCK_ROWS;  // of a tile, whose scores there are at a time
 // Below, waking another thread costs more than it does: products for each thread, numbers to copy.
 constexpr int64_t WORTH_A_THREAD = 1 << 19;
 constexpr int64_t WORTH_A_COPY = 1 << 18;
@@ -53,58 +57,9 @@ template <class E> inline const E *block_of(const Step &step, const void *plane,
     return (const E *)plane + id * step.block_stride;
 }
 
-// Scores of a row become weights, `first` ... `end - 1` of them, zeros elsewhere up to `width`
-// (whole vectors). Their sum is returned; `top` becomes the largest score, which was taken off.
-template <class A>
-inline A weights_of(A *scores, int64_t first, int64_t end, int64_t width, A scale, A softcap,
-                    A *top) {
-    if (softcap > 0) {
-        for (int64_t t = 0; t < width; t += LANES<A>)
-            store(scores + t, softcap * tangent(load(scores + t) * (scale / softcap)));
-        scale = 1;
-    }
-    for (int64_t t = 0; t < first; t++) scores[t] = -__builtin_inf();
-    for (int64_t t = at_least(end, first); t < width; t++) scores[t] = -__builtin_inf();
-    V<A> best = all_of(-(A)__builtin_inf());
-    for (int64_t t = 0; t < width; t += LANES<A>) {
-        const V<A> score = load(scores + t);
-        best = score > best ? score : best;
-    }
-    *top = larger(*top, largest<A>(best) * scale);
-    const A taken = *top == -(A)__builtin_inf() ? A(0) : *top;
-    V<A> total = {};
-    for (int64_t t = 0; t < width; t += LANES<A>) {
-        const V<A> weight = exponential(load(scores + t) * scale - taken);
-        store(scores + t, weight);
-        total += weight;
-    }
-    return sum<A>(total);
-}
-
-// As `weights_of`, of TILE_KEYS scores that all count; they stay in registers.
-template <class A> inline A weights_of_tile(A *scores, A scale, A *top) {
-    constexpr int N = TILE_KEYS / LANES<A>;
-    V<A> score[N];
-#pragma GCC unroll 16
-    for (int i = 0; i < N; i++) score[i] = load(scores + i * LANES<A>);
-    V<A> best = score[0];
-#pragma GCC unroll 16
-    for (int i = 1; i < N; i++) best = score[i] > best ? score[i] : best;
-    *top = larger(*top, largest<A>(best) * scale);
-    const A taken = *top == -(A)__builtin_inf() ? A(0) : *top;
-    V<A> total = {};
-#pragma GCC unroll 16
-    for (int i = 0; i < N; i++) {
-        const V<A> weight = exponential(score[i] * scale - taken);
-        store(scores + i * LANES<A>, weight);
-        total += weight;
-    }
-    return sum<A>(total);
-}
-
 template <class E, class A> inline void give(const A *from, A total, int64_t dim, E *to) {
     A share = total == 0 ? A(0) : 1 / total;
-    for (int64_t d = 0; d < dim; d++) narrow(from[d] * share, to + d);
+    for (int64_t d = 0; d < dim; d += LANES<A>) narrow_vector(load(from + d) * share, to + d);
 }
 
 template <class E> inline E *out_of(const Step &step, const Request &request, int64_t head,

@@ -2,28 +2,29 @@
 // Many rows of a request under one kv head, over tiles of the keys that they see.
 #pragma once
 
-#include "context.h"
+#include "softmax.h"
 
 namespace {
 
 // c `[MR, NV vectors]` = or += a `[MR, depth]` times b `[depth, NV vectors]`, of a panel.
-template <int MR, int NV, class A>
-inline void multiply_block(const A *a, int64_t a_row, const A *b, A *c, int64_t c_row,
-                           int64_t depth, bool adds) {
+template <class F, int MR, int NV, class A>
+inline void multiply_block(const typename F::Number *a, int64_t a_row,
+                           const typename F::Number *b, A *c, int64_t c_row, int64_t depth,
+                           bool adds) {
     V<A> acc[MR][NV];
 #pragma GCC unroll 12
     for (int m = 0; m < MR; m++)
 #pragma GCC unroll 2
         for (int j = 0; j < NV; j++) acc[m][j] = V<A>{};
     for (int64_t k = 0; k < depth; k++) {
-        V<A> right[NV];
+        typename F::Vector right[NV];
 #pragma GCC unroll 2
-        for (int j = 0; j < NV; j++) right[j] = load(b + k * PANEL<A> + j * LANES<A>);
+        for (int j = 0; j < NV; j++) right[j] = F::read(b + k * PANEL<A> + j * LANES<A>);
 #pragma GCC unroll 12
         for (int m = 0; m < MR; m++) {
-            V<A> left = all_of(a[m * a_row + k]);
+            const typename F::Vector left = F::everywhere(a[m * a_row + k]);
 #pragma GCC unroll 2
-            for (int j = 0; j < NV; j++) acc[m][j] += left * right[j];
+            for (int j = 0; j < NV; j++) acc[m][j] = F::added(acc[m][j], left, right[j]);
         }
     }
 #pragma GCC unroll 12
@@ -35,90 +36,114 @@ inline void multiply_block(const A *a, int64_t a_row, const A *b, A *c, int64_t 
         }
 }
 
-// c `[rows, columns]`, columns in whole vectors. Panels of b are `b_panel` numbers apart.
-template <class A>
-void multiply(const A *a, int64_t a_row, const A *b, int64_t b_panel, A *c, int64_t c_row,
-              int64_t rows, int64_t columns, int64_t depth, bool adds) {
-    constexpr int MR = VECTOR_BYTES == 64 ? 12 : 6;
+// c `[rows, columns]`, columns in whole vectors. Panels of b are `b_panel` factors apart.
+template <class F, class A>
+void multiply(const typename F::Number *a, int64_t a_row, const typename F::Number *b,
+              int64_t b_panel, A *c, int64_t c_row, int64_t rows, int64_t columns, int64_t depth,
+              bool adds) {
     for (int64_t n = 0; n < columns; n += PANEL<A>, b += b_panel) {
         const bool is_pair = n + LANES<A> < columns;
         int64_t m = 0;
-#define BLOCKS(MB)                                                                               \
-    for (; m + MB <= rows; m += MB)                                                              \
-        if (is_pair)                                                                             \
-            multiply_block<MB, 2>(a + m * a_row, a_row, b, c + m * c_row + n, c_row, depth,      \
-                                  adds);                                                         \
-        else                                                                                     \
-            multiply_block<MB, 1>(a + m * a_row, a_row, b, c + m * c_row + n, c_row, depth, adds);
-        BLOCKS(MR)
+#define BLOCKS(MB)                                                                                \
+    for (; m + MB <= rows; m += MB)                                                               \
+        if (is_pair)                                                                              \
+            multiply_block<F, MB, 2>(a + m * a_row, a_row, b, c + m * c_row + n, c_row, depth,    \
+                                     adds);                                                       \
+        else                                                                                      \
+            multiply_block<F, MB, 1>(a + m * a_row, a_row, b, c + m * c_row + n, c_row, depth,    \
+                                     adds);
+        BLOCKS(BLOCK_ROWS)
         BLOCKS(4)
         BLOCKS(1)
 #undef BLOCKS
     }
 }
 
-// Keys and values of a tile into panels, `[panels of keys, dim, PANEL]` and `[panels of dim,
-// TILE_KEYS, PANEL]`. There are `count` in the tile, of which those from `first` on are read; the
-// others, up to whole vectors, are zeros.
-template <class E, class A>
+// How much lies where, of so many rows times heads of a group.
+template <class A> struct TileScratch {
+    int64_t vectors, dim;
+
+    int64_t of_rows() const { return vectors * dim; }
+    int64_t of_scores() const { return SCORED_VECTORS * TILE_KEYS; }
+    int64_t of_keys() const { return TILE_KEYS * dim; }
+    int64_t of_values() const { return TILE_KEYS * round_up(dim, PANEL<A>); }
+    int64_t of_sums() const { return round_up(vectors, LANES<A>) + SPARE<A>; }
+    int64_t bytes() const {
+        return (2 * of_rows() + of_scores() + of_keys() + of_values() + 3 * of_sums()) *
+               int64_t(sizeof(A));
+    }
+};
+
+// Keys and values of a tile into panels of factors: `[panels of keys, dim, PANEL]` and `[panels of
+// dim, TILE_KEYS, PANEL]`, of pairs half as many. There are `count` in the tile, of which those from
+// `first` on are read; the others, up to whole vectors, are zeros.
+template <class E, class F, class A>
 void read_tile(const Step &step, int64_t index, int64_t head, int64_t tile, int64_t first,
-               int64_t count, A *keys, A *values) {
-    const int64_t dim = step.head_dim;
-    const E *from[TILE_KEYS];
-    for (int64_t t = first; t < count; t++) {
+               int64_t count, typename F::Number *keys, typename F::Number *values) {
+    constexpr int64_t PANEL_ROWS = TILE_KEYS / F::DEPTH;
+    const int64_t dim = step.head_dim, depth = dim / F::DEPTH;
+    const E *from[TILE_KEYS], *value[TILE_KEYS + F::DEPTH];
+    for (int64_t t = 0; t < count; t++) {
+        from[t] = value[t] = nullptr;
+        if (t < first) continue;
         const int64_t token = tile + t;
         const int64_t offset =
             token % step.block_size * step.token_stride + head * step.head_stride;
         from[t] = block_of<E>(step, step.keys, index, token) + offset;
-        const E *value = block_of<E>(step, step.values, index, token) + offset;
-        for (int64_t d = 0; d < dim; d += LANES<A>)
-            store(values + d / PANEL<A> * (TILE_KEYS * PANEL<A>) + t * PANEL<A> + d % PANEL<A>,
-                  load(value + d));
+        value[t] = block_of<E>(step, step.values, index, token) + offset;
     }
-    for (int64_t t = 0; t < first; t++)
-        for (int64_t d = 0; d < dim; d += LANES<A>)
-            store(values + d / PANEL<A> * (TILE_KEYS * PANEL<A>) + t * PANEL<A> + d % PANEL<A>,
-                  V<A>{});
+    for (int i = 0; i < F::DEPTH; i++) value[count + i] = nullptr;
+    for (int64_t t = 0; t < count; t += F::DEPTH)
+        F::keep_values(value + t, dim, values + t / F::DEPTH * PANEL<A>, PANEL_ROWS * PANEL<A>);
     for (int64_t t = 0; t < count; t += LANES<A>) {
-        A *to = keys + t / PANEL<A> * (dim * PANEL<A>) + t % PANEL<A>;
-        for (int64_t d = 0; d < dim; d += LANES<A>) {
+        typename F::Number *to = keys + t / PANEL<A> * (depth * PANEL<A>) + t % PANEL<A>;
+        for (int64_t d = 0; d < dim; d += LANES<A> * F::DEPTH) {
             V<A> square[LANES<A>];
             if (t >= first && t + LANES<A> <= count) {
 #pragma GCC unroll 16
-                for (int i = 0; i < LANES<A>; i++) square[i] = load(from[t + i] + d);
+                for (int i = 0; i < LANES<A>; i++)
+                    square[i] = (V<A>)F::of_elements(from[t + i] + d);
             } else {
                 for (int i = 0; i < LANES<A>; i++)
-                    square[i] = t + i >= first && t + i < count ? load(from[t + i] + d) : V<A>{};
+                    square[i] = t + i < count && from[t + i]
+                                    ? (V<A>)F::of_elements(from[t + i] + d)
+                                    : V<A>{};
             }
             transpose<A>(square);
 #pragma GCC unroll 16
-            for (int i = 0; i < LANES<A>; i++) store(to + (d + i) * PANEL<A>, square[i]);
+            for (int i = 0; i < LANES<A>; i++)
+                __builtin_memcpy(to + (d / F::DEPTH + i) * PANEL<A>, square + i, sizeof(V<A>));
         }
     }
 }
 
 // Rows `first_row` ... of a request under one kv head, over all the keys they see.
-template <class E>
+template <class E, class F>
 void attend_rows(const Step &step, int64_t index, const Request &request, int64_t first_row,
                  int64_t rows, int64_t head, char *scratch) {
     typedef typename Wide<E>::A A;
+    typedef typename F::Number Number;
+    constexpr int64_t PANEL_ROWS = TILE_KEYS / F::DEPTH;
     const int64_t group = step.heads / step.kv_heads, dim = step.head_dim;
-    const int64_t vectors = rows * group;
-    A *q = (A *)scratch;
-    A *out = q + vectors * dim;
-    A *scores = out + vectors * dim;
-    A *keys = scores + vectors * TILE_KEYS;
-    A *values = keys + TILE_KEYS * dim;
-    A *tops = values + TILE_KEYS * round_up(dim, PANEL<A>);
-    A *totals = tops + vectors;
+    const int64_t vectors = rows * group, depth = dim / F::DEPTH;
+    const TileScratch<A> size = {vectors, dim};
+    A *out = (A *)scratch;
+    A *scores = out + size.of_rows();
+    A *tops = scores + size.of_scores();
+    A *totals = tops + size.of_sums();
+    A *shares = totals + size.of_sums();
+    Number *q = (Number *)(shares + size.of_sums());
+    Number *keys = q + size.of_rows();
+    Number *values = keys + size.of_keys();
+    const Softmax<A> softmax = {A(step.scale), A(step.softcap), tops, totals, shares};
     for (int64_t m = 0; m < vectors; m++) {
         const E *from = (const E *)step.q +
                         (request.first_row + first_row + m / group) * step.q_row +
                         (head * group + m % group) * step.q_head;
-        for (int64_t d = 0; d < dim; d += LANES<A>) {
-            store(q + m * dim + d, load(from + d));
-            store(out + m * dim + d, V<A>{});
-        }
+        F::keep_elements(from, dim, q + m * depth);
+        for (int64_t d = 0; d < dim; d += LANES<A>) store(out + m * dim + d, V<A>{});
+    }
+    for (int64_t m = 0; m < size.of_sums(); m++) {
         tops[m] = -__builtin_inf();
         totals[m] = 0;
     }
@@ -126,45 +151,37 @@ void attend_rows(const Step &step, int64_t index, const Request &request, int64_
     const int64_t end = request.end_key(first_row + rows - 1);
     for (int64_t tile = begin / TILE_KEYS * TILE_KEYS; tile < end; tile += TILE_KEYS) {
         const int64_t count = at_most(TILE_KEYS, end - tile);
-        read_tile<E>(step, index, head, tile, at_least(begin - tile, 0), count, keys, values);
-        // Where the first row does not see the whole tile, rows are taken a few at a time, each
-        // with as many keys as the last of them sees.
-        const bool is_seen = request.end_key(first_row) - tile >= count;
-        const int64_t each = is_seen ? vectors : DIAGONAL_VECTORS;
-        for (int64_t done = 0; done < vectors; done += each) {
-            const int64_t here = at_most(each, vectors - done);
+        read_tile<E, F, A>(step, index, head, tile, at_least(begin - tile, 0), count, keys, values);
+        // A few rows at a time, so that their scores stay near, with as many keys as the last of
+        // them sees.
+        for (int64_t done = 0; done < vectors; done += SCORED_VECTORS) {
+            const int64_t here = at_most(SCORED_VECTORS, vectors - done);
             const int64_t last = first_row + (done + here - 1) / group;
             const int64_t seen = at_most(request.end_key(last) - tile, count);
             if (seen <= 0) continue;
             const int64_t width = round_up(seen, LANES<A>);
-            A *weights = scores + done * TILE_KEYS;
-            multiply(q + done * dim, dim, keys, dim * PANEL<A>, weights, TILE_KEYS, here, width,
-                     dim, false);
-            for (int64_t m = done; m < done + here; m++) {
-                const int64_t row = first_row + m / group;
-                const int64_t from = at_least(request.first_key(row, step.window) - tile, 0);
-                const int64_t to = at_least(at_most(request.end_key(row) - tile, count), 0);
-                A *of_row = scores + m * TILE_KEYS;
-                if (from >= to) {
-                    for (int64_t t = 0; t < width; t += LANES<A>) store(of_row + t, V<A>{});
-                    continue;
-                }
-                const A before = tops[m];
-                const bool is_whole = from == 0 && to == TILE_KEYS && !(step.softcap > 0);
-                const A total = is_whole
-                                    ? weights_of_tile(of_row, A(step.scale), tops + m)
-                                    : weights_of(of_row, from, to, width, A(step.scale),
-                                                 A(step.softcap), tops + m);
-                if (tops[m] != before) {
-                    const A share = exponential(all_of(before - tops[m]))[0];
-                    totals[m] *= share;
-                    for (int64_t d = 0; d < dim; d += LANES<A>)
-                        store(out + m * dim + d, share * load(out + m * dim + d));
-                }
-                totals[m] += total;
+            multiply<F>(q + done * depth, depth, keys, depth * PANEL<A>, scores, TILE_KEYS, here,
+                        width, depth, false);
+            for (int64_t m = 0; m < here; m += LANES<A>) {
+                const int64_t some = at_most(LANES<A>, here - m);
+                const auto seen_by = [&](int64_t i) {
+                    const int64_t row = first_row + (done + m + i) / group;
+                    return Seen{at_least(request.first_key(row, step.window) - tile, 0),
+                                at_least(at_most(request.end_key(row) - tile, count), 0)};
+                };
+                // The first row sees the fewest behind it, the last one the fewest before.
+                const bool is_whole =
+                    seen_by(0).end == width && seen_by(some - 1).first == 0;
+                softmax.template weigh<F>(scores + m * TILE_KEYS, TILE_KEYS, done + m, some,
+                                          width, is_whole, seen_by);
+                for (int64_t i = done + m; i < done + m + some; i++)
+                    if (shares[i] != 1)
+                        for (int64_t d = 0; d < dim; d += LANES<A>)
+                            store(out + i * dim + d, shares[i] * load(out + i * dim + d));
             }
-            multiply(weights, TILE_KEYS, values, TILE_KEYS * PANEL<A>, out + done * dim, dim, here,
-                     dim, seen, true);
+            multiply<F>((const Number *)scores, TILE_KEYS, values, PANEL_ROWS * PANEL<A>,
+                        out + done * dim, dim, here, dim, round_up(seen, F::DEPTH) / F::DEPTH,
+                        true);
         }
     }
     for (int64_t m = 0; m < vectors; m++)

@@ -131,15 +131,6 @@ inline void narrow_vector(FloatVector value, Float16 *to) {
 template <class X> inline X larger(X a, X b) { return b > a ? b : a; }
 
 // Lanes are taken in pairs that are half as far from each other each time.
-template <class A> inline A largest(V<A> value) {
-    A best[LANES<A>];
-    store(best, value);
-#pragma GCC unroll 4
-    for (int half = LANES<A> / 2; half > 0; half /= 2)
-#pragma GCC unroll 8
-        for (int i = 0; i < half; i++) best[i] = larger(best[i], best[i + half]);
-    return best[0];
-}
 template <class A> inline A sum(V<A> value) {
     A total[LANES<A>];
     store(total, value);
@@ -211,65 +202,74 @@ template <class A> inline void transpose(V<A> *v) {
     }
 }
 
-// The sums of as many vectors as one has lanes, in their order: vectors are added in pairs, and
-// each step leaves half as many, in whose lanes twice as many sums are begun.
-inline DoubleVector sums(const DoubleVector *v) {
+// Each of as many vectors as one has lanes becomes a number, in their order: vectors are joined in
+// pairs, by `join` of lanes beside each other, and each step leaves half as many, in whose lanes
+// twice as many numbers are begun.
+template <class Join> inline DoubleVector joined(const DoubleVector *v, Join join) {
     typedef LongVector I;
     (void)sizeof(I);
 #if VECTOR_BYTES == 32
-    DoubleVector a = TWO(v[0], v[1], 0, 4, 2, 6) + TWO(v[0], v[1], 1, 5, 3, 7);
-    DoubleVector b = TWO(v[2], v[3], 0, 4, 2, 6) + TWO(v[2], v[3], 1, 5, 3, 7);
-    return TWO(a, b, 0, 1, 4, 5) + TWO(a, b, 2, 3, 6, 7);
+    DoubleVector a = join(TWO(v[0], v[1], 0, 4, 2, 6), TWO(v[0], v[1], 1, 5, 3, 7));
+    DoubleVector b = join(TWO(v[2], v[3], 0, 4, 2, 6), TWO(v[2], v[3], 1, 5, 3, 7));
+    return join(TWO(a, b, 0, 1, 4, 5), TWO(a, b, 2, 3, 6, 7));
 #else
     DoubleVector a[4], b[2];
 #pragma GCC unroll 8
     for (int i = 0; i < 4; i++)
-        a[i] = TWO(v[2 * i], v[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
-               TWO(v[2 * i], v[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+        a[i] = join(TWO(v[2 * i], v[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14),
+                    TWO(v[2 * i], v[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15));
 #pragma GCC unroll 8
     for (int i = 0; i < 2; i++)
-        b[i] = TWO(a[2 * i], a[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
-               TWO(a[2 * i], a[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
-    return TWO(b[0], b[1], 0, 1, 2, 3, 8, 9, 10, 11) + TWO(b[0], b[1], 4, 5, 6, 7, 12, 13, 14, 15);
+        b[i] = join(TWO(a[2 * i], a[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13),
+                    TWO(a[2 * i], a[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15));
+    return join(TWO(b[0], b[1], 0, 1, 2, 3, 8, 9, 10, 11),
+                TWO(b[0], b[1], 4, 5, 6, 7, 12, 13, 14, 15));
 #endif
 }
-inline FloatVector sums(const FloatVector *v) {
+template <class Join> inline FloatVector joined(const FloatVector *v, Join join) {
     typedef IntVector I;
     (void)sizeof(I);
 #if VECTOR_BYTES == 32
     FloatVector a[4], b[2];
 #pragma GCC unroll 8
     for (int i = 0; i < 4; i++)
-        a[i] = TWO(v[2 * i], v[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
-               TWO(v[2 * i], v[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+        a[i] = join(TWO(v[2 * i], v[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14),
+                    TWO(v[2 * i], v[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15));
 #pragma GCC unroll 8
     for (int i = 0; i < 2; i++)
-        b[i] = TWO(a[2 * i], a[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
-               TWO(a[2 * i], a[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
-    return TWO(b[0], b[1], 0, 1, 2, 3, 8, 9, 10, 11) + TWO(b[0], b[1], 4, 5, 6, 7, 12, 13, 14, 15);
+        b[i] = join(TWO(a[2 * i], a[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13),
+                    TWO(a[2 * i], a[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15));
+    return join(TWO(b[0], b[1], 0, 1, 2, 3, 8, 9, 10, 11),
+                TWO(b[0], b[1], 4, 5, 6, 7, 12, 13, 14, 15));
 #else
     FloatVector a[8], b[4], c[2];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++)
-        a[i] = TWO(v[2 * i], v[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14,
-                   30) +
-               TWO(v[2 * i], v[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15,
-                   31);
+        a[i] = join(TWO(v[2 * i], v[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28,
+                        14, 30),
+                    TWO(v[2 * i], v[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29,
+                        15, 31));
 #pragma GCC unroll 8
     for (int i = 0; i < 4; i++)
-        b[i] = TWO(a[2 * i], a[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28,
-                   29) +
-               TWO(a[2 * i], a[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30,
-                   31);
+        b[i] = join(TWO(a[2 * i], a[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13,
+                        28, 29),
+                    TWO(a[2 * i], a[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15,
+                        30, 31));
 #pragma GCC unroll 8
     for (int i = 0; i < 2; i++)
-        c[i] = TWO(b[2 * i], b[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26,
-                   27) +
-               TWO(b[2 * i], b[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30,
-                   31);
-    return TWO(c[0], c[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           TWO(c[0], c[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+        c[i] = join(TWO(b[2 * i], b[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25,
+                        26, 27),
+                    TWO(b[2 * i], b[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29,
+                        30, 31));
+    return join(TWO(c[0], c[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+                TWO(c[0], c[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
 #endif
+}
+template <class Vector> inline Vector sums(const Vector *v) {
+    return joined(v, [](Vector a, Vector b) { return a + b; });
+}
+template <class Vector> inline Vector maxima(const Vector *v) {
+    return joined(v, [](Vector a, Vector b) { return b > a ? b : a; });
 }
 
 // e to the power of x, for x up to 88: within 2 units in the last place above -87, 0 below.

@@ -1,0 +1,328 @@
+// SPDX-License-Identifier: Apache-2.0
+// Few rows of a request: a part of its context, all heads in it; and what parts become together.
+#pragma once
+
+#include "softmax.h"
+
+namespace {
+
+// Into the second cache: the first one is too small for what comes in time, and its misses are few
+// at a time.
+inline void prefetch(const void *from, int64_t bytes) {
+    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)from + b, 0, 2);
+}
+
+// Rows that are needed soon, sent for in the order in which they lie: all heads of a token, then the
+// next token. Computing goes through the tokens of a group once for each head, and sending for them
+// in that order reads memory in strides, at nine tenths of the speed.
+template <class E> struct Ahead {
+    const E *const *rows;
+    int64_t heads, head_stride;
+    int64_t head;
+
+    inline const E *next() {
+        const E *found = *rows + head * head_stride;
+        if (++head == heads) {
+            head = 0;
+            rows++;
+        }
+        return found;
+    }
+};
+
+// Scores of MQ queries for the next keys, as many as a vector has lanes, into rows of SPLIT. With
+// `fetches`, as many rows are sent for.
+template <class F, int MQ, class E, class A>
+inline void score_keys(const E *const *keys, int64_t offset, const typename F::Number *q,
+                       int64_t depth, bool fetches, Ahead<E> &ahead, A *scores) {
+    constexpr int NT = LANES<A> / MQ;
+    for (int64_t t = 0; t < LANES<A>; t += NT) {
+        const E *from[NT];
+#pragma GCC unroll 16
+        for (int i = 0; i < NT; i++) {
+            from[i] = keys[t + i] + offset;
+            if (fetches) prefetch(ahead.next(), depth * F::DEPTH * int64_t(sizeof(E)));
+        }
+        V<A> acc[LANES<A>];  // `= {}` would be a loop over memory
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES<A>; i++) acc[i] = V<A>{};
+        for (int64_t d = 0; d < depth; d += LANES<A>) {
+            typename F::Vector query[MQ];
+#pragma GCC unroll 4
+            for (int m = 0; m < MQ; m++) query[m] = F::read(q + m * depth + d);
+#pragma GCC unroll 16
+            for (int i = 0; i < NT; i++) {
+                const typename F::Vector key = F::of_elements(from[i] + d * F::DEPTH);
+#pragma GCC unroll 4
+                for (int m = 0; m < MQ; m++)
+                    acc[m * NT + i] = F::added(acc[m * NT + i], query[m], key);
+            }
+        }
+        V<A> all = sums(acc);
+#pragma GCC unroll 4
+        for (int m = 0; m < MQ; m++)
+            __builtin_memcpy(scores + m * SPLIT + t, (const A *)&all + m * NT, NT * sizeof(A));
+    }
+}
+
+// Adds the next `count` values under their weights to MQ results of DV vectors. With FETCHES, as
+// many rows are sent for, from `column` on.
+template <int MQ, int DV, bool FETCHES, class E, class A>
+inline void weigh_values(const E *const *values, int64_t offset, int64_t count, const A *weights,
+                         int64_t dim, Ahead<E> &ahead, int64_t column, A *out) {
+    V<A> acc[MQ][DV];
+#pragma GCC unroll 4
+    for (int m = 0; m < MQ; m++)
+#pragma GCC unroll 8
+        for (int j = 0; j < DV; j++) acc[m][j] = load(out + m * dim + j * LANES<A>);
+    for (int64_t t = 0; t < count; t++) {
+        const E *from = values[t] + offset;
+        if (FETCHES) prefetch(ahead.next() + column, DV * LANES<A> * int64_t(sizeof(E)));
+        V<A> weight[MQ];
+#pragma GCC unroll 4
+        for (int m = 0; m < MQ; m++) weight[m] = all_of(weights[m * SPLIT + t]);
+#pragma GCC unroll 8
+        for (int j = 0; j < DV; j++) {
+            V<A> value = load(from + j * LANES<A>);
+#pragma GCC unroll 4
+            for (int m = 0; m < MQ; m++) acc[m][j] += weight[m] * value;
+        }
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < MQ; m++)
+#pragma GCC unroll 8
+        for (int j = 0; j < DV; j++) store(out + m * dim + j * LANES<A>, acc[m][j]);
+}
+
+#ifdef __AVX512BF16__
+// The same of pairs of tokens, whose numbers take turns in each part of 16 bytes: the halves of 32
+// results lie in two vectors, which `in_order` puts right at the end.
+template <int MQ, int DV, bool FETCHES>
+inline void weigh_values(const BFloat16 *const *values, int64_t offset, int64_t count,
+                         const Pair *weights, int64_t dim, Ahead<BFloat16> &ahead, int64_t column,
+                         float *out) {
+    constexpr int LANES_OF_A_TOKEN = 2 * LANES<float>;
+    FloatVector acc[MQ][DV];
+#pragma GCC unroll 4
+    for (int m = 0; m < MQ; m++)
+#pragma GCC unroll 8
+        for (int j = 0; j < DV; j++) acc[m][j] = load(out + m * dim + j * LANES<float>);
+    for (int64_t t = 0; t < count; t += 2) {
+        const BFloat16 *first = values[t] + offset, *second = values[t + 1] + offset;
+        if (FETCHES)
+            for (int i = 0; i < 2; i++)
+                prefetch(ahead.next() + column, DV * LANES<float> * int64_t(sizeof(BFloat16)));
+        IntVector weight[MQ];
+#pragma GCC unroll 4
+        for (int m = 0; m < MQ; m++) weight[m] = Pairs::everywhere(weights[m * SPLIT + t / 2]);
+#pragma GCC unroll 4
+        for (int j = 0; j < DV; j += 2) {
+            const __m512i a = (__m512i)Pairs::of_elements(first + j / 2 * LANES_OF_A_TOKEN);
+            __m512i b = (__m512i)Pairs::of_elements(second + j / 2 * LANES_OF_A_TOKEN);
+            if (t + 1 == count) b = __m512i{};
+            const IntVector low = (IntVector)_mm512_unpacklo_epi16(a, b);
+            const IntVector high = (IntVector)_mm512_unpackhi_epi16(a, b);
+#pragma GCC unroll 4
+            for (int m = 0; m < MQ; m++) {
+                acc[m][j] = Pairs::added(acc[m][j], weight[m], low);
+                acc[m][j + 1] = Pairs::added(acc[m][j + 1], weight[m], high);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < MQ; m++)
+#pragma GCC unroll 8
+        for (int j = 0; j < DV; j++) store(out + m * dim + j * LANES<float>, acc[m][j]);
+}
+
+// Results `[count]` of pairs come into their order.
+inline void in_order(Pairs, float *out, int64_t count) {
+    typedef IntVector I;
+    for (int64_t d = 0; d < count; d += PANEL<float>) {
+        const FloatVector low = load(out + d), high = load(out + d + LANES<float>);
+        store(out + d, TWO(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+        store(out + d + LANES<float>,
+              TWO(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
+    }
+}
+#endif
+template <class A> inline void in_order(Numbers<A>, A *, int64_t) {}
+
+template <class F, int MQ, bool FETCHES, class E, class A>
+inline void weigh_heads(const E *const *values, int64_t offset, int64_t count,
+                        const typename F::Number *weights, int64_t dim, Ahead<E> &ahead, A *out) {
+    const Ahead<E> begun = ahead;
+    constexpr int MOST = (VECTOR_BYTES == 64 ? 16 : 8) / MQ;
+    int64_t d = 0;
+#define WEIGH(DV)                                                                              \
+    if constexpr (MOST >= DV && DV >= F::DEPTH)                                                \
+        for (; d + DV * LANES<A> <= dim; d += DV * LANES<A>) {                                 \
+            ahead = begun;                                                                     \
+            weigh_values<MQ, DV, FETCHES>(values, offset + d, count, weights, dim, ahead, d,   \
+                                          out + d);                                            \
+        }
+    WEIGH(8)
+    WEIGH(4)
+    WEIGH(2)
+    WEIGH(1)
+#undef WEIGH
+}
+
+// All queries of a group: only the first ones send for what comes next.
+template <class F, class E, class A>
+inline void score_group(const E *const *keys, int64_t offset, const typename F::Number *q,
+                        int64_t vectors, int64_t depth, Ahead<E> &ahead, A *scores) {
+    int64_t m = 0;
+#define SCORE(MQ)                                                                        \
+    for (; m + MQ <= vectors; m += MQ)                                                   \
+        score_keys<F, MQ>(keys, offset, q + m * depth, depth, m == 0, ahead, scores + m * SPLIT);
+    SCORE(4)
+    SCORE(2)
+    SCORE(1)
+#undef SCORE
+}
+
+template <class F, class E, class A>
+inline void weigh_group(const E *const *values, int64_t offset, int64_t count,
+                        const typename F::Number *weights, int64_t vectors, int64_t dim,
+                        Ahead<E> &ahead, A *out) {
+    int64_t m = 0;
+#define WEIGH(MQ)                                                                             \
+    for (; m + MQ <= vectors; m += MQ)                                                        \
+        if (m == 0)                                                                           \
+            weigh_heads<F, MQ, true>(values, offset, count, weights, dim, ahead, out);        \
+        else                                                                                  \
+            weigh_heads<F, MQ, false>(values, offset, count, weights + m * SPLIT, dim, ahead, \
+                                      out + m * dim);
+    WEIGH(4)
+    WEIGH(2)
+    WEIGH(1)
+#undef WEIGH
+}
+
+// How much lies where, of so many rows times heads. `of_rows` and `of_sums` are for one of several.
+template <class A> struct PartScratch {
+    int64_t vectors, dim;
+
+    int64_t of_rows() const { return vectors * dim; }
+    int64_t of_scores() const { return vectors * SPLIT; }
+    int64_t of_sums() const { return round_up(vectors, LANES<A>) + SPARE<A>; }
+    int64_t bytes() const {
+        return (2 * of_rows() + of_scores() + 3 * of_sums()) * int64_t(sizeof(A)) +
+               (2 * SPLIT + AHEAD) * int64_t(sizeof(void *));
+    }
+};
+
+// What one part of a request's context gives, for all its rows and heads: results, largest scores
+// and sums of weights go to `partial`; or, where it is null, the results to their place in the end.
+template <class E, class F>
+void attend_part(const Step &step, int64_t index, const Request &request, int64_t part,
+                 char *scratch, typename Wide<E>::A *partial) {
+    typedef typename Wide<E>::A A;
+    typedef typename F::Number Number;
+    const int64_t group = step.heads / step.kv_heads, dim = step.head_dim, depth = dim / F::DEPTH;
+    const int64_t vectors = request.rows * group, all = step.kv_heads * vectors;
+    const int64_t first = at_least(part * SPLIT, request.first_key(0, step.window));
+    const int64_t count = at_least(at_most((part + 1) * SPLIT, request.length) - first, 0);
+    const int64_t width = round_up(count, LANES<A>);
+
+    const PartScratch<A> size = {all, dim};
+    A *own = (A *)scratch;
+    A *scores = own + size.of_rows();
+    A *tops = scores + size.of_scores();
+    A *totals = tops + size.of_sums();
+    A *shares = totals + size.of_sums();
+    Number *q = (Number *)(shares + size.of_sums());
+    // Rows of keys, of values, and places to send for behind them.
+    const E **keys = (const E **)(q + size.of_rows());
+    const E **values = keys + width;
+    A *out = partial ? partial : own;
+
+    for (int64_t head = 0; head < step.kv_heads; head++)
+        for (int64_t m = 0; m < vectors; m++) {
+            const E *from = (const E *)step.q + (request.first_row + m / group) * step.q_row +
+                            (head * group + m % group) * step.q_head;
+            F::keep_elements(from, dim, q + (head * vectors + m) * depth);
+        }
+    for (int64_t t = 0; t < count;) {
+        const int64_t token = first + t, place = token % step.block_size;
+        const int64_t here = at_most(step.block_size - place, count - t);
+        const E *key = block_of<E>(step, step.keys, index, token) + place * step.token_stride;
+        const E *value = block_of<E>(step, step.values, index, token) + place * step.token_stride;
+        for (int64_t i = 0; i < here; i++, t++) {
+            keys[t] = key + i * step.token_stride;
+            values[t] = value + i * step.token_stride;
+        }
+    }
+    for (int64_t t = count; t < width; t++) keys[t] = keys[count - 1];
+    for (int64_t t = count; count && t < count + AHEAD; t++) values[t] = values[count - 1];
+
+    for (int64_t t = 0; t < width; t += LANES<A>) {
+        Ahead<E> ahead = {keys + t + AHEAD, step.kv_heads, step.head_stride, 0};
+        for (int64_t head = 0; head < step.kv_heads; head++)
+            score_group<F>(keys + t, head * step.head_stride, q + head * vectors * depth, vectors,
+                           depth, ahead, scores + head * vectors * SPLIT + t);
+    }
+    for (int64_t v = 0; v < size.of_sums(); v++) {
+        tops[v] = -__builtin_inf();
+        totals[v] = 0;
+    }
+    const Softmax<A> softmax = {A(step.scale), A(step.softcap), tops, totals, shares};
+    for (int64_t v = 0; v < all; v += LANES<A>)
+        softmax.template weigh<F>(
+            scores + v * SPLIT, SPLIT, v, at_most(LANES<A>, all - v), width,
+            request.rows == 1 && count == width, [&](int64_t i) {
+                const int64_t row = (v + i) % vectors / group;
+                return Seen{at_least(request.first_key(row, step.window) - first, 0),
+                            at_least(at_most(request.end_key(row) - first, count), 0)};
+            });
+    for (int64_t i = 0; i < all * dim; i += LANES<A>) store(out + i, V<A>{});
+    const int64_t token_bytes = step.kv_heads * dim * int64_t(sizeof(E));
+    const int64_t chunk = at_most(CHUNK, at_least(CHUNK_BYTES / token_bytes / 2 * 2, 4));
+    for (int64_t t = 0; t < count; t += chunk) {
+        Ahead<E> ahead = {values + t + AHEAD, step.kv_heads, step.head_stride, 0};
+        for (int64_t head = 0; head < step.kv_heads; head++)
+            weigh_group<F>(values + t, head * step.head_stride, at_most(chunk, count - t),
+                           (const Number *)(scores + head * vectors * SPLIT) + t / F::DEPTH,
+                           vectors, dim, ahead, out + head * vectors * dim);
+    }
+    in_order(F(), out, all * dim);
+    if (partial)
+        for (int64_t v = 0; v < all; v++) {
+            partial[all * dim + v] = tops[v];
+            partial[all * (dim + 1) + v] = totals[v];
+        }
+    else
+        for (int64_t v = 0; v < all; v++)
+            give(out + v * dim, totals[v], dim,
+                 out_of<E>(step, request, v / vectors, v % vectors));
+}
+
+// The parts of a request become its result; `partials` are in their order.
+template <class E>
+void join_parts(const Step &step, const Request &request, int64_t parts,
+                typename Wide<E>::A *partials) {
+    typedef typename Wide<E>::A A;
+    const int64_t dim = step.head_dim, vectors = request.rows * (step.heads / step.kv_heads);
+    const int64_t count = step.kv_heads * vectors, size = count * (dim + 2);
+    for (int64_t v = 0; v < count; v++) {
+        A top = -__builtin_inf();
+        for (int64_t p = 0; p < parts; p++)
+            top = larger(top, partials[p * size + count * dim + v]);
+        const A taken = top == -(A)__builtin_inf() ? A(0) : top;
+        A total = 0;
+        A *out = partials + v * dim;  // the first part's place
+        for (int64_t p = 0; p < parts; p++) {
+            const A *part = partials + p * size;
+            const A share = weight_of(all_of(part[count * dim + v] - taken))[0];
+            total += share * part[count * dim + count + v];
+            for (int64_t d = 0; d < dim; d += LANES<A>) {
+                V<A> more = share * load(part + v * dim + d);
+                store(out + d, p ? load(out + d) + more : more);
+            }
+        }
+        give(out, total, dim, out_of<E>(step, request, v / vectors, v % vectors));
+    }
+}
+
+}  // namespace
