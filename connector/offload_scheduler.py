@@ -146,6 +146,7 @@ class OffloadScheduler(KVConnectorScheduler):
         self._jobs_reported = 0
         self._retry_version: int | None = None  # when RETRY was last answered
         self._retry_due = False
+        self._has_begun = False  # something that is to be looked at until it has ended
         self._closed = False
 
     @property
@@ -163,6 +164,7 @@ class OffloadScheduler(KVConnectorScheduler):
 
     def request_queued(self, request: RequestView, context: RequestContext = NO_CONTEXT) -> None:
         self._alive.add(request.request_id)
+        self._has_begun = True
         self._lookups.queued(request, context)
 
     def request_finished(self, request_id: str) -> None:
@@ -190,6 +192,7 @@ class OffloadScheduler(KVConnectorScheduler):
             return _RETRY
         waits = self._prefill_waits
         if waits.expects_any and waits.begin(request, lookup):
+            self._has_begun = True
             return _RETRY
         tiers = lookup.prefix.tiers
         plan = NOTHING
@@ -228,6 +231,7 @@ class OffloadScheduler(KVConnectorScheduler):
         if num_tokens == 0:
             return
         request_id = request.request_id
+        self._has_begun = True
         lookup = self._lookups.taken(request_id)
         num_blocks = -(-num_tokens // self._block_size)
         first_token = lookup.first * self._block_size
@@ -275,6 +279,7 @@ class OffloadScheduler(KVConnectorScheduler):
         # The last block may be the prompt's end, which fills a part of it.
         least_tokens = (len(block_hashes) - 1) * self._block_size + 1
         keys = self._parts.hit_keys(block_hashes, least_tokens)
+        self._has_begun = True
         return self._follows.begin(keys) is not None
 
     def turn_ended(
@@ -284,6 +289,7 @@ class OffloadScheduler(KVConnectorScheduler):
         seconds: float,
         due_seconds: float | None,
     ) -> None:
+        self._has_begun = True
         self._kept_turns.keep(job, self._lookups.keys_of(block_hashes), seconds, due_seconds)
 
     def turn_expected(self, job: bytes, due_seconds: float) -> None:
@@ -300,6 +306,7 @@ class OffloadScheduler(KVConnectorScheduler):
             self._prefill_waits.expect(request_id, is_told=elsewhere is Elsewhere.TOLD)
 
     def hand_over(self, request_id: str, keys: Sequence[bytes]) -> None:
+        self._has_begun = True
         self._hand_overs.begin(request_id, keys)
 
     def take_handed_over(self) -> list[HandedOver]:
@@ -437,15 +444,26 @@ class OffloadScheduler(KVConnectorScheduler):
     def _collect(self) -> None:
         """Take in what the tiers have finished."""
         self._hierarchy.poll()
-        self._read_times.collect()
-        self._loads.collect()
-        self._hand_overs.collect()
-        self._follows.collect()
-        self._kept_turns.collect()
-        if self._prefill_waits.collect():
-            self._retry_due = True
-        if self._lookups.num_asked:
-            self._lookups.answered()
+        # Most steps find nothing that anybody waits for, and the code of all of these is cold.
+        if self._has_begun:
+            self._read_times.collect()
+            self._loads.collect()
+            self._hand_overs.collect()
+            self._follows.collect()
+            self._kept_turns.collect()
+            if self._prefill_waits.collect():
+                self._retry_due = True
+            if self._lookups.num_asked:
+                self._lookups.answered()
+            self._has_begun = bool(
+                self._read_times
+                or self._loads
+                or self._hand_overs
+                or self._follows
+                or self._kept_turns
+                or self.awaiting_prefill
+                or self._lookups.num_asked
+            )
         if self._retry_version is not None and self._retry_version != self._version:
             self._retry_version = None
             self._retry_due = True

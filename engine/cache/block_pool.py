@@ -383,8 +383,10 @@ class BlockPool:
         order. A block is given whole (of `count` 1 too), once under one name. None while there are
         fewer than `least`, unless one was evicted that had not been given: then there is something
         to store anyway."""
-        count, within, least = self._whole(count), self._whole(within), self._whole(least)
-        return self._offered(self._cold.take(count, within, least, self._uncomputed))
+        if self.width > 1:
+            count, within, least = self._whole(count), self._whole(within), self._whole(least)
+        cold = self._cold.take(count, within, least, self._uncomputed)
+        return self._offered(cold) if cold else []
 
     def take_fresh(self, count: int) -> list[EvictedBlock]:
         """Up to `count` blocks that were computed since they were last asked for, the tail of a

@@ -16,6 +16,7 @@ from stratakv.connector.base import (
     LoadReport,
     MatchKind,
 )
+from stratakv.connector.loads import Loads
 from stratakv.connector.lookups import REMEMBERED_LOOKUPS
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.tiers.base import Answer
@@ -305,6 +306,33 @@ def test_a_step_with_nothing_to_do_leaves_what_all_of_them_share_as_it_was(rig: 
     assert rig.side.update_from_worker(NOTHING_FINISHED) == []
     assert not rig.side.build_meta([])
     assert dataclasses.astuple(NOTHING_FINISHED) == ([], [], [], [], {}, 0, 0.0, 0.0, 0.0)
+
+
+def test_only_a_step_for_which_something_may_wait_looks_at_loads(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[Loads] = []
+    collect = Loads.collect
+
+    def note(loads: Loads) -> None:
+        looked.append(loads)
+        collect(loads)
+
+    monkeypatch.setattr(Loads, "collect", note)
+    rig.side.request_queued(request("a", 1, 2))
+    for block in range(3):
+        rig.work(rig.side.build_meta([evicted(block, block)]))
+    assert len(looked) == 1
+    rig.side.get_matched_tokens(request("b", 0, 1), 0)
+    rig.side.begin_load(request("b", 0, 1), [[5, 6]], 8, overlapped=False)
+    meta = rig.side.build_meta([])
+    assert [len(job.slots) for job in meta.loads] == [2]
+    rig.side.build_meta([])
+    assert len(looked) == 3  # it has not landed yet
+    assert [report.num_loaded_tokens for report in rig.work(meta)] == [8]
+    rig.side.build_meta([])
+    rig.side.build_meta([])
+    assert len(looked) == 4
 
 
 def test_storing_ahead_is_bounded(rig: Rig) -> None:

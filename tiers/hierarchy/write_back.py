@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import islice
 
@@ -58,10 +58,12 @@ class WriteBack:
         # Pinned slots cannot be evicted: all batches in flight hold at most three eighths.
         batch_bytes = BATCH_BYTES // slab.layout.slot_bytes
         self._batch = max(1, min(BATCH_BLOCKS, batch_bytes, slab.num_slots // SHARES_OF_SLAB))
-        self._dirty: OrderedDict[bytes, None] = OrderedDict()  # the longest unused first
+        # The longest unused first; whether the filter has admitted it already.
+        self._dirty: OrderedDict[bytes, bool] = OrderedDict()
         self._full_at: float | None = None  # when a batch that is not full goes (monotonic)
         self._alarm_at = 0.0  # the last one that was set for it
-        self._is_urgent = False  # some of `_dirty` will be evicted next
+        self._num_next = 0  # so many will be evicted next, and nobody has looked which
+        self._is_urgent = False  # some of `_dirty` were among those
         self._refused: set[bytes] = set()  # by the filter; in the slab, or evicted meanwhile
         self._writes = Writes(slab, store)
 
@@ -96,7 +98,7 @@ class WriteBack:
         if self._store.is_read_only:
             return
         for key in reversed(keys):
-            self._dirty[key] = None
+            self._dirty[key] = False
 
     def is_moving(self, key: bytes) -> bool:
         """Whether the block waits to be written, or is being written."""
@@ -111,7 +113,7 @@ class WriteBack:
                 self._dirty.move_to_end(key)
             elif key in self._refused:
                 self._refused.discard(key)
-                self._dirty[key] = None
+                self._dirty[key] = False
 
     def evicted(self, keys: Sequence[bytes]) -> None:
         """The slab has evicted these, the coldest first: count those that were not written. The
@@ -126,14 +128,9 @@ class WriteBack:
         self._store.traffic.lost_blocks += len(lost)
         self._store.traffic.lost_stores += bool(lost)
 
-    @property
-    def has_unwritten(self) -> bool:
-        """Whether blocks wait to be written, whatever becomes of the store."""
-        return bool(self._dirty)
-
-    def will_be_evicted(self, keys: Sequence[bytes]) -> None:
-        """These go next: what is not written of them has to be now."""
-        self._is_urgent = any(key in self._dirty for key in keys)
+    def will_be_evicted(self, count: int) -> None:
+        """So many go next: what is not written of them has to be now."""
+        self._num_next = count
 
     def pump(self, *, reading: bool) -> bool:
         """Give up late batches, and start new ones if the slab is filling up: fewer while somebody
@@ -149,8 +146,6 @@ class WriteBack:
             and (size := self._writes.room(self._batch, allowed))
         ):
             is_taken = self._write(list(islice(self._dirty, size)))
-            if is_taken:
-                self._full_at, self._is_urgent = None, False
         if self._dirty:
             self._writes.announce_probe()
         return is_taken
@@ -205,7 +200,11 @@ class WriteBack:
 
     def _may_wait(self) -> bool:
         """Whether a batch that is not full has time to fill up."""
-        if len(self._dirty) >= self._batch or self._is_urgent or not self._fill_seconds:
+        return len(self._dirty) < self._batch and self._has_time()
+
+    def _has_time(self) -> bool:
+        """Whether what waits may wait for more."""
+        if self._writes.is_broken or not self._fill_seconds or self._goes_next():
             return False
         now = time.monotonic()
         if self._full_at is None:
@@ -215,19 +214,36 @@ class WriteBack:
             self._store.mailbox.wake_at(self._full_at)
         return now < self._full_at
 
+    def _goes_next(self) -> bool:
+        """Whether something that waits is about to be evicted."""
+        if self._num_next:
+            # To choose the next ones takes as long as it took to choose the last.
+            coldest = self._slab.coldest(self._num_next)
+            self._num_next, self._is_urgent = 0, any(key in self._dirty for key in coldest)
+        return self._is_urgent
+
     def _write(self, keys: list[bytes], *, filtered: bool = True) -> bool:
-        """Start one batch. False where the store is busy; the blocks stay marked then."""
+        """Start one batch, unless so much of it need not be written that it waits for more. False
+        where the store is busy; the blocks stay marked then."""
         answers = self._store.lookup(keys)
         lacking = [k for k, a in zip(keys, answers, strict=True) if self._may_lack(a)]
         if filtered and lacking:
             lacking = self._admitted(lacking)
+        if filtered and 0 < len(lacking) < len(keys) and self._has_time():
+            self._unmark(set(keys).difference(lacking))
+            return True
         slots = self._slab.pin(lacking, touch=False)
         pairs = [(k, s) for k, s in zip(lacking, slots, strict=True) if s is not None]
         if pairs and not self._writes.start([key for key, _ in pairs], [slot for _, slot in pairs]):
             return False
+        self._unmark(keys)
+        self._full_at, self._is_urgent = None, False
+        return True
+
+    def _unmark(self, keys: Iterable[bytes]) -> None:
+        """These blocks wait no longer."""
         for key in keys:
             self._dirty.pop(key, None)
-        return True
 
     def _may_lack(self, answer: Answer) -> bool:
         """Whether a block with this answer is to be given to the store. PENDING is on its way
@@ -235,16 +251,18 @@ class WriteBack:
         return answer is Answer.MISS or (answer is Answer.PENDING and self._store.is_shared)
 
     def _admitted(self, keys: list[bytes]) -> list[bytes]:
-        """The blocks that the filter finds worth writing; the others wait for their next use."""
-        verdicts = self._admission.admit(keys, time.monotonic())
-        refused = [key for key, admitted in zip(keys, verdicts, strict=True) if not admitted]
-        for key in refused:
-            del self._dirty[key]
+        """The blocks that the filter finds worth writing; the others wait for their next use. It is
+        asked once about each."""
+        asked = [key for key in keys if not self._dirty[key]]
+        verdicts = self._admission.admit(asked, time.monotonic()) if asked else []
+        refused = [key for key, admitted in zip(asked, verdicts, strict=True) if not admitted]
+        self._dirty.update(dict.fromkeys(asked, True))
+        self._unmark(refused)
         self._refused.update(refused)
         self._store.traffic.unadmitted_blocks += len(refused)
         if len(self._refused) > 2 * self._slab.num_slots:
             self._forget_evicted()
-        return [key for key, admitted in zip(keys, verdicts, strict=True) if admitted]
+        return [key for key in keys if key in self._dirty]
 
     def _forget_evicted(self) -> None:
         """Refused blocks leave the slab unseen; forget them from time to time."""
@@ -321,11 +339,8 @@ class WriteBacks:
             for write_back in self._all:
                 write_back.evicted(evicted)
         if excess > 0:
-            # To choose the next ones takes as long as to choose these, so only where it matters.
-            has_unwritten = any(write_back.has_unwritten for write_back in self._all)
-            coldest = self._slab.coldest(excess) if has_unwritten else []
             for write_back in self._all:
-                write_back.will_be_evicted(coldest)
+                write_back.will_be_evicted(excess)
         return slots
 
     def _is_awaited(self, key: bytes) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from stratakv.tiers.admission import AdmissionFilter
 from stratakv.tiers.base import Answer
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import TierBusy
@@ -163,9 +164,9 @@ def test_a_flush_does_not_write_down_what_was_forgotten(rig: Rig) -> None:
     rig.store.hold_stores = False
 
 
-def _full_rig() -> Rig:
+def _full_rig(admission: AdmissionFilter | None = None) -> Rig:
     """64 slots, each with a block that the store has; batches of 8."""
-    rig = Rig(64)
+    rig = Rig(64, admission=admission)
     for number in range(64):
         rig.put(number)
     assert sorted(rig.store.written) == keys(*range(64))
@@ -180,6 +181,48 @@ def test_a_batch_waits_to_be_full() -> None:
     rig.put(71)
     assert rig.store.batches[-1] == ("store", 8)
     assert rig.store.written[64:] == keys(*range(64, 72))
+    assert rig.hierarchy.close(WAIT_SECONDS)
+
+
+class _EveryFourth(AdmissionFilter):
+    """Of block 64 and those that follow."""
+
+    def __init__(self) -> None:
+        self.asked: list[bytes] = []
+
+    def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
+        self.asked += keys
+        numbers = [int.from_bytes(key[:32], "big") for key in keys]
+        return [number < 64 or number % 4 == 0 for number in numbers]
+
+
+def test_what_a_filter_leaves_of_a_batch_waits_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stratakv.tiers.hierarchy.write_back.FILL_SECONDS", 1e3)
+    admission = _EveryFourth()
+    rig = _full_rig(admission)
+    for number in range(64, 92):
+        rig.put(number)
+    assert rig.traffic().unadmitted_blocks > 8
+    assert len(rig.store.written) == 64
+    rig.put(92)
+    assert rig.store.batches[-1] == ("store", 8)
+    assert rig.store.written[64:] == keys(*range(64, 96, 4))
+    assert admission.asked[64:] == keys(*range(64, 93))  # once about each
+    assert rig.traffic().lost_blocks == 0
+    assert rig.hierarchy.close(WAIT_SECONDS)
+
+
+def test_what_a_filter_leaves_of_a_batch_goes_after_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stratakv.tiers.hierarchy.write_back.FILL_SECONDS", 0.05)
+    rig = _full_rig(_EveryFourth())
+    rig.woken.clear()
+    rig.put(*range(64, 72))
+    while rig.store.written[64:] != keys(68, 64):
+        assert rig.woken.wait(WAIT_SECONDS), "no wake-up came"
+        rig.woken.clear()
+        rig.hierarchy.poll()
     assert rig.hierarchy.close(WAIT_SECONDS)
 
 

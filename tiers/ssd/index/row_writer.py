@@ -16,7 +16,12 @@ from .index_file import IndexFile
 from .slot_index import Entry
 
 ROWS_PER_COMMIT = 4096
-_AHEAD_SHARE = 16  # at most this part of the slots is freed before it is needed
+# At most this part of the slots is freed before it is needed. Less than a batch, which is mostly an
+# eighth of the slab above, costs a commit for the rest of it.
+_AHEAD_SHARE = 8
+# Last uses go with the rows of new blocks, but not with each commit: the same block would be used,
+# written and used again. A power cut or a kill takes those of so many seconds, and no block.
+USES_SECONDS = 10.0
 SYNC_SECONDS = 2.0  # the most that a power cut or a kill takes
 
 
@@ -74,6 +79,7 @@ class RowWriter:
         self._index_file = index_file
         self._released = released
         self._ahead = state.index.num_slots // _AHEAD_SHARE
+        self._uses_at = 0.0  # when last uses are due (monotonic)
 
     def remove_leaving(self) -> bool:
         """Remove the rows of all blocks that left; their slots are free then. False where the disk
@@ -93,11 +99,14 @@ class RowWriter:
         return True
 
     def commit(self, entries: Sequence[Entry]) -> bool:
-        """Commit the rows of new entries, with them last uses and removals for later batches;
-        False if that failed."""
-        index = self._state.index
+        """Commit the rows of new entries, with them last uses where those are due and removals for
+        later batches; False if that failed. Without entries they are due."""
+        index, now = self._state.index, time.monotonic()
         with self._state.lock:
-            rows = index.touched_rows(ROWS_PER_COMMIT)
+            rows = []
+            if not entries or now >= self._uses_at:
+                rows = index.touched_rows(ROWS_PER_COMMIT)
+                self._uses_at = now + USES_SECONDS
             rows += index.new_rows(entries)
             self._state.stats.evicted_blocks += index.make_room(min(len(entries), self._ahead))
             leaving = index.take_leaving(ROWS_PER_COMMIT) if rows else []
