@@ -80,6 +80,10 @@ class ServedStore(ABC):
     def buffer(self, slot: int) -> memoryview:
         """The payload bytes of a slot that a read lease or a write lease names."""
 
+    def buffers(self, slots: Sequence[int]) -> list[memoryview]:
+        """Those of many."""
+        return [self.buffer(slot) for slot in slots]
+
     @abstractmethod
     def lookup(self, keys: Sequence[bytes], *, asked: bool = False) -> list[State]:
         """HIT, MISS or PENDING for each key. `asked`: an engine wants to know it for a prompt."""

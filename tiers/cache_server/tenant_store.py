@@ -103,6 +103,11 @@ class TenantStore(ServedStore):
     def buffer(self, slot: int) -> memoryview:
         return self._slab.buffer(slot)[: self.page_bytes]
 
+    def buffers(self, slots: Sequence[int]) -> list[memoryview]:
+        memory, size, page_bytes = self._slab.memory(), self.layout.slot_bytes, self.page_bytes
+        starts = [slot * size for slot in slots]
+        return [memory[start : start + page_bytes] for start in starts]
+
     def lookup(self, keys: Sequence[bytes], *, asked: bool = False) -> list[State]:
         stored = self._salt.stored(keys)
         with self._changed:
