@@ -13,7 +13,7 @@ Thread-safe. Nobody holds the store while bytes are read, moved or hashed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from ..base import TierStats
@@ -44,9 +44,11 @@ class ServedStore(ABC):
     layout: BlockLayout
     num_slots: int
     is_read_only = False  # whether no block is stored or deleted by clients
-    # Since the start: leases that ended by their time, and writers of shared memory who were late.
+    # Since the start: leases that ended by their time, writers of shared memory who were late, and
+    # blocks whose sender broke off before they had come whole.
     expired_leases = 0
     late_writers = 0
+    aborted_blocks = 0
 
     @property
     def page_bytes(self) -> int:
@@ -114,10 +116,13 @@ class ServedStore(ABC):
         """Slots for those blocks that are not here. PENDING: another is storing it now."""
 
     @abstractmethod
-    def end_store(self, write_lease: WriteLease, proofs: Proofs) -> list[State]:
+    def end_store(
+        self, write_lease: WriteLease, proofs: Proofs, aborted: Collection[int] = ()
+    ) -> list[State]:
         """End a write lease: `proofs[i]` came with the i-th block, whose bytes have its digest;
-        None where they never came or have another. The state of each block: KEPT, NO_ROOM, CORRUPT,
-        or MISS for one that another did not store after all, or that was cleared meanwhile."""
+        None where they have another, or, for those at `aborted`, where the sender broke off before
+        they had come. The state of each block: KEPT, NO_ROOM, CORRUPT, or MISS for one that did not
+        come, that another did not store after all, or that was cleared meanwhile."""
 
     @abstractmethod
     def abandon_store(self, write_lease: WriteLease) -> list[int]:

@@ -94,7 +94,8 @@ class DataSession(Session):
             for index, (trailer, hasher) in zip(wanted, arrived, strict=False):
                 proof = unpack_proof(trailer)
                 proofs[index] = proof if proof.digest == hasher.digest() else None
-            states = bytes(tenant_store.end_store(write_lease, proofs))
+            aborted = wanted[len(arrived) :]
+            states = bytes(tenant_store.end_store(write_lease, proofs, aborted))
         self._send_reply(request, Status.OK, deadline, blocks=len(keys), rest=states)
 
 
