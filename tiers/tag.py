@@ -70,6 +70,11 @@ class Tagger:
         """Whether a tag takes the bytes of its block, and not only their digest."""
         return self._keyed is not None
 
+    def names(self, keys: Sequence[bytes]) -> bytes:
+        """The names of blocks, one after the other and all of one length."""
+        head = self._name_head
+        return b"".join([head + key for key in keys])
+
     def tag(self, key: bytes, digest: bytes) -> bytes:
         """The tag without a tag key of the block `key` whose bytes have this digest."""
         return xxhash.xxh3_128_digest(self._name_head + key + digest)

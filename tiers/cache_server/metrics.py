@@ -253,6 +253,10 @@ def _of_tenant_stores(
         PREFIX + "late_writers",
         "Writers of shared memory who were late: nothing of theirs was kept.", labels=("room",),
     )  # fmt: skip
+    aborted = CounterMetricFamily(
+        PREFIX + "aborted_blocks",
+        "Blocks whose sender broke off before they had come whole.", labels=("room",),
+    )  # fmt: skip
     families = [
         (CounterMetricFamily if is_counter else GaugeMetricFamily)(
             PREFIX + name, text, labels=("room", "tier")
@@ -268,7 +272,8 @@ def _of_tenant_stores(
         corrupt.add_metric((name,), tenant_store.corrupt_blocks)
         expired.add_metric((name,), tenant_store.expired_leases)
         late.add_metric((name,), tenant_store.late_writers)
+        aborted.add_metric((name,), tenant_store.aborted_blocks)
         for tier, stats in tiers.items():
             for family, (*_, field) in zip(families, _TIERS, strict=True):
                 family.add_metric((name, tier), getattr(stats, field))
-    return [leases, corrupt, expired, late, *families]
+    return [leases, corrupt, aborted, expired, late, *families]

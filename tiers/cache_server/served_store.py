@@ -13,7 +13,7 @@ Thread-safe. Nobody holds the store while bytes are read, moved or hashed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from ..base import TierStats
@@ -44,9 +44,11 @@ class ServedStore(ABC):
     layout: BlockLayout
     num_slots: int
     is_read_only = False  # whether no block is stored or deleted by clients
-    # Since the start: leases that ended by their time, and writers of shared memory who were late.
+    # Since the start: leases that ended by their time, writers of shared memory who were late, and
+    # blocks whose sender broke off before they had come whole.
     expired_leases = 0
     late_writers = 0
+    aborted_blocks = 0
 
     @property
     def page_bytes(self) -> int:
@@ -80,6 +82,10 @@ class ServedStore(ABC):
     def buffer(self, slot: int) -> memoryview:
         """The payload bytes of a slot that a read lease or a write lease names."""
 
+    def buffers(self, slots: Sequence[int]) -> list[memoryview]:
+        """Those of many."""
+        return [self.buffer(slot) for slot in slots]
+
     @abstractmethod
     def lookup(self, keys: Sequence[bytes], *, asked: bool = False) -> list[State]:
         """HIT, MISS or PENDING for each key. `asked`: an engine wants to know it for a prompt."""
@@ -110,10 +116,13 @@ class ServedStore(ABC):
         """Slots for those blocks that are not here. PENDING: another is storing it now."""
 
     @abstractmethod
-    def end_store(self, write_lease: WriteLease, proofs: Proofs) -> list[State]:
+    def end_store(
+        self, write_lease: WriteLease, proofs: Proofs, aborted: Collection[int] = ()
+    ) -> list[State]:
         """End a write lease: `proofs[i]` came with the i-th block, whose bytes have its digest;
-        None where they never came or have another. The state of each block: KEPT, NO_ROOM, CORRUPT,
-        or MISS for one that another did not store after all, or that was cleared meanwhile."""
+        None where they have another, or, for those at `aborted`, where the sender broke off before
+        they had come. The state of each block: KEPT, NO_ROOM, CORRUPT, or MISS for one that did not
+        come, that another did not store after all, or that was cleared meanwhile."""
 
     @abstractmethod
     def abandon_store(self, write_lease: WriteLease) -> list[int]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ..admission import AdmissionFilter
 from ..base import Answer, StoreTier, TierStats
@@ -103,6 +103,11 @@ class TenantStore(ServedStore):
     def buffer(self, slot: int) -> memoryview:
         return self._slab.buffer(slot)[: self.page_bytes]
 
+    def buffers(self, slots: Sequence[int]) -> list[memoryview]:
+        memory, size, page_bytes = self._slab.memory(), self.layout.slot_bytes, self.page_bytes
+        starts = [slot * size for slot in slots]
+        return [memory[start : start + page_bytes] for start in starts]
+
     def lookup(self, keys: Sequence[bytes], *, asked: bool = False) -> list[State]:
         stored = self._salt.stored(keys)
         with self._changed:
@@ -173,7 +178,9 @@ class TenantStore(ServedStore):
                 states.append(State.PENDING if pending else State.NO_ROOM)
         return WriteLease(list(keys), states, slots, stored, ticket)
 
-    def end_store(self, write_lease: WriteLease, proofs: Proofs) -> list[State]:
+    def end_store(
+        self, write_lease: WriteLease, proofs: Proofs, aborted: Collection[int] = ()
+    ) -> list[State]:
         by_key = {
             key: proof
             for key, slot, proof in zip(write_lease.stored, write_lease.slots, proofs, strict=True)
@@ -188,13 +195,16 @@ class TenantStore(ServedStore):
             self._hierarchy.poll()
             answers = self._hierarchy.lookup(write_lease.stored)
             states = []
-            for stored, state, answer in zip(
-                write_lease.stored, write_lease.states, answers, strict=True
+            broken_off = frozenset(aborted)
+            for index, (stored, state, answer) in enumerate(
+                zip(write_lease.stored, write_lease.states, answers, strict=True)
             ):
                 if answer is Answer.HIT:
                     states.append(State.KEPT)
                 elif state is State.WANTED and stored not in by_key:
-                    states.append(State.CORRUPT)
+                    is_aborted = index in broken_off
+                    self.aborted_blocks += is_aborted
+                    states.append(State.MISS if is_aborted else State.CORRUPT)
                 else:
                     states.append(State.NO_ROOM if state is State.NO_ROOM else State.MISS)
             kept = [

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the tiers do to many bytes in one call, without the interpreter: digests (XXH3, 128 bits, no
-// seed) of bytes as they are copied or received.
+// seed) of bytes as they are copied, received or sent, tags of what is sent, and salted keys.
 //
 // A digest is of what is written: every 64 bytes are read once, and what was read is both stored
 // and taken into the digest, so that nobody who changes the source meanwhile can have other bytes
@@ -10,15 +10,15 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <sys/uio.h>
 #include <sys/time.h>
+#include <sys/uio.h>
 #include <time.h>
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 #define WIDE __attribute__((target("avx2")))
 
 // Grows with every change of a function; `library.py` has the same number.
-EXPORTED int64_t stratakv_bytes_abi() { return 2; }
+EXPORTED int64_t stratakv_bytes_abi() { return 3; }
 
 // Whether this processor, and the system with it, runs them.
 EXPORTED int64_t stratakv_bytes_runs() {
@@ -102,10 +102,11 @@ WIDE static void take_blocks(Sums &sums, uint8_t *to, const uint8_t *from, int64
     for (; count > 0; count--, from += BLOCK, to += writing == NOT ? 0 : BLOCK) {
         for (int64_t i = 0; i < BLOCK / STRIPE; i++) {
             const char *const later = reinterpret_cast<const char *>(from + i * STRIPE + AHEAD);
-            // What goes past the cache is not wanted there where it comes from either.
+            // What goes past the cache is not wanted there where it comes from either. What is only
+            // hashed is there already, or comes quickly enough: asking costs more than half of it.
             if (writing == PAST)
                 _mm_prefetch(later, _MM_HINT_NTA);
-            else
+            else if (writing == CACHED)
                 _mm_prefetch(later, _MM_HINT_T0);
             take_stripe<writing>(sums, to + i * STRIPE, from + i * STRIPE, 8 * i);
         }
@@ -149,6 +150,41 @@ WIDE static void end_digest(Sums &sums, const uint8_t *whole, int64_t size, uint
     memcpy(digest, both, sizeof both);
 }
 
+// ---- XXH3, of 17 to 128 bytes
+
+static uint64_t mixed_16(const uint8_t *at, int64_t secret) {
+    return folded(word(at) ^ word(SECRET + secret), word(at + 8) ^ word(SECRET + secret + 8));
+}
+
+static uint64_t avalanched(uint64_t value) {
+    value ^= value >> 37;
+    value *= 0x165667919E3779F9;
+    return value ^ value >> 32;
+}
+
+// Pairs of 16 bytes from both ends, the inner ones first.
+static void short_digest(const uint8_t *data, int64_t size, uint8_t *digest) {
+    uint64_t low = size * P64_1, high = 0;
+    for (int64_t i = (size - 1) / 32; i >= 0; i--) {
+        const uint8_t *const head = data + 16 * i, *const tail = data + size - 16 * (i + 1);
+        low = (low + mixed_16(head, 32 * i)) ^ (word(tail) + word(tail + 8));
+        high = (high + mixed_16(tail, 32 * i + 16)) ^ (word(head) + word(head + 8));
+    }
+    const uint64_t second = avalanched(low * P64_1 + high * P64_4 + size * P64_2);
+    const uint64_t both[2] = {__builtin_bswap64(-second), __builtin_bswap64(avalanched(low + high))};
+    memcpy(digest, both, sizeof both);
+}
+
+static const int64_t DIGEST = 16, MOST_NAME = 128 - DIGEST;
+
+// The digest of a name, of 1 to MOST_NAME bytes, and of a payload's digest behind it.
+static void write_tag(const uint8_t *name, int64_t size, const uint8_t *digest, uint8_t *tag) {
+    uint8_t both[MOST_NAME + DIGEST];
+    memcpy(both, name, size);
+    memcpy(both + size, digest, DIGEST);
+    short_digest(both, size + DIGEST, tag);
+}
+
 // Copies `size` bytes, more than 240, and writes the 16 bytes of their digest. `past`: the target
 // is not to be brought into the cache.
 EXPORTED WIDE int64_t stratakv_bytes_copy(uint8_t *to, const uint8_t *from, int64_t size,
@@ -184,7 +220,16 @@ static int64_t now_micros() {
     return now.tv_sec * int64_t(1000000) + now.tv_nsec / 1000;
 }
 
-static const int64_t PART = 256 * 1024;  // received, then hashed while it is in the cache
+static const int64_t PART = 256 * 1024;  // received or sent, and hashed while it is in the cache
+
+// What is left until the monotonic microsecond `deadline`, as the longest time that a call of the
+// socket takes; 0, -2 after the deadline, or the error's number.
+static int64_t set_timeout(int64_t fd, int option, int64_t deadline) {
+    const int64_t left = deadline - now_micros();
+    if (left <= 0) return -2;
+    const timeval timeout = {left / 1000000, left % 1000000};
+    return setsockopt(fd, SOL_SOCKET, option, &timeout, sizeof timeout) ? errno : 0;
+}
 
 // The same for one of `receive`'s blocks.
 WIDE static int64_t receive_one(int64_t fd, uint8_t *to, int64_t size, uint8_t *trailer,
@@ -193,10 +238,7 @@ WIDE static int64_t receive_one(int64_t fd, uint8_t *to, int64_t size, uint8_t *
     const int64_t blocks = (size - 1) / BLOCK;
     int64_t received = 0, hashed = 0;  // bytes; blocks
     while (received < size + more) {
-        const int64_t left = deadline - now_micros();
-        if (left <= 0) return -2;
-        const timeval timeout = {left / 1000000, left % 1000000};
-        if (setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof timeout)) return errno;
+        if (const int64_t status = set_timeout(fd, SO_RCVTIMEO, deadline)) return status;
         int64_t part = PART - received % PART;
         if (part > size - received) part = size - received;
         if (part < 0) part = 0;
@@ -222,17 +264,186 @@ WIDE static int64_t receive_one(int64_t fd, uint8_t *to, int64_t size, uint8_t *
 }
 
 // Receives `count` payloads of `size` bytes, more than 240, each to its place, and `more` bytes
-// behind each, by the monotonic microsecond `deadline`; writes 16 bytes of a digest for each, and
-// how many came whole. 0, or -1 where the peer has left, -2 after the deadline, else the error's
-// number.
+// behind each, by the monotonic microsecond `deadline`; writes 16 bytes of a digest for each and,
+// where they have names, of its tag, and how many came whole. 0, or -1 where the peer has left, -2
+// after the deadline, else the error's number.
 EXPORTED int64_t stratakv_bytes_receive(int64_t fd, uint8_t *const *places, int64_t count,
                                         int64_t size, uint8_t *trailers, int64_t more,
-                                        int64_t deadline, uint8_t *digests, int64_t *whole) {
+                                        int64_t deadline, uint8_t *digests, const uint8_t *names,
+                                        int64_t name_size, uint8_t *tags, int64_t *whole) {
     for (*whole = 0; *whole < count; ++*whole) {
         const int64_t i = *whole;
-        const int64_t status = receive_one(fd, places[i], size, trailers + i * more, more, deadline,
-                                           digests + i * 16);
+        uint8_t *const digest = digests + i * DIGEST;
+        const int64_t status =
+            receive_one(fd, places[i], size, trailers + i * more, more, deadline, digest);
         if (status) return status;
+        if (name_size) write_tag(names + i * name_size, name_size, digest, tags + i * DIGEST);
+    }
+    return 0;
+}
+
+// Sends all of these, one after the other, by the deadline. Uses the vector up.
+static int64_t send_vector(int64_t fd, iovec *places, int64_t count, int flags, int64_t deadline) {
+    while (count) {
+        if (const int64_t status = set_timeout(fd, SO_SNDTIMEO, deadline)) return status;
+        msghdr message = {};
+        message.msg_iov = places;
+        message.msg_iovlen = count;
+        int64_t sent = sendmsg(fd, &message, flags | MSG_NOSIGNAL);
+        if (sent < 0) {
+            if (errno == EINTR) continue;
+            return errno == EAGAIN || errno == EWOULDBLOCK ? -2 : errno;
+        }
+        for (; count && sent >= int64_t(places->iov_len); places++, count--) sent -= places->iov_len;
+        if (count) {
+            places->iov_base = static_cast<uint8_t *>(places->iov_base) + sent;
+            places->iov_len -= sent;
+        }
+    }
+    return 0;
+}
+
+static iovec vector_of(const uint8_t *from, int64_t size) {
+    return {const_cast<uint8_t *>(from), size_t(size)};
+}
+
+static const int64_t MOST_AT_ONCE = 256;  // payloads of one sendmsg, which takes 1,024 pieces
+
+// Sends `head`, then `count` payloads of `size` bytes, each with `more` bytes of `trailers` behind
+// it. Status as `receive` has it.
+EXPORTED int64_t stratakv_bytes_send(int64_t fd, const uint8_t *head, int64_t head_size,
+                                     const uint8_t *const *places, int64_t count, int64_t size,
+                                     const uint8_t *trailers, int64_t more, int64_t deadline) {
+    iovec vector[1 + 2 * MOST_AT_ONCE] = {vector_of(head, head_size)};
+    int64_t pieces = 1, i = 0;
+    do {
+        for (const int64_t end = i + MOST_AT_ONCE; i < count && i < end; i++) {
+            vector[pieces++] = vector_of(places[i], size);
+            vector[pieces++] = vector_of(trailers + i * more, more);
+        }
+        const int64_t status = send_vector(fd, vector, pieces, i < count ? MSG_MORE : 0, deadline);
+        if (status) return status;
+        pieces = 0;
+    } while (i < count);
+    return 0;
+}
+
+// Hashed before any of it is sent: less, and the other end, which is quicker than who hashes and
+// sends, sleeps and is woken for each.
+static const int64_t GROUP = 4096 * 1024;
+
+// Sends `count` payloads of `size` bytes, more than 240, and behind each its tag (see `write_tag`)
+// and its digest. `wanted` has 16 bytes for each, and `is_wanted` whether that is the digest it must
+// have; where it has another it is `damaged`, and zeros come behind it. Status as `receive` has it.
+EXPORTED WIDE int64_t stratakv_bytes_send_proven(int64_t fd, const uint8_t *const *places,
+                                                 int64_t count, int64_t size, const uint8_t *names,
+                                                 int64_t name_size, const uint8_t *wanted,
+                                                 const uint8_t *is_wanted, int64_t deadline,
+                                                 uint8_t *damaged) {
+    uint8_t proofs[MOST_AT_ONCE][2 * DIGEST];
+    iovec vector[2 * MOST_AT_ONCE];
+    for (int64_t i = 0; i < count;) {
+        int64_t pieces = 0;
+        for (int64_t bytes = 0; i < count && bytes < GROUP && pieces < 2 * MOST_AT_ONCE; i++) {
+            uint8_t *const proof = proofs[pieces / 2];
+            Sums sums = beginning();
+            take_blocks<NOT>(sums, nullptr, places[i], (size - 1) / BLOCK);
+            end_digest(sums, places[i], size, proof + DIGEST);
+            write_tag(names + i * name_size, name_size, proof + DIGEST, proof);
+            damaged[i] = is_wanted[i] && memcmp(wanted + i * DIGEST, proof + DIGEST, DIGEST);
+            if (damaged[i]) memset(proof, 0, 2 * DIGEST);
+            vector[pieces++] = vector_of(places[i], size);
+            vector[pieces++] = vector_of(proof, 2 * DIGEST);
+            bytes += size;
+        }
+        const int64_t status = send_vector(fd, vector, pieces, i < count ? MSG_MORE : 0, deadline);
+        if (status) return status;
+    }
+    return 0;
+}
+
+// ---- SHA-256
+
+#define SHA __attribute__((target("sha,sse4.1")))
+
+static const uint32_t ROUNDS[64] __attribute__((aligned(16))) = {
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
+};
+
+// Half the words of a state each, as the instructions want them.
+struct Hash {
+    __m128i abef, cdgh;
+};
+
+SHA static Hash compressed(Hash hash, const uint8_t *data) {
+    const __m128i turned = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
+    __m128i words[4];
+    for (int i = 0; i < 4; i++)
+        words[i] = _mm_shuffle_epi8(
+            _mm_loadu_si128(reinterpret_cast<const __m128i *>(data) + i), turned);
+    __m128i abef = hash.abef, cdgh = hash.cdgh;
+    for (int i = 0; i < 16; i++) {
+        const __m128i now = words[i % 4], last = words[(i + 3) % 4];
+        const __m128i sum =
+            _mm_add_epi32(now, _mm_load_si128(reinterpret_cast<const __m128i *>(ROUNDS) + i));
+        cdgh = _mm_sha256rnds2_epu32(cdgh, abef, sum);
+        abef = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(sum, 0x0e));
+        const __m128i later = _mm_add_epi32(_mm_sha256msg1_epu32(now, words[(i + 1) % 4]),
+                                            _mm_alignr_epi8(last, words[(i + 2) % 4], 4));
+        words[i % 4] = _mm_sha256msg2_epu32(later, last);
+    }
+    return {_mm_add_epi32(abef, hash.abef), _mm_add_epi32(cdgh, hash.cdgh)};
+}
+
+// The 32 bytes of a digest.
+SHA static void write_hash(const Hash &hash, uint8_t *to) {
+    const __m128i turned = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
+    const __m128i feba = _mm_shuffle_epi32(hash.abef, 0x1b), dchg = _mm_shuffle_epi32(hash.cdgh, 0xb1);
+    const __m128i abcd = _mm_blend_epi16(feba, dchg, 0xf0), efgh = _mm_alignr_epi8(dchg, feba, 8);
+    __m128i *const target = reinterpret_cast<__m128i *>(to);
+    _mm_storeu_si128(target, _mm_shuffle_epi8(abcd, turned));
+    _mm_storeu_si128(target + 1, _mm_shuffle_epi8(efgh, turned));
+}
+
+// The last block of a message of `before` bytes that were hashed and these, fewer than 56.
+static void pad(uint8_t *block, int64_t size, int64_t before) {
+    block[size] = 0x80;
+    memset(block + size + 1, 0, 64 - size - 1);
+    const uint64_t bits = __builtin_bswap64(8 * (before + size));
+    memcpy(block + 56, &bits, sizeof bits);
+}
+
+// Whether this processor has the instructions for `salt`.
+EXPORTED int64_t stratakv_bytes_salts() {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("sha") != 0 && __builtin_cpu_supports("sse4.1") != 0;
+}
+
+// Replaces the first 32 bytes of each of `count` keys of `size` bytes (32 to 55) by the HMAC-SHA256
+// of the key. `secret` is the key of the HMAC, with zeros up to 64 bytes.
+EXPORTED SHA int64_t stratakv_bytes_salt(const uint8_t *secret, uint8_t *keys, int64_t count,
+                                         int64_t size) {
+    if (size < 32 || size > 55) return EINVAL;
+    const Hash start = {_mm_set_epi32(0x6a09e667, 0xbb67ae85, 0x510e527f, 0x9b05688c),
+                        _mm_set_epi32(0x3c6ef372, 0xa54ff53a, 0x1f83d9ab, 0x5be0cd19)};
+    uint8_t block[64];
+    for (int i = 0; i < 64; i++) block[i] = secret[i] ^ 0x36;
+    const Hash inner = compressed(start, block);
+    for (int i = 0; i < 64; i++) block[i] = secret[i] ^ 0x5c;
+    const Hash outer = compressed(start, block);
+    for (uint8_t *key = keys; key < keys + count * size; key += size) {
+        memcpy(block, key, size);
+        pad(block, size, 64);
+        write_hash(compressed(inner, block), block);
+        pad(block, 32, 64);
+        write_hash(compressed(outer, block), key);
     }
     return 0;
 }

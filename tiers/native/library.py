@@ -22,10 +22,12 @@ log = logging.getLogger(__name__)
 
 FILE_NAME = "libstratakv_bytes.so"  # as in setup.py
 VARIABLE = "STRATAKV_BYTES"
-ABI = 2
+ABI = 3
 LEAST_BYTES = 241  # XXH3 does something else with less
 PART_BYTES = 256 * 1024  # copied, then hashed while it is in the cache
 _DIGEST_BYTES = 16
+_NO_DIGEST = bytes(_DIGEST_BYTES)
+MOST_NAME_BYTES = 112
 _LEFT, _LATE = -1, -2  # in place of the number of an error
 
 
@@ -34,7 +36,7 @@ class PeerLeft(OSError):
 
 
 class Library:
-    """Its functions. `runs`: whether this processor runs them."""
+    """Its functions. `runs`: whether this processor runs them, `salts`: also `salt`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         size, address = ctypes.c_int64, ctypes.c_void_p
@@ -51,8 +53,17 @@ class Library:
             "copy_rows", address, size, address, address, size, address, size, size, size, address
         )
         self.receive = function(
-            "receive", size, address, size, size, address, size, size, address, address
+            "receive", size, address, size, size, address, size, size, address, address, size,
+            address, address,
+        )  # fmt: skip
+        self.send = function(
+            "send", size, address, size, address, size, size, address, size, size
         )
+        self.send_proven = function(
+            "send_proven", size, address, size, size, address, size, address, address, size, address
+        )
+        self.salts = bool(function("salts")())
+        self.salt = function("salt", address, address, size, size)
 
 
 @functools.cache
@@ -129,42 +140,125 @@ def copy_rows_and_digest(
 
 
 class Received(NamedTuple):
-    """Of payloads that came whole, in their order: the digest, and what came behind them."""
+    """Of payloads that came whole, in their order: the digest, what came behind them, and the tag
+    where they have names."""
 
     digests: list[bytes]
     trailers: list[bytes]
+    tags: list[bytes]
     lost: OSError | None  # why the next one did not come
 
 
 def receive_and_digest(
-    descriptor: int, payloads: Sequence[memoryview], trailer_bytes: int, deadline: float
+    descriptor: int,
+    payloads: Sequence[memoryview],
+    trailer_bytes: int,
+    deadline: float,
+    names: bytes = b"",
 ) -> Received:
     """Fill payloads, all of one length of LEAST_BYTES or more, from a socket that blocks, by
-    `deadline` (monotonic seconds). Only where `has_digests`."""
+    `deadline` (monotonic seconds). `names`, one after the other: see `send_proven`. Only where
+    `has_digests`."""
     found, count = library(), len(payloads)
     assert found is not None
-    # What is made of a buffer keeps it alive until the call has ended.
-    held = [ctypes.c_char.from_buffer(payload) for payload in payloads]
-    places = (ctypes.c_void_p * count)(*map(ctypes.addressof, held))
+    places = _Places(payloads)
     trailers = ctypes.create_string_buffer(count * trailer_bytes)
     digests = ctypes.create_string_buffer(count * _DIGEST_BYTES)
+    tags = ctypes.create_string_buffer(count * _DIGEST_BYTES)
     whole = ctypes.c_int64()
-    size = payloads[0].nbytes if count else 0
-    assert all(payload.nbytes == size >= LEAST_BYTES for payload in payloads)
     status = found.receive(
-        descriptor, places, count, size, trailers, trailer_bytes, int(deadline * 1e6), digests,
-        ctypes.byref(whole),
+        descriptor, places.addresses, count, places.size, trailers, trailer_bytes,
+        int(deadline * 1e6), digests, names, len(names) // max(1, count), tags, ctypes.byref(whole),
     )  # fmt: skip
-    lost: OSError | None = None
-    if status == _LEFT:
-        lost = PeerLeft("the peer closed the connection")
-    elif status == _LATE:
-        lost = TimeoutError("the deadline passed")
-    elif status:
-        lost = OSError(status, os.strerror(status))
 
     def cut(buffer: ctypes.Array[ctypes.c_char], step: int) -> list[bytes]:
         raw = buffer.raw
-        return [raw[i * step : (i + 1) * step] for i in range(whole.value)]
+        return [raw[start : start + step] for start in range(0, whole.value * step, step)]
 
-    return Received(cut(digests, _DIGEST_BYTES), cut(trailers, trailer_bytes), lost)
+    behind = cut(trailers, trailer_bytes) if trailer_bytes else [b""] * whole.value
+    made = cut(tags, _DIGEST_BYTES) if names else []
+    return Received(cut(digests, _DIGEST_BYTES), behind, made, _lost(status))
+
+
+def send_payloads(
+    descriptor: int, head: bytes, payloads: Sequence[memoryview], trailers: bytes, deadline: float
+) -> None:
+    """Send `head`, and payloads of one length, with as many bytes of `trailers` behind each, to a
+    socket that blocks, by `deadline` (monotonic seconds). Only where `has_digests`, and of memory
+    that may be written to. Raises OSError."""
+    found, count = library(), len(payloads)
+    assert found is not None
+    places = _Places(payloads)
+    lost = _lost(
+        found.send(
+            descriptor, head, len(head), places.addresses, count, places.size, trailers,
+            len(trailers) // max(1, count), int(deadline * 1e6),
+        )
+    )  # fmt: skip
+    if lost is not None:
+        raise lost
+
+
+def send_proven(
+    descriptor: int,
+    payloads: Sequence[memoryview],
+    names: bytes,
+    digests: Sequence[bytes | None],
+    deadline: float,
+) -> list[int]:
+    """Send payloads, all of one length of LEAST_BYTES or more, each with its tag and its digest
+    behind it. `names`, one after the other and all of one length up to MOST_NAME_BYTES: a tag is
+    the digest of name and digest. `digests`: what they must be, where that is known. Those that
+    are others have nothing but zeros behind them; their positions. Sockets and memory as in
+    `send_payloads`. Raises OSError."""
+    found, count = library(), len(payloads)
+    assert found is not None
+    name_bytes = len(names) // max(1, count)
+    assert name_bytes <= MOST_NAME_BYTES
+    places = _Places(payloads)
+    wanted = b"".join([_NO_DIGEST if digest is None else digest for digest in digests])
+    is_wanted = bytes(digest is not None for digest in digests)
+    damaged = ctypes.create_string_buffer(count)
+    lost = _lost(
+        found.send_proven(
+            descriptor, places.addresses, count, places.size, names, name_bytes, wanted, is_wanted,
+            int(deadline * 1e6), damaged,
+        )
+    )  # fmt: skip
+    if lost is not None:
+        raise lost
+    return [index for index, is_damaged in enumerate(damaged.raw) if is_damaged]
+
+
+class _Places:
+    """Where payloads of one length lie, which stay where they are while this lives."""
+
+    def __init__(self, payloads: Sequence[memoryview]) -> None:
+        self._held = [ctypes.c_char.from_buffer(payload) for payload in payloads]
+        self.addresses = (ctypes.c_void_p * len(payloads))(*map(ctypes.addressof, self._held))
+        self.size = payloads[0].nbytes if payloads else 0
+        assert all(payload.nbytes == self.size for payload in payloads)
+
+
+def _lost(status: int) -> OSError | None:
+    if status == _LEFT:
+        return PeerLeft("the peer closed the connection")
+    if status == _LATE:
+        return TimeoutError("the deadline passed")
+    return OSError(status, os.strerror(status)) if status else None
+
+
+def salt_keys(secret: bytes, keys: Sequence[bytes]) -> list[bytes] | None:
+    """Keys of one length of 32 to 55 bytes, the first 32 of each replaced by the HMAC-SHA256 of all
+    of it with a `secret` of up to 64 bytes. None where the library cannot do that here."""
+    found = library()
+    if found is None or not found.salts:
+        return None
+    joined, count = b"".join(keys), len(keys)
+    size = len(keys[0]) if keys else 32
+    room = ctypes.create_string_buffer(joined, len(joined))
+    fits = len(joined) == count * size and len(secret) <= 64
+    if not fits or found.salt(secret.ljust(64, b"\0"), room, count, size):
+        raise ValueError(f"keys of one length of 32 to 55 bytes can be salted, not of {size}")
+    raw = room.raw
+    return [raw[start : start + size] for start in range(0, len(raw), size)]

@@ -12,7 +12,7 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ..base import TierStats
@@ -130,7 +130,9 @@ class PeerStore(ServedStore):
         slots: list[int | None] = [None] * len(keys)
         return WriteLease(list(keys), states, slots, list(keys), StoreTicket([], [], 0))
 
-    def end_store(self, write_lease: WriteLease, proofs: Proofs) -> list[State]:
+    def end_store(
+        self, write_lease: WriteLease, proofs: Proofs, aborted: Collection[int] = ()
+    ) -> list[State]:
         return write_lease.states
 
     def abandon_store(self, write_lease: WriteLease) -> list[int]:

@@ -83,6 +83,7 @@ class Tags:
             self._wire = Tagger(layout_id, size, tag_key)
         self.are_keyed = self._wire.is_keyed
         self.begin_block = self._wire.begin
+        self.names = self._wire.names  # of which tags without a key are made
 
     def sent(self, key: bytes, hasher: Any, proof: Proof | None) -> Proof | None:
         """What goes with a block that was hashed as it was copied; None where its bytes are not
@@ -104,6 +105,15 @@ class Tags:
         """The proof, for the engine's own tiers, of a block that came with `tag`; None where it
         is another block than was stored under the key."""
         return self._accepted(key, self._wire.end(key, hasher), tag)
+
+    def received_all(
+        self, keys: Sequence[bytes], digests: Sequence[bytes], tags: Sequence[bytes]
+    ) -> list[Proof]:
+        """The proofs, for the engine's own tiers, of blocks whose `tags` (made without a key, for
+        the wire) are those that they came with."""
+        if self._wire is not self._plain:
+            tags = [self._plain.tag(k, digest) for k, digest in zip(keys, digests, strict=True)]
+        return list(map(Proof, tags, digests))
 
     def check(self, key: bytes, payload: memoryview, tag: bytes) -> Proof | None:
         """Do what `received` does, for a whole block."""

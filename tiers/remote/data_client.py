@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..block import BlockLayout
+from ..native.library import LEAST_BYTES
 from ..tag import TAG_BYTES, Proof, Proofs
-from ..wire.blocks import receive_blocks, send_blocks
+from ..wire.blocks import receive_blocks
 from ..wire.frames import NO_PROOF, State, Verb, encode_request, pack_keys
 from ..wire.sockets import Connection, ConnectionLost, connect
 from .socket_connection import SocketConnection, greet
@@ -84,9 +85,7 @@ class DataConnection(SocketConnection):
             raise ConnectionLost("the server answered for blocks that were not sent")
         states = self._take_states(len(keys), deadline)
         wanted = [index for index, state in enumerate(states) if state is State.WANTED]
-        damaged: list[int] = []
-        blocks = self._proven(wanted, keys, buffers, proofs, damaged)
-        send_blocks(self._connection, b"", blocks, deadline)
+        damaged = self._send_wanted(wanted, keys, buffers, proofs, deadline)
         if self._take_reply(request, deadline).blocks != len(keys):
             raise ConnectionLost("the server answered for blocks that were not sent")
         answers: list[State | None] = [*self._take_states(len(keys), deadline)]
@@ -94,21 +93,32 @@ class DataConnection(SocketConnection):
             answers[index] = None
         return answers
 
-    def _proven(
+    def _send_wanted(
         self,
         wanted: Sequence[int],
         keys: Sequence[bytes],
         buffers: Sequence[memoryview],
         proofs: Proofs,
-        damaged: list[int],
-    ) -> Iterator[tuple[memoryview, bytes]]:
-        """Each wanted payload with its proof; one that is damaged goes with none."""
-        for index in wanted:
-            payload = buffers[index][: self._page_bytes]
+        deadline: float,
+    ) -> list[int]:
+        """Send each wanted payload with its proof; one that is damaged goes with none. Those that
+        are."""
+        payloads = [buffers[index][: self._page_bytes] for index in wanted]
+        if self._is_plain and not any(payload.readonly for payload in payloads):
+            names = self._tags.names([keys[index] for index in wanted])
+            given = [proofs[index] for index in wanted]
+            digests = [None if proof is None else proof.digest for proof in given]
+            found = self._connection.send_proven(payloads, names, digests, deadline)
+            return [wanted[place] for place in found]
+        damaged = []
+        # Each is hashed just before it is sent, while it is in the processor's cache.
+        for index, payload in zip(wanted, payloads, strict=True):
             proof = self._tags.prove(keys[index], payload, proofs[index])
             if proof is None:
                 damaged.append(index)
-            yield payload, NO_PROOF if proof is None else proof.pack()
+            packed = NO_PROOF if proof is None else proof.pack()
+            self._connection.send([payload, packed], deadline)
+        return damaged
 
     def _receive_hits(
         self,
@@ -119,12 +129,35 @@ class DataConnection(SocketConnection):
         deadline: float,
     ) -> None:
         """Fill these buffers and their proofs."""
-        tags, arrived = self._tags, list[tuple[bytes, Any]]()
-        keyed = [tags.begin_block(keys[index]) for index in hits] if tags.are_keyed else None
+        if not hits:
+            return
+        tags = self._tags
         payloads = [buffers[index][: self._page_bytes] for index in hits]
-        receive_blocks(self._connection, payloads, keyed, TAG_BYTES, deadline, arrived)
-        for index, (tag, hasher) in zip(hits, arrived, strict=True):
-            proofs[index] = tags.received(keys[index], hasher, tag)
-            if proofs[index] is None:
+        if self._is_plain:
+            named = [keys[index] for index in hits]
+            digests, made, came = self._connection.receive_named(
+                payloads, tags.names(named), TAG_BYTES, deadline
+            )
+            found: list[Proof | None] = [*tags.received_all(named, digests, made)]
+            if made != came:
+                pairs = zip(found, made, came, strict=True)
+                found = [proof if ours == theirs else None for proof, ours, theirs in pairs]
+        else:
+            arrived = list[tuple[bytes, Any]]()
+            keyed = [tags.begin_block(keys[index]) for index in hits] if tags.are_keyed else None
+            receive_blocks(self._connection, payloads, keyed, TAG_BYTES, deadline, arrived)
+            found = [
+                tags.received(keys[index], hasher, tag)
+                for index, (tag, hasher) in zip(hits, arrived, strict=True)
+            ]
+        for index, proof in zip(hits, found, strict=True):
+            proofs[index] = proof
+            if proof is None:
                 self.corrupt_blocks += 1
                 self.corrupt_keys.append(keys[index])
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the compiled library moves and hashes blocks here."""
+        can = self._connection.can_digest and self._page_bytes >= LEAST_BYTES
+        return can and not self._tags.are_keyed

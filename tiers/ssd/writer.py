@@ -167,10 +167,14 @@ class Writer:
 
     def close(self, deadline: float) -> bool:
         """Write what is queued until `deadline` (monotonic) and abandon the rest. False if a
-        thread is still in the kernel; then the files must stay open."""
+        thread is still in the kernel; then the files must stay open. A later call gives no more
+        time: the threads that write end with the first one."""
         with self._state.lock:
-            self._stop_at = deadline
+            self._stop_at = deadline if self._stop_at is None else min(self._stop_at, deadline)
             self.wake()
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        with self._state.lock:
+            self._work.notify()  # what is still queued is abandoned
         end = max(deadline, time.monotonic()) + GRACE_SECONDS
         self._thread.join(end - time.monotonic())
         return self._records.close(end) and not self._thread.is_alive()
@@ -200,7 +204,7 @@ class Writer:
         except Exception as error:  # noqa: BLE001 - what is in hand is ended by the next steps
             self._state.count_fault(error)
         with self._state.lock:
-            if self._stop_at is not None and time.monotonic() >= self._stop_at:
+            if self._is_late():
                 return False
             self._work.wait(_PAUSE_SECONDS)
         return True
@@ -222,6 +226,8 @@ class Writer:
         after the last one. Keeps no view of a buffer when it returns, but those of batches under
         way."""
         writes, is_closing = self._next_writes()
+        if self._is_late():
+            self._abandon_queue()  # also while the disk holds the second thread
         if self._is_ending:
             if writes:
                 self._begin(writes)
@@ -252,6 +258,8 @@ class Writer:
             return writes, self._stop_at is not None and not self._may_begin()
 
     def _has_work(self) -> bool:
+        if self.queue and self._is_late():
+            return True
         if self._is_ending:
             return self._can_begin()
         if self._flying:
@@ -265,8 +273,11 @@ class Writer:
         return has_slots and self._may_begin()
 
     def _may_begin(self) -> bool:
-        is_late = self._stop_at is not None and time.monotonic() >= self._stop_at
-        return bool(self.queue) and len(self._flying) < BATCHES_IN_FLIGHT and not is_late
+        return bool(self.queue) and len(self._flying) < BATCHES_IN_FLIGHT and not self._is_late()
+
+    def _is_late(self) -> bool:
+        """Whether the time to close is over."""
+        return self._stop_at is not None and time.monotonic() >= self._stop_at
 
     def _max_wait_seconds(self) -> float:
         """Seconds until something is due that nobody asks for."""

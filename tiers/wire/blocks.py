@@ -7,7 +7,7 @@ Both ends use it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import xxhash
@@ -64,14 +64,18 @@ def _receive_block(
 def send_blocks(
     connection: Connection,
     head: bytes,
-    blocks: Iterable[tuple[memoryview, bytes]],
+    payloads: Sequence[memoryview],
+    trailers: Sequence[bytes],
     deadline: float,
 ) -> None:
-    """Send `head`, then each payload with its trailer, many of them in one call to the kernel.
-    Raises ConnectionLost."""
+    """Send `head`, then each payload with its trailer, all of one length, many of them in one call
+    to the kernel. Raises ConnectionLost."""
+    if connection.can_digest and not any(payload.readonly for payload in payloads):
+        connection.send_payloads(head, payloads, b"".join(trailers), deadline)
+        return
     buffers: list[memoryview | bytes] = [head]
     gathered = 0
-    for payload, trailer in blocks:
+    for payload, trailer in zip(payloads, trailers, strict=True):
         buffers += (payload, trailer)
         gathered += payload.nbytes
         if gathered >= SEND_BYTES:

@@ -16,7 +16,13 @@ import struct
 import time
 from collections.abc import Sequence
 
-from ..native.library import PeerLeft, has_digests, receive_and_digest
+from ..native.library import (
+    PeerLeft,
+    has_digests,
+    receive_and_digest,
+    send_payloads,
+    send_proven,
+)
 
 _TIMEVAL = struct.Struct("ll")
 _LEAST_SECONDS = 0.001  # a timeout of zero would mean not to wait at all
@@ -72,7 +78,7 @@ class Connection:
 
     @property
     def can_digest(self) -> bool:
-        """Whether `receive_and_digest` works here."""
+        """Whether what the library does with payloads works here: the next four calls."""
         return not self._is_tls and has_digests()
 
     def receive_and_digest(
@@ -90,6 +96,41 @@ class Connection:
         if came.lost is not None:
             # No variable names what is raised: it would keep this frame, and views of buffers.
             raise _lost(came.lost, "sent")
+
+    def receive_named(
+        self, payloads: Sequence[memoryview], names: bytes, trailer_bytes: int, deadline: float
+    ) -> tuple[list[bytes], list[bytes], list[bytes]]:
+        """Does what `receive_and_digest` does, for payloads with names: the digests, the tags that
+        follow from them, and what came behind the payloads."""
+        came = receive_and_digest(self._sock.fileno(), payloads, trailer_bytes, deadline, names)
+        if came.lost is not None:
+            raise _lost(came.lost, "sent")
+        return came.digests, came.tags, came.trailers
+
+    def send_payloads(
+        self, head: bytes, payloads: Sequence[memoryview], trailers: bytes, deadline: float
+    ) -> None:
+        """Send `head`, and payloads of one length with as much of `trailers` behind each. Not of
+        memory that is read-only."""
+        try:
+            send_payloads(self._sock.fileno(), head, payloads, trailers, deadline)
+        except OSError as error:
+            raise _lost(error, "took") from None
+
+    def send_proven(
+        self,
+        payloads: Sequence[memoryview],
+        names: bytes,
+        digests: Sequence[bytes | None],
+        deadline: float,
+    ) -> list[int]:
+        """Send payloads of one length of LEAST_BYTES or more, each with tag and digest behind it,
+        see `library.send_proven`; the positions of those that are not what `digests` says. Not of
+        memory that is read-only."""
+        try:
+            return send_proven(self._sock.fileno(), payloads, names, digests, deadline)
+        except OSError as error:
+            raise _lost(error, "took") from None
 
     def send(self, buffers: Sequence[memoryview | bytes], deadline: float) -> None:
         """Send all of these, one after the other."""

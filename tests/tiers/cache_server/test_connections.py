@@ -17,6 +17,7 @@ import trustme
 
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.cache_server.key_salt import KeySalt
+from stratakv.tiers.cache_server.transports.block_receiver import BlockReceiver
 from stratakv.tiers.contract import make_buffers, make_keys, payload_of
 from stratakv.tiers.memory import MemoryStore
 from stratakv.tiers.remote.block_connection import Refused
@@ -36,6 +37,8 @@ from stratakv.tiers.wire.frames import (
     pack_keys,
 )
 from stratakv.tiers.wire.limits import Limits
+from stratakv.tiers.wire.messages import header_message
+from stratakv.tiers.wire.raw_messages import Piece
 from stratakv.tiers.wire.sockets import ConnectionLost
 
 from .data_plane import BOOT_ID, KINDS, TICKET, Plane, fetch, put
@@ -263,6 +266,35 @@ def test_a_block_whose_bytes_differ_from_its_digest_is_not_kept(plane: Plane) ->
     assert list(answer[-2:]) == [State.CORRUPT, State.KEPT]
     assert plane.tenant_store.lookup(keys) == [State.MISS, State.HIT]
     assert plane.tenant_store.corrupt_blocks == 1
+
+
+def test_blocks_of_a_client_that_hangs_up_are_aborted_and_not_corrupt(plane: Plane) -> None:
+    keys, store = make_keys(4), plane.tenant_store
+    payload = payload_of(keys[0], LAYOUT)
+    with greeted(plane) as sock:
+        sock.sendall(encode_request(Request(Verb.STORE, 4, 1, 0)) + pack_keys(keys))
+        sock.recv(REQUEST.size + 4, socket.MSG_WAITALL)
+        proof = proof_of(keys[0], memoryview(payload)).pack()
+        sock.sendall(payload + proof + payload[:-1] + b"?" + proof + payload[:100])
+    plane.check_idle()
+    assert store.lookup(keys) == [State.HIT, *[State.MISS] * 3]
+    assert (store.corrupt_blocks, store.aborted_blocks) == (1, 2)
+
+    connection = plane.connect("memory")
+    request = encode_request(Request(Verb.RESERVE, 2, 1, 60_000)) + pack_keys(keys[2:])
+    connection._connection.send([request], soon())
+    connection._connection.receive(REQUEST.size, soon())
+    connection.close()
+    plane.check_idle()
+    assert (store.corrupt_blocks, store.aborted_blocks) == (1, 4)
+
+    receiver = BlockReceiver(store)
+    header = header_message(keys[3], LAYOUT.layout_id(), len(payload), bytes(16), bytes(16))
+    piece = Piece(0, State.HIT, header, 0, payload[:100])
+    receiver.begin_block(piece)
+    receiver.take_piece(piece)
+    receiver.close()
+    assert (store.corrupt_blocks, store.aborted_blocks) == (1, 5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

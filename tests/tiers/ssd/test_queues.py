@@ -166,6 +166,36 @@ def test_close_abandons_what_the_time_does_not_allow(
     assert open_store().lookup(keys) == [Answer.HIT, Answer.MISS, Answer.MISS]
 
 
+def test_what_waits_at_the_end_is_abandoned_though_the_disk_hangs(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a second close, which has more time, begins nothing that no thread would write."""
+    monkeypatch.setattr(writer, "BATCHES_IN_FLIGHT", 1)
+    store = open_store()
+    keys = make_keys(3)
+    gate, entered, real = threading.Event(), threading.Event(), SlotFile.sync
+
+    def wait(self: SlotFile) -> None:
+        entered.set()
+        gate.wait(SECONDS)
+        real(self)
+
+    monkeypatch.setattr(SlotFile, "sync", wait)
+    first = store.store(keys[:1], filled_buffers(keys[:1], SMALL))
+    assert entered.wait(SECONDS)
+    second = store.store(keys[1:], filled_buffers(keys[1:], SMALL))
+    store.close(0.0)
+    with pytest.raises(TierClosed):
+        second.result(SECONDS / 2)
+    assert not first.done() and store.has_open_files
+    gate.set()
+    store.close(SECONDS)
+    assert first.result(0) == [Stored.KEPT]
+    assert not store.has_open_files
+    assert open_store().lookup(keys) == [Answer.HIT, Answer.MISS, Answer.MISS]
+
+
+
 def test_close_abandons_reads_that_have_not_begun_in_time(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,7 +91,7 @@ class BlockReceiver:
         for block in blocks:
             if block is not None:
                 block.target = None
-                self._tenant_store.end_store(block.write_lease, [None])
+                self._tenant_store.end_store(block.write_lease, [None], [0])
 
     @property
     def is_full(self) -> bool:

@@ -29,6 +29,7 @@ from .session_server import SessionServer, SessionSettings
 
 MOST_PART_BYTES = 32 * 1024**2
 PARTS_AHEAD = 2  # parts of a LOAD that are being read or sent
+_HIT, _MISS = int(State.HIT), int(State.MISS)
 
 
 class DataSession(Session):
@@ -67,11 +68,13 @@ class DataSession(Session):
     def _send_part(self, request: Request, read_lease: ReadLease, deadline: float) -> None:
         tenant_store = self._tenant_store
         tags = tenant_store.tags(read_lease)
-        pairs = zip(read_lease.slots, tags, strict=True)
-        blocks = ((tenant_store.buffer(slot), tag) for slot, tag in pairs if slot is not None)
-        states = bytes(State.MISS if slot is None else State.HIT for slot in read_lease.slots)
-        head = Reply(Verb.LOAD, Status.OK, len(states), request.number, 0)
-        send_blocks(self._connection, encode_reply(head) + states, blocks, deadline)
+        slots = [slot for slot in read_lease.slots if slot is not None]
+        if len(slots) < len(tags):
+            pairs = zip(read_lease.slots, tags, strict=True)
+            tags = [tag for slot, tag in pairs if slot is not None]
+        states = bytes([_MISS if slot is None else _HIT for slot in read_lease.slots])
+        head = encode_reply(Reply(Verb.LOAD, Status.OK, len(states), request.number, 0)) + states
+        send_blocks(self._connection, head, tenant_store.buffers(slots), tags, deadline)
 
     def _store(self, request: Request, deadline: float) -> None:
         keys = self._receive_keys(request, deadline)
@@ -84,14 +87,15 @@ class DataSession(Session):
             states = bytes(write_lease.states)
             self._send_reply(request, Status.OK, deadline, blocks=len(keys), rest=states)
             slots = [slot for slot in write_lease.slots if slot is not None]
-            payloads = [tenant_store.buffer(slot) for slot in slots]
+            payloads = tenant_store.buffers(slots)
             receive_blocks(self._connection, payloads, None, PROOF_BYTES, deadline, arrived)
         finally:
             # Blocks that came whole are kept, also of a client that went away after them.
             for index, (trailer, hasher) in zip(wanted, arrived, strict=False):
                 proof = unpack_proof(trailer)
                 proofs[index] = proof if proof.digest == hasher.digest() else None
-            states = bytes(tenant_store.end_store(write_lease, proofs))
+            aborted = wanted[len(arrived) :]
+            states = bytes(tenant_store.end_store(write_lease, proofs, aborted))
         self._send_reply(request, Status.OK, deadline, blocks=len(keys), rest=states)
 
 

@@ -171,7 +171,8 @@ class MemorySession(Session):
         if isinstance(held, ReadLease):
             self._tenant_store.end_load(held)
         else:
-            self._tenant_store.end_store(held, [None] * len(held.keys))
+            count = len(held.keys)
+            self._tenant_store.end_store(held, [None] * count, range(count))
 
 
 def _seconds(request: Request) -> float:
