@@ -189,6 +189,74 @@ def test_a_signal_ends_no_receiving() -> None:
     assert came.trailers == [tag] and told
 
 
+@needs_library
+@pytest.mark.parametrize("name_bytes", [1, 16, 72, native.MOST_NAME_BYTES])
+@pytest.mark.parametrize("size", [LEAST_BYTES, 1024, PART_BYTES + 77])
+def test_what_is_sent_comes_with_its_proof(size: int, name_bytes: int) -> None:
+    """Tag and digest behind each, as xxhash makes them; zeros behind one that is not what it must
+    be. Who receives by name makes the same tags."""
+    payloads = [memoryview(bytearray(os.urandom(size))) for _ in range(20)]
+    names = [os.urandom(name_bytes) for _ in payloads]
+    digests = [xxhash.xxh3_128_digest(payload) for payload in payloads]
+    tags = [xxhash.xxh3_128_digest(n + d) for n, d in zip(names, digests, strict=True)]
+    wanted = [None, bytes(16), *digests[2:]]
+    deadline = time.monotonic() + WAIT_SECONDS
+    found: list[list[int]] = []
+    here, there = socket.socketpair()
+
+    def send() -> None:
+        whole = b"".join(names)
+        found.append(native.send_proven(there.fileno(), payloads, whole, wanted, deadline))
+
+    sender = threading.Thread(target=send)
+    with here, there:
+        sender.start()
+        copies = [memoryview(bytearray(size)) for _ in payloads]
+        came = native.receive_and_digest(here.fileno(), copies, 32, deadline, b"".join(names))
+        sender.join()
+    assert found == [[1]] and copies == payloads
+    assert (came.digests, came.tags, came.lost) == (digests, tags, None)
+    proofs = [tag + digest for tag, digest in zip(tags, digests, strict=True)]
+    assert came.trailers == [proofs[0], bytes(32), *proofs[2:]]
+
+
+@needs_library
+@pytest.mark.parametrize("count", [0, 1, 600])
+def test_payloads_are_sent_with_what_goes_behind_them(count: int) -> None:
+    payloads = [memoryview(bytearray(os.urandom(5))) for _ in range(count)]
+    here, there = socket.socketpair()
+    with here, there:
+        trailers = os.urandom(3 * count)
+        deadline = time.monotonic() + WAIT_SECONDS
+        native.send_payloads(there.fileno(), b"head", payloads, trailers, deadline)
+        there.close()
+        whole = b"".join(iter(lambda: here.recv(65536), b""))
+    pieces = [bytes(payload) + trailers[3 * i : 3 * i + 3] for i, payload in enumerate(payloads)]
+    assert whole == b"head" + b"".join(pieces)
+
+
+@needs_library
+@pytest.mark.parametrize("proven", [False, True])
+def test_a_peer_that_takes_nothing_or_has_left_ends_a_send(proven: bool) -> None:
+    payloads = [memoryview(bytearray(8 * 1024**2))]  # more than the kernel's buffers take
+
+    def send(until: float) -> None:
+        if proven:
+            native.send_proven(there.fileno(), payloads, bytes(16), [None], until)
+        else:
+            native.send_payloads(there.fileno(), b"", payloads, b"", until)
+
+    here, there = socket.socketpair()
+    with here, there:
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            send(began + 0.05)
+        assert time.monotonic() - began >= 0.05
+        here.close()
+        with pytest.raises(BrokenPipeError):
+            send(time.monotonic() + WAIT_SECONDS)
+
+
 def test_a_library_of_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     native.library.cache_clear()
     with monkeypatch.context() as patch:

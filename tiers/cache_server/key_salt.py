@@ -20,7 +20,6 @@ from pathlib import Path
 
 from ..block import DIGEST_BYTES
 from ..errors import TierConfigError
-from ..native.library import salt_keys
 
 # The server's secret, which the names of kept blocks are salted with: read, or made once.
 # Whoever has it can tell which prompts a disk knows; without it the blocks on the disk cannot be
@@ -92,7 +91,6 @@ class KeySalt:
         if len(secret) < SECRET_BYTES:
             raise ValueError(f"a server secret has {SECRET_BYTES} bytes or more, not {len(secret)}")
         tenant_key = hmac.digest(secret, tenant.encode(), "sha256")
-        self._tenant_key = tenant_key
         padded = tenant_key.ljust(_BLOCK_BYTES, b"\0")
         # HMAC with its two key blocks hashed in advance: half the work for each key.
         self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
@@ -100,9 +98,6 @@ class KeySalt:
 
     def stored(self, keys: Sequence[bytes]) -> list[bytes]:
         """The 40-byte stored keys of 40-byte keys."""
-        salted = salt_keys(self._tenant_key, keys)
-        if salted is not None:
-            return salted
         inner, outer = self._inner, self._outer
         result = []
         for key in keys:

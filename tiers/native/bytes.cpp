@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the tiers do to many bytes in one call, without the interpreter: digests (XXH3, 128 bits, no
-// seed) of bytes as they are copied, received or sent, tags of what is sent, and salted keys.
+// seed) of bytes as they are copied, received or sent, and tags of what is received or sent.
 //
 // A digest is of what is written: every 64 bytes are read once, and what was read is both stored
 // and taken into the digest, so that nobody who changes the source meanwhile can have other bytes
@@ -358,92 +358,6 @@ EXPORTED WIDE int64_t stratakv_bytes_send_proven(int64_t fd, const uint8_t *cons
         }
         const int64_t status = send_vector(fd, vector, pieces, i < count ? MSG_MORE : 0, deadline);
         if (status) return status;
-    }
-    return 0;
-}
-
-// ---- SHA-256
-
-#define SHA __attribute__((target("sha,sse4.1")))
-
-static const uint32_t ROUNDS[64] __attribute__((aligned(16))) = {
-    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
-    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
-    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
-    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
-    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
-    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
-    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
-    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
-};
-
-// Half the words of a state each, as the instructions want them.
-struct Hash {
-    __m128i abef, cdgh;
-};
-
-SHA static Hash compressed(Hash hash, const uint8_t *data) {
-    const __m128i turned = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
-    __m128i words[4];
-    for (int i = 0; i < 4; i++)
-        words[i] = _mm_shuffle_epi8(
-            _mm_loadu_si128(reinterpret_cast<const __m128i *>(data) + i), turned);
-    __m128i abef = hash.abef, cdgh = hash.cdgh;
-    for (int i = 0; i < 16; i++) {
-        const __m128i now = words[i % 4], last = words[(i + 3) % 4];
-        const __m128i sum =
-            _mm_add_epi32(now, _mm_load_si128(reinterpret_cast<const __m128i *>(ROUNDS) + i));
-        cdgh = _mm_sha256rnds2_epu32(cdgh, abef, sum);
-        abef = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(sum, 0x0e));
-        const __m128i later = _mm_add_epi32(_mm_sha256msg1_epu32(now, words[(i + 1) % 4]),
-                                            _mm_alignr_epi8(last, words[(i + 2) % 4], 4));
-        words[i % 4] = _mm_sha256msg2_epu32(later, last);
-    }
-    return {_mm_add_epi32(abef, hash.abef), _mm_add_epi32(cdgh, hash.cdgh)};
-}
-
-// The 32 bytes of a digest.
-SHA static void write_hash(const Hash &hash, uint8_t *to) {
-    const __m128i turned = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
-    const __m128i feba = _mm_shuffle_epi32(hash.abef, 0x1b), dchg = _mm_shuffle_epi32(hash.cdgh, 0xb1);
-    const __m128i abcd = _mm_blend_epi16(feba, dchg, 0xf0), efgh = _mm_alignr_epi8(dchg, feba, 8);
-    __m128i *const target = reinterpret_cast<__m128i *>(to);
-    _mm_storeu_si128(target, _mm_shuffle_epi8(abcd, turned));
-    _mm_storeu_si128(target + 1, _mm_shuffle_epi8(efgh, turned));
-}
-
-// The last block of a message of `before` bytes that were hashed and these, fewer than 56.
-static void pad(uint8_t *block, int64_t size, int64_t before) {
-    block[size] = 0x80;
-    memset(block + size + 1, 0, 64 - size - 1);
-    const uint64_t bits = __builtin_bswap64(8 * (before + size));
-    memcpy(block + 56, &bits, sizeof bits);
-}
-
-// Whether this processor has the instructions for `salt`.
-EXPORTED int64_t stratakv_bytes_salts() {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("sha") != 0 && __builtin_cpu_supports("sse4.1") != 0;
-}
-
-// Replaces the first 32 bytes of each of `count` keys of `size` bytes (32 to 55) by the HMAC-SHA256
-// of the key. `secret` is the key of the HMAC, with zeros up to 64 bytes.
-EXPORTED SHA int64_t stratakv_bytes_salt(const uint8_t *secret, uint8_t *keys, int64_t count,
-                                         int64_t size) {
-    if (size < 32 || size > 55) return EINVAL;
-    const Hash start = {_mm_set_epi32(0x6a09e667, 0xbb67ae85, 0x510e527f, 0x9b05688c),
-                        _mm_set_epi32(0x3c6ef372, 0xa54ff53a, 0x1f83d9ab, 0x5be0cd19)};
-    uint8_t block[64];
-    for (int i = 0; i < 64; i++) block[i] = secret[i] ^ 0x36;
-    const Hash inner = compressed(start, block);
-    for (int i = 0; i < 64; i++) block[i] = secret[i] ^ 0x5c;
-    const Hash outer = compressed(start, block);
-    for (uint8_t *key = keys; key < keys + count * size; key += size) {
-        memcpy(block, key, size);
-        pad(block, size, 64);
-        write_hash(compressed(inner, block), block);
-        pad(block, 32, 64);
-        write_hash(compressed(outer, block), key);
     }
     return 0;
 }

@@ -36,7 +36,7 @@ class PeerLeft(OSError):
 
 
 class Library:
-    """Its functions. `runs`: whether this processor runs them, `salts`: also `salt`."""
+    """Its functions. `runs`: whether this processor runs them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         size, address = ctypes.c_int64, ctypes.c_void_p
@@ -56,14 +56,10 @@ class Library:
             "receive", size, address, size, size, address, size, size, address, address, size,
             address, address,
         )  # fmt: skip
-        self.send = function(
-            "send", size, address, size, address, size, size, address, size, size
-        )
+        self.send = function("send", size, address, size, address, size, size, address, size, size)
         self.send_proven = function(
             "send_proven", size, address, size, size, address, size, address, address, size, address
         )
-        self.salts = bool(function("salts")())
-        self.salt = function("salt", address, address, size, size)
 
 
 @functools.cache
@@ -246,19 +242,3 @@ def _lost(status: int) -> OSError | None:
     if status == _LATE:
         return TimeoutError("the deadline passed")
     return OSError(status, os.strerror(status)) if status else None
-
-
-def salt_keys(secret: bytes, keys: Sequence[bytes]) -> list[bytes] | None:
-    """Keys of one length of 32 to 55 bytes, the first 32 of each replaced by the HMAC-SHA256 of all
-    of it with a `secret` of up to 64 bytes. None where the library cannot do that here."""
-    found = library()
-    if found is None or not found.salts:
-        return None
-    joined, count = b"".join(keys), len(keys)
-    size = len(keys[0]) if keys else 32
-    room = ctypes.create_string_buffer(joined, len(joined))
-    fits = len(joined) == count * size and len(secret) <= 64
-    if not fits or found.salt(secret.ljust(64, b"\0"), room, count, size):
-        raise ValueError(f"keys of one length of 32 to 55 bytes can be salted, not of {size}")
-    raw = room.raw
-    return [raw[start : start + size] for start in range(0, len(raw), size)]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks through a connection: payload and what follows it, hashed while the bytes are warm. Where
-the compiled library runs, one call of it receives and hashes all blocks that are on their way.
+the compiled library runs, one call of it receives and hashes all blocks that are on their way, and
+another one sends as many.
 
 Both ends use it.
 """

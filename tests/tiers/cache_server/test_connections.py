@@ -107,6 +107,17 @@ def test_what_lies_behind_a_payload_in_a_buffer_stays(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_blocks_in_memory_that_is_read_only_are_stored(plane: Plane, kind: str) -> None:
+    keys = make_keys(2)
+    payloads = [payload_of(key, LAYOUT) for key in keys]
+    connection = plane.connect(kind)
+    views = list(map(memoryview, payloads))
+    assert connection.store(keys, views, [None] * 2, soon()) == [State.KEPT] * 2
+    assert fetch(connection, keys, LAYOUT) == payloads
+    connection.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_empty_batch_and_a_full_one_are_answered(kind: str) -> None:
     plane = Plane(slots=2 * MAX_BLOCKS)
     connection = plane.connect(kind)

@@ -195,7 +195,6 @@ def test_what_waits_at_the_end_is_abandoned_though_the_disk_hangs(
     assert open_store().lookup(keys) == [Answer.HIT, Answer.MISS, Answer.MISS]
 
 
-
 def test_close_abandons_reads_that_have_not_begun_in_time(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
