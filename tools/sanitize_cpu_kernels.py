@@ -11,7 +11,7 @@ Needs GCC with its sanitizers.
     python tools/sanitize_cpu_kernels.py --part planted      a fault made on purpose must be found
     python tools/sanitize_cpu_kernels.py --part test_cpu_network.py -k pass    options are pytest's
 
-Building takes some 200 s of a processor, of which each variant of the library is half; what is
+Building takes some 300 s of a processor, of which each variant of the library is a third; what is
 compiled once is not compiled again. So a machine that is busy does it in parts, each in its own
 time: whatever was begun and ended counts.
 """

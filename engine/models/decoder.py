@@ -307,8 +307,9 @@ class Decoder:
     def logits(self, hidden: Tensor, wanted: npt.NDArray[np.uint32] | None = None) -> Tensor:
         """`[rows, vocab]` of what `forward` returned. Apart from it, so that the logits of a long
         prompt can be computed piece by piece. Those of tokens without a bit in `wanted`, bit
-        `t % 32` of word `t // 32`, may be left out, and are 0 then."""
-        logits = self._head(hidden, wanted)
+        `t % 32` of word `t // 32`, may be left out, and are 0 then. In the type of the computation,
+        or float32, rounded to that type: the sampler widens them anyway."""
+        logits = self._head(hidden, wanted, is_wide=self._logits_softcap is None)
         if self._logits_softcap is not None:
             logits = (logits / self._logits_softcap).tanh_() * self._logits_softcap
         return logits

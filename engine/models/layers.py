@@ -55,11 +55,14 @@ class Linear:
             else weight
         )
 
-    def __call__(self, x: Tensor, wanted: npt.NDArray[np.uint32] | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, wanted: npt.NDArray[np.uint32] | None = None, *, is_wide: bool = False
+    ) -> Tensor:
         """`[rows, out]`. Outputs without a bit in `wanted`, bit `i % 32` of word `i // 32`, may be
-        left out, and are 0 then."""
+        left out, and are 0 then. With `is_wide`, those of 16-bit types may come as float32, rounded
+        all the same."""
         if self.packed is not None:
-            return self.packed(x, wanted)
+            return self.packed(x, wanted, is_wide=is_wide)
         if self._is_packed:
             product: Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self._weight, self._bias, "none", [], ""

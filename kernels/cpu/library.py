@@ -76,7 +76,7 @@ class Product(ctypes.Structure):
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in ("x", "out", "workspace")],
         *[(name, ctypes.c_int64) for name in (
-            "workspace_bytes", "rows", "x_row", "out_row", "activation", "element",
+            "workspace_bytes", "rows", "x_row", "out_row", "activation", "element", "is_wide",
         )],
         ("wanted", ctypes.c_void_p),
         ("wanted_words", ctypes.c_int64),

@@ -19,10 +19,10 @@
 
 namespace {
 
-constexpr int MOST_ROWS = VECTOR_BYTES == 64 ? 12 : 6;  // of a block of accumulators
+constexpr int MOST_ROWS = VECTOR_BYTES == 64 ? 14 : 6;  // of a block of accumulators
 constexpr int MOST_PANELS = 4;
 // Rows that share what is read of a matrix, in a task: with usual sizes they stay in the cache.
-constexpr int64_t ROWS_AT_ONCE = 8 * MOST_ROWS;
+constexpr int64_t ROWS_AT_ONCE = 7 * MOST_ROWS;
 // From here on a panel of 16-bit numbers is widened once and not for every block of rows.
 constexpr int64_t WORTH_WIDENING = 3 * MOST_ROWS / 2;
 
@@ -67,36 +67,70 @@ template <class T> inline void pad(T *row, int64_t ins) {
     for (int64_t k = ins; k < padded<T>(ins); k++) row[k] = T{};
 }
 
+template <class E, class A> inline void widen(const E *from, int64_t count, A *to) {
+    int64_t d = 0;
+    for (; d + LANES<A> <= count; d += LANES<A>) store(to + d, load(from + d));
+    for (; d < count; d++) to[d] = widened(from[d]);
+}
+
+// A row of elements as a row of inputs, each of which is a number of either type.
+template <class E, class T> inline void take_inputs(const E *from, int64_t count, T *to) {
+    if constexpr (sizeof(E) == sizeof(T))
+        __builtin_memcpy(to, from, size_t(count) * sizeof(E));
+    else
+        widen(from, count, to);
+    pad(to, count);
+}
+
 template <class A> inline int64_t panels_of(const Matrix &matrix) {
     return quotient_up(matrix.outs, PANEL<A>) * (matrix.is_pair ? 2 : 1);
 }
 
+// What will be read next: each step of a product sends for one line of it.
+struct NextLines {
+    const char *at;
+    int64_t each;  // bytes from one line to the next
+};
+
 // `tile` `[MR, NP panels]` = a `[MR, depth]` times NP panels; `depth` is padded.
 template <int MR, int NP, class B, class T, class A>
 inline void multiply_panels(const T *a, int64_t a_row, const B *b, int64_t b_panel, int64_t depth,
-                            A *tile, int64_t tile_row) {
+                            A *tile, int64_t tile_row, NextLines next = {nullptr, 0}) {
     constexpr int64_t STEP = Inputs<T>::TOGETHER;
     V<A> acc[MR][2 * NP];
-#pragma GCC unroll 12
+#pragma GCC unroll 14
     for (int m = 0; m < MR; m++)
 #pragma GCC unroll 8
         for (int j = 0; j < 2 * NP; j++) acc[m][j] = V<A>{};
-    for (int64_t k = 0; k < depth; k += STEP) {
+    // Every third row has a pointer, from which the two behind it are reached: with one for each row,
+    // or a distance, there are more of them than registers.
+    constexpr int POINTERS = (MR + 2) / 3;
+    const T *rows[POINTERS];
+#pragma GCC unroll 5
+    for (int i = 0; i < POINTERS; i++) rows[i] = a + 3 * i * a_row;
+    for (const B *end = b + depth * PANEL<A>; b < end; b += STEP * PANEL<A>) {
         V<A> right[2 * NP];
+        if constexpr (MR > 3) {  // fewer rows read as fast as the memory gives
+            __builtin_prefetch(next.at, 0, 2);
+            next.at += next.each;
+        }
 #pragma GCC unroll 4
         for (int p = 0; p < NP; p++) {
-            const B *from = b + p * b_panel + k * PANEL<A>;
-            right[2 * p] = Inputs<T>::weights(from);
-            right[2 * p + 1] = Inputs<T>::weights(from + STEP * LANES<A>);
+            right[2 * p] = Inputs<T>::weights(b + p * b_panel);
+            right[2 * p + 1] = Inputs<T>::weights(b + p * b_panel + STEP * LANES<A>);
         }
-#pragma GCC unroll 12
+#pragma GCC unroll 5
+        for (int i = 0; i < POINTERS; i++) asm("" : "+r"(rows[i]));
+#pragma GCC unroll 14
         for (int m = 0; m < MR; m++) {
-            const V<A> left = Inputs<T>::everywhere(a + m * a_row + k);
+            const V<A> left = Inputs<T>::everywhere(rows[m / 3] + m % 3 * a_row);
 #pragma GCC unroll 8
             for (int j = 0; j < 2 * NP; j++) acc[m][j] = Inputs<T>::add(acc[m][j], left, right[j]);
         }
+#pragma GCC unroll 5
+        for (int i = 0; i < POINTERS; i++) rows[i] += STEP;
     }
-#pragma GCC unroll 12
+#pragma GCC unroll 14
     for (int m = 0; m < MR; m++)
 #pragma GCC unroll 8
         for (int j = 0; j < 2 * NP; j++) store(tile + m * tile_row + j * LANES<A>, acc[m][j]);
@@ -104,14 +138,14 @@ inline void multiply_panels(const T *a, int64_t a_row, const B *b, int64_t b_pan
 
 template <int MR, class B, class T, class A>
 inline void multiply_rows(int64_t rows, const T *a, int64_t a_row, const B *b, int64_t depth,
-                          A *tile, int64_t tile_row) {
+                          A *tile, int64_t tile_row, NextLines next) {
     if constexpr (MR == 1) {
-        multiply_panels<1, 1>(a, a_row, b, 0, depth, tile, tile_row);
+        multiply_panels<1, 1>(a, a_row, b, 0, depth, tile, tile_row, next);
     } else {
         if (rows == MR)
-            multiply_panels<MR, 1>(a, a_row, b, 0, depth, tile, tile_row);
+            multiply_panels<MR, 1>(a, a_row, b, 0, depth, tile, tile_row, next);
         else
-            multiply_rows<MR - 1>(rows, a, a_row, b, depth, tile, tile_row);
+            multiply_rows<MR - 1>(rows, a, a_row, b, depth, tile, tile_row, next);
     }
 }
 
@@ -145,9 +179,15 @@ void multiply_packed(const T *a, int64_t a_row, int64_t rows, const Matrix &matr
         const auto multiply_by = [&](const auto *panels) {
             for (int64_t block = 0, row = 0; block < blocks; block++) {
                 const int64_t here = (rows - row) / (blocks - block);  // as even as can be
-                for (int64_t u = 0; u < unit; u++)
+                for (int64_t u = 0; u < unit; u++) {
+                    // The first two blocks send for half of the next panel each.
+                    NextLines next = {(const char *)from, 0};
+                    if (block < 2 && blocks > 1 && p + unit < end)
+                        next = {(const char *)(from + (unit + u) * size + block * size / 2),
+                                Inputs<T>::TOGETHER * PANEL<A> * int64_t(sizeof(E)) / 2};
                     multiply_rows<MOST_ROWS>(here, a + row * a_row, a_row, panels + u * size, depth,
-                                             tile + u * PANEL<A>, row_size);
+                                             tile + u * PANEL<A>, row_size, next);
+                }
                 for (int64_t m = 0; m < here; m++) put(row + m, p, tile + m * row_size);
                 row += here;
             }
@@ -173,6 +213,12 @@ template <class A> inline V<A> biased(const Matrix &matrix, int64_t panel, int64
     return value + load((const A *)matrix.bias + panel * PANEL<A> + at);
 }
 
+template <class A>
+inline void add_bias(const Matrix &matrix, int64_t panel, const A *values, A *sums) {
+    for (int64_t i = 0; i < PANEL<A>; i += LANES<A>)
+        store(sums + i, biased<A>(matrix, panel, i, load(values + i)));
+}
+
 template <class O, class A> inline void put_panel(const A *sums, int64_t count, O *to) {
     if (count == PANEL<A>) {
         narrow_vector(load(sums), to);
@@ -189,9 +235,24 @@ template <class O, class A> struct Stored {
     inline void operator()(int64_t row, int64_t panel, const A *values) const {
         const int64_t column = panel * PANEL<A>, count = columns_here<A>(matrix, column);
         A sums[PANEL<A>];
-        for (int64_t i = 0; i < PANEL<A>; i += LANES<A>)
-            store(sums + i, biased<A>(matrix, panel, i, load(values + i)));
+        add_bias(matrix, panel, values, sums);
         put_panel(sums, count, out + row * out_row + column);
+    }
+};
+
+// Rounded to elements and widened again.
+template <class E, class A> struct Widened {
+    const Matrix &matrix;
+    A *out;
+    int64_t out_row;
+    inline void operator()(int64_t row, int64_t panel, const A *values) const {
+        A sums[PANEL<A>];
+        E elements[PANEL<A>];
+        add_bias(matrix, panel, values, sums);
+        put_panel(sums, int64_t(PANEL<A>), elements);
+        const int64_t column = panel * PANEL<A>, count = columns_here<A>(matrix, column);
+        A *to = out + row * out_row + column;
+        for (int64_t i = 0; i < count; i++) to[i] = widened(elements[i]);
     }
 };
 

@@ -22,6 +22,7 @@ from .library import ELEMENTS, CpuLibrary, Matrix, Missing, Product, cpu_library
 from .workspace import Workspace
 
 SILU, GELU_TANH = 0, 1
+_MANY_BYTES = 8 << 20  # of results, as the logits of many requests are: they are new memory
 
 
 def reason_against_matrices(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -80,15 +81,24 @@ class PackedMatrix:
         self._product = Product(activation=activation, element=element, matrix=self.matrix)
         self._address = ctypes.addressof(self._product)
 
-    def __call__(self, x: Tensor, wanted: npt.NDArray[np.uint32] | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, wanted: npt.NDArray[np.uint32] | None = None, *, is_wide: bool = False
+    ) -> Tensor:
         """`[rows, outs]` of `[rows, ins]`. `wanted`, not of a pair, has a bit for each output, bit
-        `i % 32` of word `i // 32`: outputs without one may be left out, and are 0 then."""
+        `i % 32` of word `i // 32`: outputs without one may be left out, and are 0 then. With
+        `is_wide`, not of a pair, results of 16-bit types come as float32, rounded all the same."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         if x.dim() != 2 or x.shape[1] != self.ins or x.dtype != self.dtype:
             raise ValueError(f"expected {self.dtype} [rows, {self.ins}], got {x.dtype} {x.shape}")
         product, threads = self._product, torch.get_num_threads()
+        shape, dtype = (len(x), self.outs), self.dtype
+        if is_wide and not self.matrix.is_pair:
+            dtype = torch.promote_types(dtype, torch.float32)
+        product.is_wide = dtype != self.dtype
         if wanted is None:
-            out = torch.empty((len(x), self.outs), dtype=self.dtype)
+            out = torch.empty(shape, dtype=dtype)
+            if out.nbytes >= _MANY_BYTES:
+                ask_for_huge_pages(out)
             product.wanted, product.wanted_words = None, 0
         else:
             if self.matrix.is_pair or wanted.ndim != 1 or wanted.dtype != np.uint32:
@@ -97,7 +107,7 @@ class PackedMatrix:
                     f"{wanted.dtype} {wanted.shape}{' for a pair' * self.matrix.is_pair}"
                 )
             wanted = np.ascontiguousarray(wanted)  # kept until the product is done
-            out = torch.zeros((len(x), self.outs), dtype=self.dtype)
+            out = torch.zeros(shape, dtype=dtype)
             product.wanted, product.wanted_words = wanted.ctypes.data, len(wanted)
         product.x, product.out = x.data_ptr(), out.data_ptr()
         product.rows, product.x_row, product.out_row = len(x), x.stride(0), self.outs
@@ -121,8 +131,7 @@ class PackedMatrix:
             raise IndexError(f"expected rows from 0 to {self.outs - 1}, got {wrong}")
         depth = -(-self.ins // self._together)
         panels = self._packed.view(-1, depth, self._panel, self._together)
-        found = panels[ids // self._panel, :, ids % self._panel].reshape(len(ids), -1)
-        return found[:, : self.ins]
+        return panels[ids // self._panel, :, ids % self._panel].flatten(1)[:, : self.ins]
 
 
 def _workspace() -> Workspace:

@@ -19,13 +19,11 @@
 #include "attention.h"
 #include "crew.h"
 #include "matrix.h"
+#include "product.h"
 
 namespace {
 
 constexpr int64_t PHASES_OF_A_LAYER = 9;
-// What a thread must save for it to be woken: products that one thread does in about 0.3 ms, or as
-// long as it takes to read as many weights.
-constexpr int64_t WORTH_A_CREW = int64_t(3) << 20;
 constexpr int64_t NUMBERS_OF_A_TASK = 1 << 13;  // of work by rows
 
 constexpr int64_t MOST_VIEWS = 8;
@@ -117,19 +115,6 @@ template <class A> inline void add(const A *more, int64_t count, A *to) {
     int64_t d = 0;
     for (; d + LANES<A> <= count; d += LANES<A>) store(to + d, load(to + d) + load(more + d));
     for (; d < count; d++) to[d] += more[d];
-}
-template <class E, class A> inline void widen(const E *from, int64_t count, A *to) {
-    int64_t d = 0;
-    for (; d + LANES<A> <= count; d += LANES<A>) store(to + d, load(from + d));
-    for (; d < count; d++) to[d] = widened(from[d]);
-}
-// A row of elements as a row of inputs, each of which is a number of either type.
-template <class E, class T> inline void take_inputs(const E *from, int64_t count, T *to) {
-    if constexpr (sizeof(E) == sizeof(T))
-        __builtin_memcpy(to, from, size_t(count) * sizeof(E));
-    else
-        widen(from, count, to);
-    pad(to, count);
 }
 template <class E, class A> inline void narrow_all(const A *from, int64_t count, E *to) {
     int64_t d = 0;
@@ -359,100 +344,6 @@ template <class E> void pass_as(const Pass &pass, Parallel parallel, int64_t thr
     } else {
         walk<E>(&passage);
     }
-}
-
-// A product by itself. Inputs and results are elements; in between, as above.
-template <class E> struct ProductWork {
-    typedef typename Wide<E>::A A;
-    typedef typename InputOf<E>::T T;
-    const Product *product;
-    const T *x;
-    int64_t x_row;
-    A *widened;  // of each thread
-    int64_t widened_numbers, threads;
-    Cut made;
-    Counter counters[1];
-    int64_t seats;
-};
-
-template <class E> inline int64_t product_threads(const Product &product, int64_t threads) {
-    typedef typename Wide<E>::A A;
-    const Wanted<A> wanted = {product.wanted, product.wanted_words};
-    const int64_t outs = wanted.of(panels_of<A>(product.matrix)) * PANEL<A>;
-    const int64_t products = at_least(product.rows, 4) / 4 * product.matrix.ins * outs;
-    return at_least(1, at_most(threads, products / (WORTH_A_CREW / 4)));
-}
-
-template <class E> void work_on(void *data) {
-    typedef typename Wide<E>::A A;
-    ProductWork<E> &work = *(ProductWork<E> *)data;
-    const Product &product = *work.product;
-    const Matrix &matrix = product.matrix;
-    const int64_t seat = __atomic_fetch_add(&work.seats, 1, __ATOMIC_RELAXED);
-    A *widened = work.widened + seat * work.widened_numbers;
-    Crew crew = {work.counters, work.threads};
-    go_through(crew, 0, work.made.row_blocks * work.made.panel_blocks, [&](int64_t i) {
-        if (matrix.is_pair)
-            multiply_task<E>(work.made, i, work.x, work.x_row, product.rows, matrix, widened,
-                             [&](int64_t row) {
-                                 return Gated<E, A>{matrix,
-                                                    (E *)product.out + row * product.out_row,
-                                                    product.out_row, product.activation == 1};
-                             });
-        else
-            multiply_task<E>(work.made, i, work.x, work.x_row, product.rows, matrix, widened,
-                             [&](int64_t row) {
-                                 return Stored<E, A>{matrix,
-                                                     (E *)product.out + row * product.out_row,
-                                                     product.out_row};
-                             },
-                             Wanted<A>{product.wanted, product.wanted_words});
-    });
-}
-
-// Whether elements are inputs as they lie.
-template <class E> constexpr bool ARE_INPUTS =
-    sizeof(E) == sizeof(typename InputOf<E>::T) && Inputs<typename InputOf<E>::T>::TOGETHER == 1;
-
-template <class E> int64_t product_bytes_as(const Product &product, int64_t threads) {
-    typedef typename Wide<E>::A A;
-    typedef typename InputOf<E>::T T;
-    const int64_t ins = product.matrix.ins;
-    const int64_t inputs =
-        ARE_INPUTS<E> ? 0 : product.rows * row_of<T>(ins) * int64_t(sizeof(T));
-    return inputs + threads * (2 * round_up(ins, 16) * PANEL<A> + 16) * int64_t(sizeof(A)) + 64;
-}
-
-template <class E> void multiply_as(const Product &product, Parallel parallel, int64_t threads) {
-    typedef typename Wide<E>::A A;
-    typedef typename InputOf<E>::T T;
-    const Matrix &matrix = product.matrix;
-    const int64_t ins = round_up(matrix.ins, 16);
-    ProductWork<E> work;
-    work.product = &product;
-    char *at = aligned(product.workspace);
-    if constexpr (ARE_INPUTS<E>) {
-        work.x = (const T *)product.x;
-        work.x_row = product.x_row;
-    } else {
-        T *inputs = (T *)at;
-        work.x = inputs;
-        work.x_row = row_of<T>(matrix.ins);
-        for (int64_t row = 0; row < product.rows; row++)
-            take_inputs((const E *)product.x + row * product.x_row, matrix.ins,
-                        inputs + row * work.x_row);
-        at += product.rows * work.x_row * int64_t(sizeof(T));
-    }
-    work.widened = (A *)at;
-    work.widened_numbers = 2 * ins * PANEL<A> + 16;
-    work.threads = parallel ? product_threads<E>(product, threads) : 1;
-    work.made = cut<A>(matrix, product.rows, work.threads);
-    work.counters[0] = Counter{};
-    work.seats = 0;
-    if (work.threads > 1)
-        parallel(work_on<E>, &work, unsigned(work.threads), 0);
-    else
-        work_on<E>(&work);
 }
 
 int64_t panel(int64_t element) { return element == FLOAT64 ? PANEL<double> : PANEL<float>; }

@@ -52,7 +52,7 @@ struct Matrix {
     int64_t is_pair;  // two matrices of this size in turns
 };
 
-// A product by itself: out `[rows, outs]` of x `[rows, ins]`, both of elements.
+// A product by itself: out `[rows, outs]` of x `[rows, ins]`, both of elements unless `is_wide`.
 struct Product {
     const void *x;
     void *out;
@@ -61,6 +61,7 @@ struct Product {
     int64_t rows, x_row, out_row;
     int64_t activation;  // of a pair: 0 SiLU, 1 GELU by tanh
     int64_t element;
+    int64_t is_wide;  // of one matrix: out is of what is added up in, its numbers rounded to elements
     // A bit for each output, of one matrix: panels without any are left out, and nothing is written
     // for their outputs. Outputs beyond the words have none. Null: all are computed.
     const uint32_t *wanted;

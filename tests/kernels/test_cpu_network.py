@@ -114,6 +114,24 @@ def test_outputs_that_nobody_wants_are_left_out_and_others_keep_their_bits(
         pair(draw(1, 4, dtype=dtype), np.zeros(1, np.uint32))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wide_results_are_the_same_numbers(dtype: torch.dtype) -> None:
+    product = PackedMatrix((draw(97, 30, dtype=dtype),), (draw(97, dtype=dtype, seed=1),))
+    words = np.array([1, 0, 1 << 31], np.uint32)
+    for rows in (1, 5, 40):
+        x = draw(rows, 30, dtype=dtype, seed=rows)
+        for wanted in (None, words):
+            found = product(x, wanted, is_wide=True)
+            assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+            assert torch.equal(found, product(x, wanted).to(found.dtype))
+
+
+def test_rows_that_lie_in_one_set_of_the_cache_give_the_same_numbers() -> None:
+    product, x = PackedMatrix((draw(70, 30, dtype=torch.float32),)), torch.zeros(20, 1024)
+    x[:, :30] = draw(20, 30, dtype=torch.float32)
+    assert torch.equal(product(x[:, :30]), product(x[:, :30].contiguous()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rows_bits_depend_neither_on_threads_nor_on_other_rows(dtype: torch.dtype) -> None:
     weight, x = draw(700, 300, dtype=dtype), draw(120, 300, dtype=dtype)

@@ -69,7 +69,8 @@ def test_a_tied_matrix_is_kept_in_its_packed_form_alone(directory, dtype) -> Non
     gc.collect()
     assert gone() is None, "the decoder keeps the matrix beside its packed form"
     assert torch.equal(decoder.embed(ids), rows)
-    assert torch.equal(decoder.logits(hidden), logits)
+    found = decoder.logits(hidden)  # float32 for 16-bit types, and rounded
+    assert torch.equal(found, logits.to(found.dtype))
     assert decoder.element_bytes == dtype.itemsize
 
 
