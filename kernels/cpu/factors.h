@@ -26,11 +26,11 @@ template <class A> struct Numbers {
     template <class E> static inline void keep_elements(const E *from, int64_t count, A *to) {
         for (int64_t d = 0; d < count; d += LANES<A>) store(to + d, load(from + d));
     }
-    // The values of DEPTH tokens (null: zeros) into one row of panels, which are `panel` apart.
+    // Values of DEPTH tokens (null: zeros) from number `d` on, a panel's or what is left of `dim`.
     template <class E>
-    static inline void keep_values(const E *const *from, int64_t dim, A *to, int64_t panel) {
-        for (int64_t d = 0; d < dim; d += LANES<A>)
-            store(to + d / PANEL<A> * panel + d % PANEL<A>, *from ? load(*from + d) : V<A>{});
+    static inline void keep_values(const E *const *from, int64_t d, int64_t dim, A *to) {
+        for (int64_t end = at_most(d + PANEL<A>, dim); d < end; d += LANES<A>, to += LANES<A>)
+            store(to, *from ? load(*from + d) : V<A>{});
     }
 };
 
@@ -64,21 +64,18 @@ struct Pairs {
     static inline void keep_elements(const BFloat16 *from, int64_t count, Pair *to) {
         __builtin_memcpy(to, from, size_t(count) * sizeof(BFloat16));
     }
-    static inline void keep_values(const BFloat16 *const *from, int64_t dim, Pair *to,
-                                   int64_t panel) {
+    static inline void keep_values(const BFloat16 *const *from, int64_t d, int64_t, Pair *to) {
         typedef HalfWords I;
         const I turns = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                          8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-        for (int64_t d = 0; d < dim; d += PANEL<float>, to += panel) {
-            const I left = from[0] ? read_as<I>(from[0] + d) : I{};
-            const I right = from[1] ? read_as<I>(from[1] + d) : I{};
-            const I first = (I)_mm512_permutex2var_epi16((__m512i)left, (__m512i)turns,
-                                                         (__m512i)right);
-            const I second = (I)_mm512_permutex2var_epi16((__m512i)left, (__m512i)(turns + 16),
-                                                          (__m512i)right);
-            __builtin_memcpy(to, &first, sizeof(I));
-            __builtin_memcpy(to + LANES<float>, &second, sizeof(I));
-        }
+        const I left = from[0] ? read_as<I>(from[0] + d) : I{};
+        const I right = from[1] ? read_as<I>(from[1] + d) : I{};
+        const I first = (I)_mm512_permutex2var_epi16((__m512i)left, (__m512i)turns,
+                                                     (__m512i)right);
+        const I second = (I)_mm512_permutex2var_epi16((__m512i)left, (__m512i)(turns + 16),
+                                                      (__m512i)right);
+        __builtin_memcpy(to, &first, sizeof(I));
+        __builtin_memcpy(to + LANES<float>, &second, sizeof(I));
     }
 };
 #endif

@@ -135,7 +135,7 @@ inline void weigh_values(const BFloat16 *const *values, int64_t offset, int64_t 
         for (int j = 0; j < DV; j++) store(out + m * dim + j * LANES<float>, acc[m][j]);
 }
 
-// Results `[count]` of pairs come into their order.
+// Results `[count]` of pairs come into their order; those of numbers are in it.
 inline void in_order(Pairs, float *out, int64_t count) {
     typedef IntVector I;
     for (int64_t d = 0; d < count; d += PANEL<float>) {
@@ -200,7 +200,7 @@ inline void weigh_group(const E *const *values, int64_t offset, int64_t count,
 #undef WEIGH
 }
 
-// How much lies where, of so many rows times heads. `of_rows` and `of_sums` are for one of several.
+// How much lies where, of so many rows times heads.
 template <class A> struct PartScratch {
     int64_t vectors, dim;
 

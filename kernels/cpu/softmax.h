@@ -57,9 +57,10 @@ template <class A> struct Softmax {
     inline void weigh(A *scores, int64_t row_stride, int64_t row, int64_t rows, int64_t width,
                       bool is_whole, Of seen) const {
         const A unit = softcap > 0 ? UNIT<A> : scale * UNIT<A>;
+        const V<A> lowest = all_of(-(A)__builtin_inf());
         V<A> best[LANES<A>], total[LANES<A>];
-        for (int64_t i = 0; i < LANES<A>; i++) {
-            best[i] = all_of(-(A)__builtin_inf());
+        for (int64_t i = rows; i < LANES<A>; i++) {
+            best[i] = lowest;
             total[i] = V<A>{};
         }
         for (int64_t i = 0; i < rows; i++) {
@@ -74,14 +75,13 @@ template <class A> struct Softmax {
                 for (int64_t t = at_least(here.end, here.first); t < width; t++)
                     of_row[t] = -__builtin_inf();
             }
-            V<A> largest = best[i];
+            V<A> largest = lowest;
             for (int64_t t = 0; t < width; t += LANES<A>) {
                 const V<A> score = load(of_row + t);
                 largest = score > largest ? score : largest;
             }
             best[i] = largest;
         }
-        const V<A> lowest = all_of(-(A)__builtin_inf());
         const V<A> found = maxima(best) * unit, before = load(tops + row);
         const V<A> now = found > before ? found : before;
         const V<A> taken = now == lowest ? V<A>{} : now;

@@ -93,8 +93,9 @@ void read_tile(const Step &step, int64_t index, int64_t head, int64_t tile, int6
         value[t] = block_of<E>(step, step.values, index, token) + offset;
     }
     for (int i = 0; i < F::DEPTH; i++) value[count + i] = nullptr;
-    for (int64_t t = 0; t < count; t += F::DEPTH)
-        F::keep_values(value + t, dim, values + t / F::DEPTH * PANEL<A>, PANEL_ROWS * PANEL<A>);
+    for (int64_t d = 0; d < dim; d += PANEL<A>, values += PANEL_ROWS * PANEL<A>)
+        for (int64_t t = 0; t < count; t += F::DEPTH)
+            F::keep_values(value + t, d, dim, values + t / F::DEPTH * PANEL<A>);
     for (int64_t t = 0; t < count; t += LANES<A>) {
         typename F::Number *to = keys + t / PANEL<A> * (depth * PANEL<A>) + t % PANEL<A>;
         for (int64_t d = 0; d < dim; d += LANES<A> * F::DEPTH) {

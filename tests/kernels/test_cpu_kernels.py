@@ -29,7 +29,7 @@ NATIVE_ONLY = pytest.mark.skipif(
 )
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Query heads of a kv head, kv heads, head size, block size.
-SHAPES = ((1, 1, 16, 1), (2, 2, 64, 16), (4, 1, 128, 32), (7, 2, 80, 5), (17, 1, 48, 4))
+SHAPES = ((1, 1, 16, 1), (2, 2, 64, 16), (7, 1, 128, 32), (4, 2, 80, 5), (17, 1, 48, 4))
 OPTIONS = ({}, {"window": 7}, {"window": 300}, {"softcap": 3.0}, {"softcap": 3.0, "window": 20})
 # Each dtype meets each shape, and each shape most options.
 CASES = [
@@ -81,9 +81,12 @@ def bits_of(case: object, threads: int) -> torch.Tensor:
         torch.set_num_threads(before)
 
 
-def test_a_requests_bits_depend_neither_on_threads_nor_on_other_requests(variant: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_requests_bits_depend_neither_on_threads_nor_on_other_requests(
+    variant: str, dtype: torch.dtype
+) -> None:
     """Enough work that several threads are used where there are several."""
-    case = make_case(CPU, [3000, 700, 2100, 5], group=2, kv_heads=2)
+    case = make_case(CPU, [3000, 700, 2100, 5], group=2, kv_heads=2, dtype=dtype)
     alone, together = bits_of(case, 1), bits_of(case, 3)
     assert torch.equal(alone, together)
     single = paged_decode(
@@ -91,7 +94,8 @@ def test_a_requests_bits_depend_neither_on_threads_nor_on_other_requests(variant
         **case.options,
     )  # fmt: skip
     assert torch.equal(single[0], alone[1])
-    long = make_batch(Case(((300, 400), (1, 2000), (20, 0)), heads=4, kv_heads=2), CPU)
+    chunks = ((300, 400), (1, 2000), (20, 0))
+    long = make_batch(Case(chunks, heads=4, kv_heads=2, dtype=dtype), CPU)
     # Rows of no request stay NaN, which equals nothing.
     assert torch.equal(bits_of(long, 1).nan_to_num(9.0), bits_of(long, 3).nan_to_num(9.0))
 
