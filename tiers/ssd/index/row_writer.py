@@ -16,9 +16,7 @@ from .index_file import IndexFile
 from .slot_index import Entry
 
 ROWS_PER_COMMIT = 4096
-# At most this part of the slots is freed before it is needed. Less than a batch, which is mostly an
-# eighth of the slab above, costs a commit for the rest of it.
-_AHEAD_SHARE = 8
+_AHEAD_SHARE = 16  # at most this part of the slots is freed before it is needed
 # Last uses go with the rows of new blocks, but not with each commit: the same block would be used,
 # written and used again. A power cut or a kill takes those of so many seconds, and no block.
 USES_SECONDS = 10.0
