@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 
 import torch
 
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
+# What is smaller than half of this lies in one piece with others.
+_PIECE_BYTES = 16 << 20
+_LINE_BYTES = 64
 
 
 def ask_for_huge_pages(tensor: torch.Tensor) -> None:
@@ -20,3 +24,35 @@ def ask_for_huge_pages(tensor: torch.Tensor) -> None:
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is not None and size > 0:
         madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_HUGEPAGE)
+
+
+def memory_in_huge_pages(num_bytes: int) -> torch.Tensor:
+    """`[num_bytes]` uint8, not set, at the start of a cache line. Matrices smaller than a huge page
+    have some as well, since they share them; a shared piece is freed with the last of them."""
+    if num_bytes > _PIECE_BYTES // 2:
+        return _aligned(num_bytes)
+    return _SHARED.take(num_bytes)
+
+
+def _aligned(num_bytes: int) -> torch.Tensor:
+    memory = torch.empty(num_bytes + _HUGE_PAGE_BYTES, dtype=torch.uint8)
+    start = -memory.data_ptr() % _HUGE_PAGE_BYTES
+    ask_for_huge_pages(memory[start:])
+    return memory[start : start + num_bytes]
+
+
+class _SharedPiece:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        with self._lock:
+            if len(self._free) < num_bytes:
+                self._free = _aligned(_PIECE_BYTES)
+            taken = self._free[:num_bytes]
+            self._free = self._free[-(-num_bytes // _LINE_BYTES) * _LINE_BYTES :]
+            return taken
+
+
+_SHARED = _SharedPiece()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..choice import KernelRefused
-from .huge_pages import ask_for_huge_pages
+from .huge_pages import ask_for_huge_pages, memory_in_huge_pages
 from .library import ELEMENTS, CpuLibrary, Matrix, Missing, Product, cpu_library
 from .workspace import Workspace
 
@@ -64,8 +64,8 @@ class PackedMatrix:
         self._panel = panel
         padded = -(-self.outs // panel) * panel
         depth = -(-self.ins // self._together) * self._together
-        self._packed = torch.empty(padded * depth * len(weights), dtype=dtype)
-        ask_for_huge_pages(self._packed)
+        count = padded * depth * len(weights)
+        self._packed = memory_in_huge_pages(count * dtype.itemsize).view(dtype)
         self._bias = _padded(weights, biases, padded, panel)
         self.matrix = Matrix(
             self._packed.data_ptr(),
