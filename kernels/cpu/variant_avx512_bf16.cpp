@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention for processors whose AVX-512 multiplies bfloat16; `setup.py` compiles it for them.
+// Attention and products for processors whose AVX-512 multiplies bfloat16; `setup.py` compiles it for them.
 #define VECTOR_BYTES 64
 #include "network.h"
 

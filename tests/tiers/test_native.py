@@ -257,6 +257,16 @@ def test_a_peer_that_takes_nothing_or_has_left_ends_a_send(proven: bool) -> None
             send(time.monotonic() + WAIT_SECONDS)
 
 
+def test_names_that_the_library_has_no_room_for_are_refused() -> None:
+    payloads, until = [memoryview(bytearray(LEAST_BYTES))], time.monotonic() + WAIT_SECONDS
+    here, there = socket.socketpair()
+    with here, there:
+        with pytest.raises(ValueError, match="up to 112 bytes, got 113"):
+            native.send_proven(there.fileno(), payloads, bytes(113), [None], until)
+        with pytest.raises(ValueError, match="up to 112 bytes, got 113"):
+            native.receive_and_digest(here.fileno(), payloads, 16, until, bytes(113))
+
+
 def test_a_library_of_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     native.library.cache_clear()
     with monkeypatch.context() as patch:

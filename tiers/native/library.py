@@ -164,7 +164,8 @@ def receive_and_digest(
     whole = ctypes.c_int64()
     status = found.receive(
         descriptor, places.addresses, count, places.size, trailers, trailer_bytes,
-        int(deadline * 1e6), digests, names, len(names) // max(1, count), tags, ctypes.byref(whole),
+        int(deadline * 1e6), digests, names, _length_of_one(names, count), tags,
+        ctypes.byref(whole),
     )  # fmt: skip
 
     def cut(buffer: ctypes.Array[ctypes.c_char], step: int) -> list[bytes]:
@@ -209,8 +210,7 @@ def send_proven(
     `send_payloads`. Raises OSError."""
     found, count = library(), len(payloads)
     assert found is not None
-    name_bytes = len(names) // max(1, count)
-    assert name_bytes <= MOST_NAME_BYTES
+    name_bytes = _length_of_one(names, count)
     places = _Places(payloads)
     wanted = b"".join([_NO_DIGEST if digest is None else digest for digest in digests])
     is_wanted = bytes(digest is not None for digest in digests)
@@ -234,6 +234,14 @@ class _Places:
         self.addresses = (ctypes.c_void_p * len(payloads))(*map(ctypes.addressof, self._held))
         self.size = payloads[0].nbytes if payloads else 0
         assert all(payload.nbytes == self.size for payload in payloads)
+
+
+def _length_of_one(names: bytes, count: int) -> int:
+    """Bytes of each name. Raises ValueError for more than the library has room for."""
+    name_bytes = len(names) // max(1, count)
+    if name_bytes > MOST_NAME_BYTES:
+        raise ValueError(f"expected names of up to {MOST_NAME_BYTES} bytes, got {name_bytes}")
+    return name_bytes
 
 
 def _lost(status: int) -> OSError | None:
