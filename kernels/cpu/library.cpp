@@ -93,6 +93,13 @@ EXPORTED int64_t stratakv_cpu_pass(int64_t variant, const Pass *pass, Parallel p
     if (pass->wanted)
         for (int64_t i = 0; i < pass->num_wanted; i++)
             if (pass->wanted[i] < 0 || pass->wanted[i] >= pass->num_tokens) return 3;
+    if (pass->last_step) {
+        const int64_t count = pass->last_step->num_tokens;
+        for (int64_t i = 0; i < count; i++)
+            if (pass->last_rows[i] < 0 || pass->last_rows[i] >= pass->num_tokens) return 3;
+        for (int64_t i = 0; i < pass->num_wanted; i++)
+            if (pass->last_wanted[i] < 0 || pass->last_wanted[i] >= count) return 3;
+    }
     chosen.pass(pass, parallel, threads);
     return 0;
 }

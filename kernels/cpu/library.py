@@ -28,7 +28,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "libstratakv_cpu.so"
-ABI = 5  # STRATAKV_ABI of step.h
+ABI = 6  # STRATAKV_ABI of step.h
 VARIABLE = "STRATAKV_CPU_KERNELS"
 # Where the table of sections begins, which linkers write last; size and number of its entries.
 _ELF_HEADER = struct.Struct("<40xQ10xHH2x")
@@ -102,8 +102,8 @@ class Pass(ctypes.Structure):
 
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in (
-            "layers", "steps", "x", "result", "positions", "wanted", "states", "last_norm",
-            "workspace",
+            "layers", "steps", "x", "result", "positions", "wanted", "last_step", "last_rows",
+            "last_wanted", "states", "last_norm", "workspace",
         )],
         *[(name, ctypes.c_int64) for name in (
             "workspace_bytes", "num_layers", "num_views", "num_tokens", "num_wanted",

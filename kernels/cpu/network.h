@@ -12,6 +12,9 @@
 //     gate, up     rows and outputs          with the activation
 //     down         rows and outputs          added as above
 //
+// In the last layer queries are computed only where somebody reads what they attend: keys and values
+// of all rows first, then the phases from norm to turn for the queries of those.
+//
 // Between phases everything is in the type that is added up in, but for inputs of products, which are
 // as `matrix.h` has them.
 #pragma once
@@ -23,7 +26,7 @@
 
 namespace {
 
-constexpr int64_t PHASES_OF_A_LAYER = 9;
+constexpr int64_t PHASES_OF_A_LAYER = 9, PHASES_OF_LAST_ROWS = 3;
 constexpr int64_t NUMBERS_OF_A_TASK = 1 << 13;  // of work by rows
 
 constexpr int64_t MOST_VIEWS = 8;
@@ -34,11 +37,12 @@ template <class T, class A> struct Buffers {
     T *normed, *middle;  // inputs
     void *q, *attended;  // elements
     Counter *counters;
-    char *plans[MOST_VIEWS];
+    T *last_normed;      // of the last layer's rows
+    char *plans[MOST_VIEWS], *last_plan;
     int64_t scratch_numbers, threads, bytes;
 };
 
-inline int64_t phases_of(const Pass &pass) { return pass.num_layers * PHASES_OF_A_LAYER + 2; }
+inline int64_t phases_of(const Pass &pass) { return pass.num_layers * PHASES_OF_A_LAYER + PHASES_OF_LAST_ROWS + 2; }
 inline int64_t q_size(const Pass &pass) { return pass.heads * pass.head_dim; }
 inline int64_t qkv_size(const Pass &pass) {
     return (pass.heads + 2 * pass.kv_heads) * pass.head_dim;
@@ -86,6 +90,11 @@ Buffers<T, A> place(const Pass &pass, int64_t threads, char *base) {
     for (int64_t view = 0; view < pass.num_views; view++)
         made.plans[view] =
             take(lay_out<A>(pass.steps[view], made.threads, nullptr, true).bytes + 64);
+    if (pass.last_step) {
+        made.last_normed =
+            (T *)take(pass.last_step->num_tokens * row_of<T>(pass.hidden) * int64_t(sizeof(T)));
+        made.last_plan = take(lay_out<A>(*pass.last_step, made.threads, nullptr, true).bytes + 64);
+    }
     made.bytes = at - base + 64;
     return made;
 }
@@ -146,6 +155,7 @@ template <class E> struct Walk {
     const Pass &pass;
     const Buffers<T, A> &at;
     const Layout *layouts;
+    const Layout &last_layout;
     Crew crew;
     A *scratch;
     int64_t seat;
@@ -162,11 +172,14 @@ template <class E> struct Walk {
     }
 
     template <class PutFor>
-    void multiply(const T *a, const Matrix &matrix, PutFor put_for) {
-        const Cut made = cut<A>(matrix, rows, crew.threads);
+    void multiply(const T *a, int64_t count, const Matrix &matrix, PutFor put_for) {
+        const Cut made = cut<A>(matrix, count, crew.threads);
         go_through(crew, phase++, made.row_blocks * made.panel_blocks, [&](int64_t i) {
-            multiply_task<E>(made, i, a, row_of<T>(matrix.ins), rows, matrix, scratch, put_for);
+            multiply_task<E>(made, i, a, row_of<T>(matrix.ins), count, matrix, scratch, put_for);
         });
+    }
+    template <class PutFor> void multiply(const T *a, const Matrix &matrix, PutFor put_for) {
+        multiply(a, rows, matrix, put_for);
     }
 
     // The product is added to the hidden states, or kept for the norm behind it.
@@ -203,21 +216,34 @@ template <class E> struct Walk {
         });
     }
 
-    void turn_and_write(const LayerWeights &layer) {
+    // Outputs of `layer.qkv` from `first` on, of which the matrix is, into their place in `at.qkv`.
+    void multiply_qkv(const T *a, int64_t count, const Matrix &matrix, int64_t first) {
+        multiply(a, count, matrix, [&](int64_t row) {
+            return Stored<A, A>{matrix, at.qkv + row * qkv_size(pass) + first, qkv_size(pass)};
+        });
+    }
+
+    // Queries and keys from `first` to `end` of a row, in their place in `heads`.
+    void turn_heads(const LayerWeights &layer, A *heads, int64_t first, int64_t end,
+                    int64_t position) {
+        const int64_t dim = pass.head_dim;
+        const E *cos = (const E *)layer.cos + position * (dim / 2);
+        const E *sin = (const E *)layer.sin + position * (dim / 2);
+        for (int64_t h = first; h < end; h++) {
+            A *head = heads + h * dim;
+            if (layer.head_norms)
+                normalise(head, (const A *)layer.head_norms + h * dim, dim, A(pass.eps), head);
+            turn(head, cos, sin, dim / 2);
+        }
+    }
+
+    void turn_and_write(const LayerWeights &layer, bool has_queries) {
         const Step &step = pass.steps[layer.view];
         const int64_t dim = pass.head_dim, turning = pass.heads + pass.kv_heads;
         by_rows(rows, qkv_size(pass), [&](int64_t row) {
             A *heads = at.qkv + row * qkv_size(pass);
-            const int64_t position = pass.positions[row];
-            const E *cos = (const E *)layer.cos + position * (dim / 2);
-            const E *sin = (const E *)layer.sin + position * (dim / 2);
-            for (int64_t h = 0; h < turning; h++) {
-                A *head = heads + h * dim;
-                if (layer.head_norms)
-                    normalise(head, (const A *)layer.head_norms + h * dim, dim, A(pass.eps), head);
-                turn(head, cos, sin, dim / 2);
-            }
-            narrow_all(heads, q_size(pass), (E *)at.q + row * q_size(pass));
+            turn_heads(layer, heads, has_queries ? 0 : pass.heads, turning, pass.positions[row]);
+            if (has_queries) narrow_all(heads, q_size(pass), (E *)at.q + row * q_size(pass));
             const int64_t slot = step.slots[row];
             if (slot < 0) return;
             const int64_t to = slot / step.block_size * step.block_stride +
@@ -231,8 +257,29 @@ template <class E> struct Walk {
         });
     }
 
-    void attend(const LayerWeights &layer) {
-        Step step = pass.steps[layer.view];
+    // Keys and values of all rows, queries of the last layer's own.
+    void take_last_rows(const LayerWeights &layer) {
+        Matrix queries = layer.qkv, others = layer.qkv;
+        queries.outs = q_size(pass);
+        others.outs -= q_size(pass);
+        others.packed = (const E *)others.packed + q_size(pass) * padded<T>(others.ins);
+        if (others.bias) others.bias = (const A *)others.bias + q_size(pass);
+        multiply_qkv(at.normed, rows, others, q_size(pass));
+        turn_and_write(layer, false);
+        const int64_t count = pass.last_step->num_tokens, size = row_of<T>(pass.hidden);
+        by_rows(count, pass.hidden, [&](int64_t i) {
+            __builtin_memcpy(at.last_normed + i * size, at.normed + pass.last_rows[i] * size,
+                             size_t(padded<T>(pass.hidden)) * sizeof(T));
+        });
+        multiply_qkv(at.last_normed, count, queries, 0);
+        by_rows(count, q_size(pass), [&](int64_t i) {
+            A *heads = at.qkv + i * qkv_size(pass);
+            turn_heads(layer, heads, 0, pass.heads, pass.positions[pass.last_rows[i]]);
+            narrow_all(heads, q_size(pass), (E *)at.q + i * q_size(pass));
+        });
+    }
+
+    void attend(const LayerWeights &layer, Step step, const Layout &layout) {
         step.q = at.q;
         step.out = at.attended;
         step.q_row = q_size(pass);
@@ -240,7 +287,6 @@ template <class E> struct Walk {
         step.q_head = step.out_head = pass.head_dim;
         step.keys = layer.keys;
         step.values = layer.values;
-        const Layout &layout = layouts[layer.view];
         char *own = layout.scratch + seat * layout.scratch_bytes;
         const int64_t tasks = layout.first_task[step.num_requests];
         // From the last on: those of a prompt's last rows are the longest.
@@ -260,7 +306,8 @@ template <class E> struct Walk {
         const int64_t count = picks ? pass.num_wanted : rows;
         by_rows(count, size, [&](int64_t row) {
             const int64_t from = picks ? pass.wanted[row] : row;
-            take_inputs((const E *)at.attended + from * row_of<E>(size), size,
+            const int64_t attended = picks && pass.last_step ? pass.last_wanted[row] : from;
+            take_inputs((const E *)at.attended + attended * row_of<E>(size), size,
                         at.normed + row * row_of<T>(size));
             if (picks)
                 __builtin_memcpy(behind + row * pass.hidden, x + from * pass.hidden,
@@ -284,14 +331,18 @@ template <class E> struct Walk {
         const void *left = nullptr;
         for (int64_t i = 0; i < pass.num_layers; i++) {
             const LayerWeights &layer = pass.layers[i];
+            const bool is_last = i + 1 == pass.num_layers;
             norm(left, layer.attention_norm, i);
-            multiply(at.normed, layer.qkv, [&](int64_t row) {
-                return Stored<A, A>{layer.qkv, at.qkv + row * qkv_size(pass), qkv_size(pass)};
-            });
-            turn_and_write(layer);
-            attend(layer);
-            const T *mixed = take_attended(i + 1 == pass.num_layers);
-            if (i + 1 == pass.num_layers && pass.wanted) use_wanted();
+            if (is_last && pass.last_step) {
+                take_last_rows(layer);
+                attend(layer, *pass.last_step, last_layout);
+            } else {
+                multiply_qkv(at.normed, rows, layer.qkv, 0);
+                turn_and_write(layer, true);
+                attend(layer, pass.steps[layer.view], layouts[layer.view]);
+            }
+            const T *mixed = take_attended(is_last);
+            if (is_last && pass.wanted) use_wanted();
             add_product(mixed, layer.out, layer.after_attention_norm != nullptr);
             norm(layer.after_attention_norm, layer.mlp_norm);
             multiply(at.normed, layer.gate_up, [&](int64_t row) {
@@ -310,7 +361,7 @@ template <class E> struct Passage {
     typedef typename InputOf<E>::T T;
     const Pass *pass;
     Buffers<T, A> at;
-    Layout layouts[MOST_VIEWS];
+    Layout layouts[MOST_VIEWS], last_layout;
     int64_t seats;  // threads that have come
 };
 
@@ -318,8 +369,8 @@ template <class E> void walk(void *data) {
     Passage<E> &passage = *(Passage<E> *)data;
     const auto &at = passage.at;
     const int64_t seat = __atomic_fetch_add(&passage.seats, 1, __ATOMIC_RELAXED);
-    Walk<E> own = {*passage.pass,     at,  passage.layouts, {at.counters, at.threads},
-                   at.scratch + seat * at.scratch_numbers,
+    Walk<E> own = {*passage.pass, at, passage.layouts, passage.last_layout,
+                   {at.counters, at.threads}, at.scratch + seat * at.scratch_numbers,
                    seat, 0, passage.pass->num_tokens, at.x, at.behind};
     own.run();
 }
@@ -338,6 +389,9 @@ template <class E> void pass_as(const Pass &pass, Parallel parallel, int64_t thr
     for (int64_t view = 0; view < pass.num_views; view++)
         passage.layouts[view] =
             lay_out<A>(pass.steps[view], passage.at.threads, aligned(passage.at.plans[view]), true);
+    if (pass.last_step)
+        passage.last_layout =
+            lay_out<A>(*pass.last_step, passage.at.threads, aligned(passage.at.last_plan), true);
     if (passage.at.threads > 1) {
         __builtin_memset(passage.at.counters, 0, size_t(phases_of(pass)) * sizeof(Counter));
         parallel(walk<E>, &passage, unsigned(passage.at.threads), 0);

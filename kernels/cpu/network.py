@@ -12,7 +12,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -48,6 +51,36 @@ class NetworkLayer:
     sin: Tensor
     keys_and_values: Tensor  # the pool's of this layer: [blocks, 2, block_size, kv heads, head_dim]
     view: int = 0  # which of a step's plans it attends by
+
+
+class LastRows(NamedTuple):
+    """The rows of a step whose attention is read in the last layer."""
+
+    step: Step  # of these rows
+    rows: npt.NDArray[np.int64]  # of the step's tokens
+    wanted: npt.NDArray[np.int64]  # the wanted rows, as places in `rows`
+    starts: npt.NDArray[np.int32]  # what `step` points to
+
+
+def last_rows(step: CpuAttentionStep, wanted: Tensor) -> LastRows | None:
+    """Of each request the rows from its first wanted one on, or None where that is most of them or
+    a wanted row is no request's."""
+    starts, rows = step.query_starts, wanted.numpy()
+    requests = np.searchsorted(starts, rows, side="right") - 1
+    if len(rows) and not 0 <= requests.min() <= requests.max() < len(starts) - 1:
+        return None
+    first = starts[1:].astype(np.int64)
+    np.minimum.at(first, requests, rows)
+    last_starts = np.zeros(len(starts), np.int32)
+    np.cumsum(starts[1:] - first, out=last_starts[1:])
+    count = int(last_starts[-1])
+    laid_down = Step.from_buffer_copy(step.laid_down)
+    if 2 * count > laid_down.num_tokens:
+        return None
+    laid_down.query_starts, laid_down.num_tokens = last_starts.ctypes.data, count
+    moved = first - last_starts[:-1]
+    kept = np.repeat(moved, np.diff(last_starts)) + np.arange(count)
+    return LastRows(laid_down, kept, rows - moved[requests], last_starts)
 
 
 class CpuNetwork:
@@ -93,6 +126,9 @@ class CpuNetwork:
             self._lay_down(to, layer)
         self._layers = laid_down
         self._positions = min(len(layer.cos) for layer in layers)
+        self._last_view = layers[-1].view
+        queries_end = num_heads * head_dim
+        self._can_leave_queries_out = queries_end % library.panel(ELEMENTS[dtype]) == 0
         self._last_norm = self._wide(last_norm)
         self._workspace = Workspace()
         self._pass = Pass(
@@ -154,12 +190,18 @@ class CpuNetwork:
             kept[layer] = tensor.data_ptr()
         wanted = None if wanted is None else wanted.contiguous()
         laid_down = (Step * len(steps))(*[step.laid_down for step in steps])
+        last = None
+        if wanted is not None and self._can_leave_queries_out and num_wanted < num_tokens:
+            last = last_rows(steps[self._last_view], wanted)
         given, threads = self._pass, torch.get_num_threads()
         given.steps = ctypes.addressof(laid_down)
         given.x, given.result = x.data_ptr(), result.data_ptr()
         given.positions = positions.data_ptr()
         # Of no rows data_ptr is null, which would mean all of them.
         given.wanted = None if wanted is None else wanted.data_ptr() or positions.data_ptr()
+        given.last_step = None if last is None else ctypes.addressof(last.step)
+        given.last_rows = None if last is None else last.rows.ctypes.data
+        given.last_wanted = None if last is None else last.wanted.ctypes.data
         given.states = ctypes.addressof(kept) if found else None
         given.num_tokens, given.num_wanted = num_tokens, num_wanted
         memory = self._workspace.at_least(self._library.pass_workspace(self._address, threads))

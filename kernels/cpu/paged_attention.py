@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -120,6 +122,13 @@ class CpuAttentionStep:
     def laid_down(self) -> Step:
         """The step as the library takes it, while this object lives."""
         return self._step
+
+    @property
+    def query_starts(self) -> npt.NDArray[np.int32]:
+        """`[requests + 1]`: where each request's rows begin, and the last one's end."""
+        starts = self._kept[3]
+        count = self._step.num_requests
+        return np.arange(count + 1, dtype=np.int32) if starts is None else starts.numpy()
 
     def run(
         self,

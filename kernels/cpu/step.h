@@ -6,7 +6,7 @@
 
 // Grows with every change of `Step` or of a function's meaning; a library of another number is not
 // used.
-#define STRATAKV_ABI 5
+#define STRATAKV_ABI 6
 
 enum ElementType { FLOAT32 = 0, FLOAT64 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
 
@@ -93,6 +93,11 @@ struct Pass {
     void *result;                  // [wanted, hidden], elements: normed
     const int64_t *positions;      // [tokens]
     const int64_t *wanted;         // [num_wanted] rows; null: all of them, in order
+    // Of the last layer only these rows attend, the others have keys and values; null: all of them.
+    // Queries then end where a panel does.
+    const struct Step *last_step;  // as that of its view, of these rows
+    const int64_t *last_rows;      // [last_step->num_tokens], of the tokens
+    const int64_t *last_wanted;    // [num_wanted]: where in `last_rows` they are
     void *const *states;           // [layers + 1], each null or as x, for the hidden states that go
                                    // into a layer, and of the wanted rows into the last norm
     const void *last_norm;         // [hidden]

@@ -18,7 +18,7 @@ from stratakv.kernels.choice import KernelRefused
 from stratakv.kernels.cpu import library, matrix, network, paged_attention
 from stratakv.kernels.cpu.library import VARIANTS, Missing, open_library
 from stratakv.kernels.cpu.matrix import GELU_TANH, SILU, PackedMatrix
-from stratakv.kernels.cpu.network import CpuNetwork, NetworkLayer
+from stratakv.kernels.cpu.network import CpuNetwork, NetworkLayer, last_rows
 from stratakv.kernels.cpu.paged_attention import CpuAttentionStep
 
 PATH = Path(library.__file__).with_name(library.FILE_NAME)
@@ -320,6 +320,51 @@ def test_a_network_is_right_in_chunks_and_token_by_token(
         torch.testing.assert_close(found[layer].double(), between, **near)
     normed = model.norm(found[LAYERS].double(), model.last_norm)
     torch.testing.assert_close(hidden.double(), normed, **near)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("activation", "has_all"), OPTIONS)
+def test_rows_that_nobody_reads_have_keys_and_values_only(
+    threads: None, dtype: torch.dtype, activation: int, has_all: bool
+) -> None:
+    """Of four prompts one is read twice at its end, one from the middle on, one not at all."""
+    model = Model(dtype, activation, has_all)
+    run = model.in_library().run
+    counts = [50, 21, 2, 33]
+    inputs = [draw(count, model.hidden, dtype=dtype, seed=count) for count in counts]
+    x, none = torch.cat(inputs), [0] * len(counts)
+    for wanted in ([70, 49, 99, 105, 49, 97], [105], [0, 105], [105, 0, 50, 72]):
+        given = (x, model.positions(none, counts), model.steps(none, counts))
+        model.pool.zero_()
+        everything, _ = run(*given, None)
+        written = model.pool.clone()
+        model.pool.zero_()
+        hidden, found = run(*given, torch.tensor(wanted), (LAYERS,))
+        assert torch.equal(model.pool, written)
+        near = {"rtol": NEAR[dtype], "atol": NEAR[dtype]}
+        torch.testing.assert_close(hidden.double(), everything[wanted].double(), **near)
+        normed = model.norm(found[LAYERS].double(), model.last_norm)
+        torch.testing.assert_close(hidden.double(), normed, **near)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rows", "places"),
+    [
+        ([9, 4], [4, 5, 9], [2, 0]),
+        ([], [], []),
+        ([5, 5], [5], [0, 0]),
+        ([0], None, None),  # most of the rows
+    ],
+)
+def test_a_request_is_read_from_its_first_wanted_row_on(
+    wanted: list[int], rows: list[int] | None, places: list[int] | None
+) -> None:
+    step = Model(torch.float32, SILU, False).steps([0, 3, 0], [6, 0, 4])[0]
+    found = last_rows(step, torch.tensor(wanted, dtype=torch.int64))
+    assert (found is None) == (rows is None)
+    if found is not None:
+        assert (found.rows.tolist(), found.wanted.tolist()) == (rows, places)
+        assert found.step.num_tokens == len(found.rows) == found.starts[-1]
 
 
 def test_several_threads_compute_the_bits_of_one() -> None:
