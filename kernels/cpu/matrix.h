@@ -252,7 +252,10 @@ template <class E, class A> struct Widened {
         put_panel(sums, int64_t(PANEL<A>), elements);
         const int64_t column = panel * PANEL<A>, count = columns_here<A>(matrix, column);
         A *to = out + row * out_row + column;
-        for (int64_t i = 0; i < count; i++) to[i] = widened(elements[i]);
+        if (count == PANEL<A>)
+            for (int64_t i = 0; i < PANEL<A>; i += LANES<A>) store(to + i, load(elements + i));
+        else
+            for (int64_t i = 0; i < count; i++) to[i] = widened(elements[i]);
     }
 };
 

@@ -8,6 +8,7 @@ up over the inputs in their order.
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from typing import Any
 
@@ -17,12 +18,12 @@ import torch
 from torch import Tensor
 
 from ..choice import KernelRefused
-from .huge_pages import ask_for_huge_pages, memory_in_huge_pages
+from .huge_pages import memory_in_huge_pages
 from .library import ELEMENTS, CpuLibrary, Matrix, Missing, Product, cpu_library
-from .workspace import Workspace
+from .workspace import ResultMemory, Workspace
 
 SILU, GELU_TANH = 0, 1
-_MANY_BYTES = 8 << 20  # of results, as the logits of many requests are: they are new memory
+_MANY_BYTES = 8 << 20  # of results, as the logits of many requests are
 
 
 def reason_against_matrices(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -80,6 +81,7 @@ class PackedMatrix:
             library.pack(weight.data_ptr(), weight.stride(0), address, number, element)
         self._product = Product(activation=activation, element=element, matrix=self.matrix)
         self._address = ctypes.addressof(self._product)
+        self._results = ResultMemory()
 
     def __call__(
         self, x: Tensor, wanted: npt.NDArray[np.uint32] | None = None, *, is_wide: bool = False
@@ -96,9 +98,10 @@ class PackedMatrix:
             dtype = torch.promote_types(dtype, torch.float32)
         product.is_wide = dtype != self.dtype
         if wanted is None:
-            out = torch.empty(shape, dtype=dtype)
-            if out.nbytes >= _MANY_BYTES:
-                ask_for_huge_pages(out)
+            if (size := math.prod(shape) * dtype.itemsize) < _MANY_BYTES:
+                out = torch.empty(shape, dtype=dtype)
+            else:
+                out = self._results.lend(size).view(dtype).view(shape)
             product.wanted, product.wanted_words = None, 0
         else:
             if self.matrix.is_pair or wanted.ndim != 1 or wanted.dtype != np.uint32:

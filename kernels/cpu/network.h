@@ -99,9 +99,8 @@ Buffers<T, A> place(const Pass &pass, int64_t threads, char *base) {
     return made;
 }
 
-// `out` = x of root mean square 1, times `weight`.
-template <class A, class O>
-inline void normalise(const A *x, const A *weight, int64_t count, A eps, O *out) {
+// What `x` is multiplied by to be of root mean square 1.
+template <class A> inline A share_of(const A *x, int64_t count, A eps) {
     V<A> sums[4] = {V<A>{}, V<A>{}, V<A>{}, V<A>{}};
     int64_t d = 0;
     for (; d + 4 * LANES<A> <= count; d += 4 * LANES<A>)
@@ -113,9 +112,16 @@ inline void normalise(const A *x, const A *weight, int64_t count, A eps, O *out)
     A total = sum<A>((sums[0] + sums[1]) + (sums[2] + sums[3]));
     for (; d < count; d++) total += x[d] * x[d];
     const A mean = total / A(count) + eps;
-    const A share = A(1) / (sizeof(A) == 4 ? A(__builtin_sqrtf(float(mean)))
-                                           : A(__builtin_sqrt(double(mean))));
-    for (d = 0; d + LANES<A> <= count; d += LANES<A>)
+    return A(1) / (sizeof(A) == 4 ? A(__builtin_sqrtf(float(mean)))
+                                  : A(__builtin_sqrt(double(mean))));
+}
+
+// `out` = x of root mean square 1, times `weight`.
+template <class A, class O>
+inline void normalise(const A *x, const A *weight, int64_t count, A eps, O *out) {
+    const A share = share_of(x, count, eps);
+    int64_t d = 0;
+    for (; d + LANES<A> <= count; d += LANES<A>)
         narrow_vector(load(x + d) * share * load(weight + d), out + d);
     for (; d < count; d++) narrow(x[d] * share * weight[d], out + d);
 }
@@ -131,20 +137,32 @@ template <class E, class A> inline void narrow_all(const A *from, int64_t count,
     for (; d < count; d++) narrow(from[d], to + d);
 }
 
-// Element i of the first half of a head turns with element i of the second.
+// A head, normed where there is a `weight`; element i of its first half turns with element i of the
+// second.
 template <class E, class A>
-inline void turn(A *head, const E *cos, const E *sin, int64_t half) {
+inline void turn(const A *head, const A *weight, A eps, const E *cos, const E *sin, int64_t half,
+                 E *out) {
+    const A share = weight ? share_of(head, 2 * half, eps) : A(1);
     int64_t d = 0;
     for (; d + LANES<A> <= half; d += LANES<A>) {
         const V<A> c = load(cos + d), s = load(sin + d);
-        const V<A> left = load(head + d), right = load(head + half + d);
-        store(head + d, left * c - right * s);
-        store(head + half + d, right * c + left * s);
+        V<A> left = load(head + d), right = load(head + half + d);
+        if (weight) {
+            left = left * share * load(weight + d);
+            right = right * share * load(weight + half + d);
+        }
+        narrow_vector(left * c - right * s, out + d);
+        narrow_vector(right * c + left * s, out + half + d);
     }
     for (; d < half; d++) {
-        const A c = widened(cos[d]), s = widened(sin[d]), left = head[d], right = head[half + d];
-        head[d] = left * c - right * s;
-        head[half + d] = right * c + left * s;
+        const A c = widened(cos[d]), s = widened(sin[d]);
+        A left = head[d], right = head[half + d];
+        if (weight) {
+            left = left * share * weight[d];
+            right = right * share * weight[half + d];
+        }
+        narrow(left * c - right * s, out + d);
+        narrow(right * c + left * s, out + half + d);
     }
 }
 
@@ -223,34 +241,33 @@ template <class E> struct Walk {
         });
     }
 
-    // Queries and keys from `first` to `end` of a row, in their place in `heads`.
-    void turn_heads(const LayerWeights &layer, A *heads, int64_t first, int64_t end,
-                    int64_t position) {
-        const int64_t dim = pass.head_dim;
-        const E *cos = (const E *)layer.cos + position * (dim / 2);
-        const E *sin = (const E *)layer.sin + position * (dim / 2);
-        for (int64_t h = first; h < end; h++) {
-            A *head = heads + h * dim;
-            if (layer.head_norms)
-                normalise(head, (const A *)layer.head_norms + h * dim, dim, A(pass.eps), head);
-            turn(head, cos, sin, dim / 2);
-        }
+    // Head `h` of queries and keys, of a row `from` `at.qkv`.
+    void turn_head(const LayerWeights &layer, const A *from, int64_t h, int64_t position, E *to) {
+        const int64_t dim = pass.head_dim, place = position * (dim / 2);
+        const A *norms = (const A *)layer.head_norms;
+        turn(from + h * dim, norms ? norms + h * dim : nullptr, A(pass.eps),
+             (const E *)layer.cos + place, (const E *)layer.sin + place, dim / 2, to);
+    }
+
+    void turn_queries(const LayerWeights &layer, int64_t row, int64_t position) {
+        for (int64_t h = 0; h < pass.heads; h++)
+            turn_head(layer, at.qkv + row * qkv_size(pass), h, position,
+                      (E *)at.q + row * q_size(pass) + h * pass.head_dim);
     }
 
     void turn_and_write(const LayerWeights &layer, bool has_queries) {
         const Step &step = pass.steps[layer.view];
         const int64_t dim = pass.head_dim, turning = pass.heads + pass.kv_heads;
         by_rows(rows, qkv_size(pass), [&](int64_t row) {
-            A *heads = at.qkv + row * qkv_size(pass);
-            turn_heads(layer, heads, has_queries ? 0 : pass.heads, turning, pass.positions[row]);
-            if (has_queries) narrow_all(heads, q_size(pass), (E *)at.q + row * q_size(pass));
+            const A *heads = at.qkv + row * qkv_size(pass);
+            if (has_queries) turn_queries(layer, row, pass.positions[row]);
             const int64_t slot = step.slots[row];
             if (slot < 0) return;
             const int64_t to = slot / step.block_size * step.block_stride +
                                slot % step.block_size * step.token_stride;
             for (int64_t h = 0; h < pass.kv_heads; h++) {
-                narrow_all(heads + (pass.heads + h) * dim, dim,
-                           (E *)layer.keys + to + h * step.head_stride);
+                turn_head(layer, heads, pass.heads + h, pass.positions[row],
+                          (E *)layer.keys + to + h * step.head_stride);
                 narrow_all(heads + (turning + h) * dim, dim,
                            (E *)layer.values + to + h * step.head_stride);
             }
@@ -273,9 +290,7 @@ template <class E> struct Walk {
         });
         multiply_qkv(at.last_normed, count, queries, 0);
         by_rows(count, q_size(pass), [&](int64_t i) {
-            A *heads = at.qkv + i * qkv_size(pass);
-            turn_heads(layer, heads, 0, pass.heads, pass.positions[pass.last_rows[i]]);
-            narrow_all(heads, q_size(pass), (E *)at.q + i * q_size(pass));
+            turn_queries(layer, i, pass.positions[pass.last_rows[i]]);
         });
     }
 

@@ -107,11 +107,16 @@ inline void narrow(float value, Float16 *to) {
 inline void narrow_vector(FloatVector value, float *to) { store(to, value); }
 inline void narrow_vector(DoubleVector value, double *to) { store(to, value); }
 inline void narrow_vector(FloatVector value, BFloat16 *to) {
+#ifdef __AVX512BF16__  // what is below the smallest normal number becomes 0, as in its products
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
+    __builtin_memcpy(to, &rounded, sizeof(rounded));
+#else
     const WordVector bits = (WordVector)value;
     const WordVector rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     const WordVector kept = value == value ? rounded : ((bits >> 16) | 0x40u);
     const HalfWordVector halves = __builtin_convertvector(kept, HalfWordVector);
     __builtin_memcpy(to, &halves, sizeof(halves));
+#endif
 }
 inline void narrow_vector(FloatVector value, Float16 *to) {
 #if VECTOR_BYTES == 64

@@ -20,6 +20,7 @@ from stratakv.kernels.cpu.library import VARIANTS, Missing, open_library
 from stratakv.kernels.cpu.matrix import GELU_TANH, SILU, PackedMatrix
 from stratakv.kernels.cpu.network import CpuNetwork, NetworkLayer, last_rows
 from stratakv.kernels.cpu.paged_attention import CpuAttentionStep
+from stratakv.kernels.cpu.workspace import ResultMemory
 
 PATH = Path(library.__file__).with_name(library.FILE_NAME)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -124,6 +125,37 @@ def test_wide_results_are_the_same_numbers(dtype: torch.dtype) -> None:
             found = product(x, wanted, is_wide=True)
             assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
             assert torch.equal(found, product(x, wanted).to(found.dtype))
+
+
+def test_memory_of_large_results_is_taken_again_only_when_nothing_lies_in_it() -> None:
+    results = ResultMemory()
+    first = results.lend(100)
+    place = first.data_ptr()
+    part = first.view(torch.float32)[3:]
+    del first
+    assert results.lend(100).data_ptr() != place
+    array = part.numpy()
+    del part
+    assert results.lend(100).data_ptr() != place
+    del array
+    again = results.lend(50)
+    assert (again.data_ptr(), len(again)) == (place, 50)
+    del again
+    assert len(results.lend(1000)) == 1000
+
+
+def test_large_results_stay_what_they_are() -> None:
+    matrix = PackedMatrix((draw(40_000, 8, dtype=torch.float32),))
+    one, other = draw(64, 8, dtype=torch.float32), draw(64, 8, dtype=torch.float32, seed=1)
+    first = matrix(one)
+    row, expected = first[5], first[5].clone()
+    second = matrix(other)
+    del first
+    third = matrix(other)
+    assert torch.equal(row, expected)
+    assert torch.equal(second, third)
+    del row, second, third
+    assert torch.equal(matrix(one)[5], expected)
 
 
 def test_rows_that_lie_in_one_set_of_the_cache_give_the_same_numbers() -> None:
