@@ -16,7 +16,8 @@ import signal
 import socket
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from ..structured_params import GrammarSpec, Kind
@@ -36,15 +37,17 @@ def main() -> int:
     """Until the other end is closed."""
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # of a terminal that stops who writes behind
     os.nice(_NICENESS)
+    aside: Callable[[], AbstractContextManager[None]] = nullcontext
     if sys.argv[2:] == [LAST]:
+        aside = _standing_aside
         with suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-            _stand_aside()
     connection = socket.socket(fileno=int(sys.argv[1]))
     try:
         start = receive(connection, Start)
         try:
-            backend = _open(start)
+            with aside():
+                backend = _open(start)
         except (ValueError, ImportError) as error:  # GrammarError, NoVocabulary
             send(connection, Answer(error=str(error)))
             return 1
@@ -54,23 +57,31 @@ def main() -> int:
             ask = receive(connection, Ask)
             _limit_time(start.cpu_seconds)
             spec = GrammarSpec(ask.kind, ask.text, ask.any_whitespace, ask.whitespace_pattern)
-            send(connection, _try_out(backend, spec))
+            with aside():
+                answer = _try_out(backend, spec)
+            send(connection, answer)
     except (EOFError, BrokenPipeError):
         return 0
 
 
-def _stand_aside() -> None:
-    """Sleep for 0.06 ms in each that it runs for, behind which it is put on a processor that is
-    free. Being SCHED_IDLE is not enough: who has waited behind another one is owed time, and gets
-    it at the next tick of the clock, until the one after: 4 ms for which the other waits, be the
-    other processors idle or not. With a signal that came meanwhile it sleeps before anything else.
+@contextmanager
+def _standing_aside() -> Iterator[None]:
+    """Sleep for 0.06 ms after each that it runs for, behind which it is put on a processor that is
+    free. To be SCHED_IDLE is not enough: a process that has waited behind another one on its
+    processor is owed time, and gets it from one tick of the clock to the next: the other waits for
+    4 ms then, be another processor idle or not. This one sleeps before anything else instead, at a
+    signal that has come meanwhile.
 
-    The handler is a function of the C library's, since those of Python are not called before the
-    backend returns. Its argument, microseconds, is the signal's number.
+    The handler is a function of the C library's, since none of Python's is called before a backend
+    returns. What it takes for microseconds is the signal's number.
     """
     library = ctypes.CDLL(None)
     library.signal(int(signal.SIGALRM), library.usleep)
     signal.setitimer(signal.ITIMER_REAL, _ASIDE_SECONDS, _ASIDE_SECONDS)
+    try:
+        yield
+    finally:  # who waits for the next grammar is not to be woken
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 def _open(start: Start) -> Backend:
