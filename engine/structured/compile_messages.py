@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the process that tries grammars out is told, and what it answers: MessagePack behind its
-length (u32, little-endian), over a socket that both ends have. Who reads it holds the interpreter's
-lock meanwhile, and of a text of 300 KB as JSON takes milliseconds."""
+"""What the process that tries grammars out is told, and what it answers: JSON behind its length
+(u32, little-endian), over a socket that both ends have."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ class Answer(msgspec.Struct):
 
 def send(connection: socket.socket, message: msgspec.Struct) -> None:
     """Raises OSError."""
-    body = msgspec.msgpack.encode(message)
+    body = msgspec.json.encode(message)
     connection.sendall(_LENGTH.pack(len(body)) + body)
 
 
@@ -67,7 +66,7 @@ def receive(
     size = _LENGTH.unpack(_read(connection, _LENGTH.size, look))[0]
     if size > MOST_BYTES:
         raise EOFError(f"a message of {size} bytes, and at most {MOST_BYTES} may be")
-    return msgspec.msgpack.decode(_read(connection, size, look), type=kind)
+    return msgspec.json.decode(_read(connection, size, look), type=kind)
 
 
 def _read(connection: socket.socket, size: int, look: Callable[[], None]) -> bytearray:

@@ -189,8 +189,8 @@ class _Process:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # its words are for people
-                # Ctrl-C is for this process, which then ends the other. In this one's session, for
-                # Linux groups what it schedules by sessions, and who is last, is so in its own.
+                # Ctrl-C is for this process, which then ends the other. In one session with it, by
+                # which Linux groups what it schedules: SCHED_IDLE is the last of its group only.
                 process_group=0,
             )
         except BaseException:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import resource
 import signal
@@ -80,6 +81,14 @@ def test_only_what_may_take_long_is_tried_out(pool: CompilePool) -> None:
     assert not xgrammar.is_needed(object_of(20))
     for text in ('{"properties": 5}', '{"items": {"properties": true}}', '{"allOf": 3}'):
         assert not xgrammar.is_needed(GrammarSpec(Kind.JSON, text))  # xgrammar says what is wrong
+
+
+def test_a_process_is_in_this_session_and_in_a_group_of_its_own(pool: CompilePool) -> None:
+    """Linux schedules sessions against each other: in another one, SCHED_IDLE gives no way to the
+    engine. The group is for Ctrl-C."""
+    assert pool.try_out(FEW_RULES).text
+    [pid, *_] = pool.process_ids
+    assert (os.getsid(pid), os.getpgid(pid)) == (os.getsid(0), pid)
 
 
 def test_a_large_grammar_is_compiled_here_after_its_trial_as_without(
@@ -261,3 +270,27 @@ def test_a_process_takes_what_others_leave(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, "sched_setscheduler", lambda *each: asked.append(each[:2]))
     assert compile_process.main() == 0
     assert asked == [10, (0, os.SCHED_IDLE)]
+
+
+def test_whoever_is_last_sleeps_in_between_while_it_computes() -> None:
+    """Also in a call that comes back to Python at its end only."""
+
+    def sleeps(rounds: int) -> tuple[int, float]:
+        """In one call, and the processor's seconds that it took."""
+        before, began = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw, time.process_time()
+        hashlib.pbkdf2_hmac("sha256", b"any", b"any", rounds)
+        seconds = time.process_time() - began
+        return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before, seconds
+
+    before = signal.setitimer(signal.ITIMER_REAL, 0.0)
+    try:
+        with compile_process._standing_aside():
+            rounds, seconds = 1000, 0.0
+            while seconds < 0.02:
+                rounds *= 2
+                count, seconds = sleeps(rounds)
+        assert count >= 5
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    finally:
+        signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+        signal.setitimer(signal.ITIMER_REAL, *before)
