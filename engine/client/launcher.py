@@ -55,8 +55,10 @@ class LaunchedCore:
             stdin=subprocess.PIPE,
             stdout=2,  # its words are for people, and this process may print results
             env={**CORE_ENVIRONMENT, **os.environ},
-            # Ctrl-C is for this process alone, which then tells the core to shut down.
-            start_new_session=True,
+            # Ctrl-C is for this process alone, which then tells the core to shut down. In one
+            # session with it, by which Linux groups what it schedules: what compiles grammars gives
+            # way to others of its group only.
+            process_group=0,
         )
         threading.Thread(target=self._wait, name="core-exit", daemon=True).start()
         start = CoreStart(

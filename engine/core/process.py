@@ -190,6 +190,7 @@ def _signal_pipe() -> socket.socket:
 
 def main() -> int:
     """Run the core that standard input describes."""
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # of a terminal that stops who writes behind
     try:
         start = read_start(sys.stdin.buffer, CoreStart)
     except (ValueError, msgspec.MsgspecError) as error:

@@ -99,7 +99,9 @@ class ProcessExecutor(Executor):
                 pass_fds=[wake_write] if copies is None else [wake_write, copies.slab_fd],
                 stdin=subprocess.PIPE,
                 stdout=2,  # its words are for people
-                start_new_session=True,  # Ctrl-C is for this process, which then ends the other
+                # Ctrl-C is for this process, which then ends the other. In one session with it, by
+                # which Linux groups what it schedules: who gives way does so within a group.
+                process_group=0,
             )
         except BaseException:
             os.close(wake_read)

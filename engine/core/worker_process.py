@@ -197,8 +197,9 @@ def _die_with_launcher() -> None:
 
 def main() -> int:
     """Run the worker that standard input describes."""
-    # The executor's process hears of signals, and ends this one in its own time.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    # The executor's process hears of signals, and ends this one in its own time; and a terminal may
+    # be set to stop whoever writes to it behind another.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     try:
         start = read_start(sys.stdin.buffer, WorkerStart)

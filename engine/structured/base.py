@@ -12,8 +12,9 @@ A caller may rely on: a matcher allows a token only where its bytes go on toward
 grammar accepts; end tokens only where the text may end; special tokens never. It calls each matcher
 from one thread at a time, and `compile` from several at once.
 
-An implementation must let go of the interpreter's lock while it works, and raise GrammarError for
-what it cannot do, now or at this token; nothing else than the one grammar is affected by that.
+An implementation must let go of the interpreter's lock while it works, and while it frees a large
+grammar, and raise GrammarError for what it cannot do, now or at this token; nothing else than the
+one grammar is affected by that.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import numpy.typing as npt
 from ..structured_params import GrammarSpec
 
 BITS = 32
+LARGE_BYTES = 1024**2  # of a grammar: to free one takes long, 10 ms for 25 MB
 Words = npt.NDArray[np.int32]  # [words]: bit t % 32 of word t // 32 is token t's
 
 

@@ -189,7 +189,9 @@ class _Process:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # its words are for people
-                start_new_session=True,  # Ctrl-C is for this process, which then ends the other
+                # Ctrl-C is for this process, which then ends the other. In one session with it, by
+                # which Linux groups what it schedules: SCHED_IDLE is the last of its group only.
+                process_group=0,
             )
         except BaseException:
             ours.close()

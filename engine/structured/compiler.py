@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -107,8 +108,7 @@ class _Lane:
         self._at.pop(thread, None)
 
 
-def _free(dropped: list[Compilation], _: LimitedThread) -> None:
-    """Without giving way: all the while it holds the interpreter's lock."""
+def _free(dropped: list[Any], _: LimitedThread) -> None:
     dropped.clear()
 
 
@@ -208,9 +208,14 @@ class GrammarCompiler:
         ):
             dropped.append(self._known.popitem(last=False)[1])
             self.num_cached_bytes -= dropped[-1].num_bytes
-        if dropped:  # to free a large grammar takes milliseconds, which no step is to wait for
-            self._small.start_threads()
-            self._small.jobs.put(partial(_free, dropped))
+        if dropped:
+            self.free(dropped)
+
+    def free(self, dropped: list[Any]) -> None:
+        """On one of the threads: to free a large grammar takes milliseconds, which no step is to
+        wait for. The caller keeps none of these."""
+        self._small.start_threads()
+        self._small.jobs.put(partial(_free, dropped))
 
     def close(self) -> None:
         """End the threads and processes; threads that hang are left behind. Idempotent."""

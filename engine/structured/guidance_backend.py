@@ -16,7 +16,17 @@ import llguidance
 import numpy as np
 
 from ..structured_params import GrammarSpec, Kind
-from .base import BITS, Backend, Form, Grammar, GrammarError, Matcher, Words, follow_forced
+from .base import (
+    BITS,
+    LARGE_BYTES,
+    Backend,
+    Form,
+    Grammar,
+    GrammarError,
+    Matcher,
+    Words,
+    follow_forced,
+)
 from .structural_tags import read_tags
 from .vocabulary import Vocabulary
 
@@ -25,6 +35,8 @@ from .vocabulary import Vocabulary
 _LEAST_BYTES = 64 * 1024
 _BYTES_EACH = 192
 _ANY_OBJECT = '{"type": "object"}'
+_ANY_TEXT = "start: /(.|\\n)*/"
+_NO_TOKEN = 2**32 - 1
 
 
 class GuidanceBackend(Backend):
@@ -41,6 +53,8 @@ class GuidanceBackend(Backend):
         size = max(len(vocabulary.tokens), ends[-1] + 1)
         self._num_bytes = -(-size // BITS) * (BITS // 8)
         self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=ends)
+        # Now, for a thread that it starts is scheduled as the one that does.
+        self._emptier = _Emptier(self._tokenizer)
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         return self._compile(_text_of(spec), _told_bytes(spec))
@@ -60,7 +74,24 @@ class GuidanceBackend(Backend):
         matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise GrammarError(_plain(matcher.get_error()))
-        return _GuidanceGrammar(matcher, num_bytes, self._num_bytes, self._end_ids)
+        emptier = self._emptier if num_bytes >= LARGE_BYTES else None
+        return _GuidanceGrammar(matcher, num_bytes, self._num_bytes, self._end_ids, emptier)
+
+
+class _Emptier:
+    """Frees what matchers hold, without the interpreter's lock, which whoever frees an object of
+    Python's holds: a matcher that is given a wrong token lets go of all it has, and those that are
+    given theirs at once do so on a thread of llguidance's. Called by any thread, which waits."""
+
+    def __init__(self, tokenizer: llguidance.LLTokenizer) -> None:
+        self._executor = llguidance.LLExecutor(1)
+        self._small = llguidance.LLMatcher(tokenizer, _ANY_TEXT, log_level=0)
+
+    def empty(self, matcher: llguidance.LLMatcher) -> None:
+        """For one that nobody else has. Of what several share, the last one frees it."""
+        # One alone would be called with the lock.
+        both = [(matcher, _NO_TOKEN), (self._small.deep_copy(), _NO_TOKEN)]
+        self._executor.consume_token_par(both)
 
 
 class _Words:
@@ -93,23 +124,39 @@ class _GuidanceGrammar(Grammar):
         num_bytes: int,
         num_mask_bytes: int,
         end_ids: Sequence[int],
+        emptier: _Emptier | None,
     ) -> None:
+        """With `emptier`, that frees it."""
         self._prototype = prototype
         self.num_bytes = num_bytes
         self._num_mask_bytes = num_mask_bytes
         self._end_ids = end_ids
+        self._emptier = emptier
+
+    def __del__(self) -> None:
+        if self._emptier is not None:
+            self._emptier.empty(self._prototype)
 
     def matcher(self) -> Matcher:
-        return _GuidanceMatcher(self._prototype.deep_copy(), self._num_mask_bytes, self._end_ids)
+        copy = self._prototype.deep_copy()
+        return _GuidanceMatcher(self, copy, self._num_mask_bytes, self._end_ids)
 
 
 class _GuidanceMatcher(Matcher):
     def __init__(
-        self, matcher: llguidance.LLMatcher, num_mask_bytes: int, end_ids: Sequence[int]
+        self,
+        grammar: _GuidanceGrammar,
+        matcher: llguidance.LLMatcher,
+        num_mask_bytes: int,
+        end_ids: Sequence[int],
     ) -> None:
+        self._grammar = grammar
         self._matcher = matcher
         self._num_mask_bytes = num_mask_bytes
         self._end_ids = end_ids
+
+    def __del__(self) -> None:
+        del self._matcher  # before the grammar, whose own is then the last one and frees the rest
 
     @property
     def may_end(self) -> bool:

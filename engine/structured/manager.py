@@ -22,7 +22,7 @@ from ..request import Request
 from ..sampling.token_mask import TokenMask
 from ..wire import AddRequest
 from .backends import open_backend
-from .base import BITS, Backend
+from .base import BITS, LARGE_BYTES, Backend, Grammar
 from .compile_pool import CompilePool
 from .compiler import (
     COMPILE_LIMIT,
@@ -107,6 +107,7 @@ class _Thought:
 
 class _Followed(NamedTuple):
     request: Request
+    grammar: Grammar
     follower: Follower
     thought: _Thought
     end_ids: frozenset[int]  # of the model, as far as they end this request
@@ -233,6 +234,7 @@ class GrammarManager:
         has_own_ends = bool(own_ids) or end_ids != self._eos_ids
         self._followed[built.request_id] = _Followed(
             built,
+            grammar,
             Follower(grammar, waiting.compilation.first_words, waiting.compilation.first_seconds),
             thought,
             end_ids,
@@ -281,9 +283,8 @@ class GrammarManager:
             jobs.append(MaskJob(follower, new, behind))
             self._begun.append(followed)
         if len(jobs) + len(self._thinking) < len(self._followed):  # some may have ended
-            self._followed = {
-                name: each for name, each in self._followed.items() if not each.request.is_finished
-            }
+            for name in [n for n, each in self._followed.items() if each.request.is_finished]:
+                self._let_go(name)
         if jobs:
             self._maker.begin(jobs)
         if self._thinking or jobs:
@@ -334,7 +335,7 @@ class GrammarManager:
             if not each.request.is_finished:  # or another one may have its id by now
                 ended.append(Ended(each.request, error and f"{_FAILED}: {error}"))
                 self.num_failed += bool(error)
-                del self._followed[name]
+                self._let_go(name)
         if lost:
             words = np.delete(words, lost, axis=0)
         if free is not None:
@@ -360,6 +361,12 @@ class GrammarManager:
         self._maker.close()
         self._ahead.close()
         self._compiler.close()
+
+    def _let_go(self, name: str) -> None:
+        """Of a request that has ended. Its grammar may be one that nobody else has any more."""
+        gone = [self._followed.pop(name)]
+        if gone[0].grammar.num_bytes >= LARGE_BYTES:
+            self._compiler.free(gone)
 
     def _wake_up(self) -> None:
         self._wakeup()

@@ -98,6 +98,7 @@ class Nursery:
         text: bool = False,
         pass_fds: Sequence[int] = (),
         start_new_session: bool = True,
+        process_group: int | None = None,
         plan: Mapping[str, Any] | None = None,
     ) -> Any:
         """`subprocess.Popen`, as the product and tests call it, of `python -m MODULE` and of
@@ -107,7 +108,8 @@ class Nursery:
         options: dict[str, Any] = {"env": env, "cwd": cwd, "text": text, "pass_fds": pass_fds}
         words = [word for word in command[1:] if word != "-P"]
         if command[0] != PYTHON or words[0] not in ("-m", "-c"):
-            options |= {"start_new_session": start_new_session}
+            is_new = start_new_session and process_group is None
+            options |= {"start_new_session": is_new, "process_group": process_group}
             return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, **options)
         module, *arguments = words[1:] if words[0] == "-m" else [PROGRAM, *words]
         job = {

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import resource
 import signal
@@ -107,6 +108,9 @@ def test_a_large_grammar_is_compiled_here_after_its_trial_as_without(
     [pid] = pool.process_ids
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, own + 10)
+    # Linux divides processors among sessions first: in another one it would give no way to this
+    # one. The group is for Ctrl-C.
+    assert (os.getsid(pid), os.getpgid(pid)) == (os.getsid(0), pid)
     wrong = GrammarSpec(Kind.GRAMMAR, MANY_RULES.text + " | nobody")
     assert "nobody" in compiled(wrong).error
     assert pool.process_ids == [pid]  # a grammar that is wrong does it no harm
@@ -261,3 +265,27 @@ def test_a_process_takes_what_others_leave(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, "sched_setscheduler", lambda *each: asked.append(each[:2]))
     assert compile_process.main() == 0
     assert asked == [10, (0, os.SCHED_IDLE)]
+
+
+def test_whoever_is_last_sleeps_in_between_while_it_computes() -> None:
+    """Also in a call that comes back to Python at its end only."""
+
+    def sleeps(rounds: int) -> tuple[int, float]:
+        """In one call, and the processor's seconds that it took."""
+        before, began = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw, time.process_time()
+        hashlib.pbkdf2_hmac("sha256", b"any", b"any", rounds)
+        seconds = time.process_time() - began
+        return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before, seconds
+
+    before = signal.setitimer(signal.ITIMER_REAL, 0.0)
+    try:
+        with compile_process._standing_aside():
+            rounds, seconds = 1000, 0.0
+            while seconds < 0.02:
+                rounds *= 2
+                count, seconds = sleeps(rounds)
+        assert count >= 5
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    finally:
+        signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+        signal.setitimer(signal.ITIMER_REAL, *before)

@@ -9,17 +9,28 @@ import threading
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
+from stratakv.engine.request import Request, RequestStatus, pack_token_ids
+from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.structured import limited_thread
-from stratakv.engine.structured.base import Backend, Form, Grammar, Matcher
+from stratakv.engine.structured.base import LARGE_BYTES, Backend, Form, Grammar, Matcher
 from stratakv.engine.structured.compile_pool import CompilePool
 from stratakv.engine.structured.compiler import GrammarCompiler
+from stratakv.engine.structured.guidance_backend import (
+    GuidanceBackend,
+    _GuidanceGrammar,
+    heap_bytes,
+)
 from stratakv.engine.structured.limited_thread import Job, Limit, LimitedThread
-from stratakv.engine.structured_params import GrammarSpec
+from stratakv.engine.structured.manager import GrammarManager
+from stratakv.engine.structured_params import GrammarSpec, StructuredOutputsParams
+from stratakv.engine.wire import AddRequest
 
 from .test_limits import Spinner, spec
+from .vocabularies import allowed, embedded
 from .waiting import WAIT_SECONDS, wait_for
 
 LONG = Limit(cpu_seconds=WAIT_SECONDS)
@@ -166,6 +177,8 @@ class FreedGrammar(Grammar):
 
 
 class Freed(Backend):
+    """Its grammars note which thread freed them."""
+
     def __init__(self) -> None:
         self.freed: list[str] = []
         self.policies: list[int] = []
@@ -223,3 +236,46 @@ def test_grammars_are_compiled_and_freed_where_no_step_waits(is_large: bool) -> 
         assert trials is None or trials.policies == [os.SCHED_OTHER] * 3
     finally:
         compiler.close()
+
+
+def test_the_grammar_of_a_request_that_ends_is_freed_where_no_step_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where nobody else has it any more."""
+    monkeypatch.setattr(FreedGrammar, "num_bytes", LARGE_BYTES)
+    backend = Freed()
+    manager = GrammarManager(Path(), 40, (), most_waiting=1, opener=lambda: backend)
+    manager._compiler._cache_bytes = 0
+    try:
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+        request = Request("r", [5], params)
+        manager.ask(AddRequest("r", pack_token_ids([5]), params), request)
+        wait_for(lambda: manager.is_due)
+        manager.follow(*manager.take_compiled())
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        let_go = threading.Event()  # of all that the cache dropped
+        manager._compiler._small.jobs.put(lambda _: let_go.set())
+        assert let_go.wait(WAIT_SECONDS) and not backend.freed
+        manager.begin([])
+        wait_for(lambda: backend.freed)
+        assert backend.freed == ["stratakv-grammar"]
+    finally:
+        manager.close()
+
+
+def test_a_large_grammar_of_guidance_is_freed_before_its_object_is() -> None:
+    """For that holds the interpreter's lock all the while."""
+    backend = GuidanceBackend(embedded())
+    wanted = StructuredOutputsParams(choice=[str(number) for number in range(2000)]).spec
+    text = backend.try_out(wanted).text
+    small = backend.build(wanted, Form("guidance", text, num_bytes=LARGE_BYTES - 1))
+    before = heap_bytes()
+    grammar = backend.build(wanted, Form("guidance", text, num_bytes=LARGE_BYTES))
+    matcher = grammar.matcher()
+    assert isinstance(grammar, _GuidanceGrammar) and isinstance(small, _GuidanceGrammar)
+    objects, taken = (small._prototype, grammar._prototype), heap_bytes() - before
+    del grammar, small
+    assert allowed(matcher) and not any(each.is_error() for each in objects)
+    del matcher
+    assert [each.is_error() for each in objects] == [False, True]
+    assert heap_bytes() - before < taken / 2
