@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled library of `bytes.cpp`: where it is, whether it can be used here, its functions.
+"""The compiled library of `bytes.cpp` and `names.cpp`: where it is, whether it can be used here, its functions.
 
 It is a plain shared library, called with addresses, and bound to no Python. Every function here has
 a twin without it and gives the same answer. STRATAKV_BYTES=none leaves it alone.
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 FILE_NAME = "libstratakv_bytes.so"  # as in setup.py
 VARIABLE = "STRATAKV_BYTES"
-ABI = 3
+ABI = 4
 LEAST_BYTES = 241  # XXH3 does something else with less
 PART_BYTES = 256 * 1024  # copied, then hashed while it is in the cache
 _DIGEST_BYTES = 16
@@ -60,6 +60,7 @@ class Library:
         self.send_proven = function(
             "send_proven", size, address, size, size, address, size, address, address, size, address
         )
+        self.names = function("names", address, address, address, address, size, size, address)
 
 
 @functools.cache
