@@ -240,15 +240,17 @@ class CacheService:
                 tenant_store, lambda: tenant_store.lookup(keys, asked=True)
             )
         turn = self._turns[current_tenant().name]
-        is_alone = not turn.locked()
-        async with turn:
-            if len(keys) > _ALONE_KEYS or not is_alone:
+        if len(keys) > _ALONE_KEYS or turn.locked():
+            async with turn:
                 return await self._run(lambda: tenant_store.lookup(keys, asked=True))
-            states = await self._run_quick(
+        await turn.acquire()
+        try:
+            return await self._run_quick(
                 tenant_store, lambda: tenant_store.lookup(keys, asked=True)
             )
-            await asyncio.sleep(0)  # what came meanwhile finds that it is not alone
-            return states
+        finally:
+            # Not now: what has come already is to find that it is not alone.
+            asyncio.get_running_loop().call_soon(turn.release)
 
     async def _capacity_bytes(self, tenant_store: ServedStore) -> int:
         return await self._run_quick(tenant_store, lambda: tenant_store.capacity_bytes)
