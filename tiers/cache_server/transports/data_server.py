@@ -35,10 +35,10 @@ _HIT, _MISS = int(State.HIT), int(State.MISS)
 class DataSession(Session):
     """The session of a client that shares no memory."""
 
+    _is_in_memory = False  # the last part of a LOAD was, when it was asked for
+
     def _answers(self) -> Mapping[Verb, Callable[[Request, float], None]]:
         return {Verb.LOAD: self._load, Verb.STORE: self._store}
-
-    _is_in_memory = False  # the last part of a LOAD was, when it was asked for
 
     def _load(self, request: Request, deadline: float) -> None:
         keys = self._receive_keys(request, deadline)
