@@ -127,7 +127,7 @@ def copy_rows_and_digest(
     assert found is not None and source.size == target.size >= LEAST_BYTES
     assert len(source_rows) == count
     to_rows, of_rows = array("q", target_rows), array("q", source_rows)
-    digests = _Room(count * _DIGEST_BYTES)
+    digests = _Written(count * _DIGEST_BYTES)
     found.copy_rows(
         target.address, target.step, to_rows.buffer_info()[0],
         source.address, source.step, of_rows.buffer_info()[0],
@@ -159,8 +159,8 @@ def receive_and_digest(
     found, count = library(), len(payloads)
     assert found is not None
     places = _Places(payloads)
-    trailers, digests = _Room(count * trailer_bytes), _Room(count * _DIGEST_BYTES)
-    tags = _Room(count * _DIGEST_BYTES if names else 0)
+    trailers, digests = _Written(count * trailer_bytes), _Written(count * _DIGEST_BYTES)
+    tags = _Written(count * _DIGEST_BYTES if names else 0)
     came = ctypes.c_int64()
     status = found.receive(
         descriptor, places.addresses, count, places.size, trailers.address, trailer_bytes,
@@ -210,7 +210,7 @@ def send_proven(
     places = _Places(payloads)
     wanted = b"".join([_NO_DIGEST if digest is None else digest for digest in digests])
     is_wanted = bytes(digest is not None for digest in digests)
-    damaged = _Room(count)
+    damaged = _Written(count)
     lost = _lost(
         found.send_proven(
             descriptor, places.addresses, count, places.size, names, name_bytes, wanted, is_wanted,
@@ -222,7 +222,7 @@ def send_proven(
     return [index for index, is_damaged in enumerate(damaged.bytes) if is_damaged]
 
 
-class _Room:
+class _Written:
     """Bytes that the library writes. An array of ctypes has a type of its own for each length,
     whose making takes longer than many calls."""
 
@@ -243,8 +243,8 @@ class _Places:
         assert all(payload.nbytes == self.size for payload in payloads)
 
 
-def _cut(room: _Room, step: int, count: int) -> list[bytes]:
-    raw = bytes(room.bytes)
+def _cut(written: _Written, step: int, count: int) -> list[bytes]:
+    raw = bytes(written.bytes)
     return [raw[start : start + step] for start in range(0, count * step, step)]
 
 

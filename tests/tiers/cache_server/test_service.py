@@ -303,22 +303,22 @@ def test_long_look_ups_of_one_tenant_leave_the_loop_to_others(
 ) -> None:
     """One that is alone is answered on the loop, and those that come with it on a thread, one
     after the other; a short one waits for none, and a very long one always takes a thread."""
-    service, room = server.server._service, server.tenant_store()
+    service, store = server.server._service, server.tenant_store()
     assert service is not None
     on_loop: list[tuple[int, bool]] = []
-    look_up = room.lookup
+    look_up = store.lookup
 
     def seen(keys: Sequence[bytes], *, asked: bool = False) -> list[State]:
         on_loop.append((len(keys), threading.current_thread() is server._thread))
         return look_up(keys, asked=asked)
 
-    monkeypatch.setattr(room, "lookup", seen)
-    monkeypatch.setattr(room, "try_hold", room._changed.acquire)  # its keeper holds it now and then
+    monkeypatch.setattr(store, "lookup", seen)
+    monkeypatch.setattr(store, "try_hold", store._changed.acquire)  # its keeper holds it now and then
     keys = make_keys(MAX_KEYS)
 
     async def ask(*sizes: int) -> None:
         set_caller(Caller(next(iter(server.settings.tenants))))
-        found = await asyncio.gather(*(service._looked_up(room, keys[:size]) for size in sizes))
+        found = await asyncio.gather(*(service._looked_up(store, keys[:size]) for size in sizes))
         assert [len(states) for states in found] == list(sizes)
 
     server.call(ask(1001, 1002, 1003, 3))
