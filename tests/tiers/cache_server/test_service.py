@@ -313,7 +313,7 @@ def test_long_look_ups_of_one_tenant_leave_the_loop_to_others(
         return look_up(keys, asked=asked)
 
     monkeypatch.setattr(store, "lookup", seen)
-    monkeypatch.setattr(store, "try_hold", store._changed.acquire)  # its keeper holds it now and then
+    monkeypatch.setattr(store, "try_hold", store._changed.acquire)  # its keeper has it at times
     keys = make_keys(MAX_KEYS)
 
     async def ask(*sizes: int) -> None:
