@@ -68,7 +68,10 @@ LIBRARIES = {
         Path("kernels", "cpu"), CPU_SOURCES, CPU_HEADERS, "attention on the CPU will run by torch"
     ),
     "stratakv.tiers.native.libstratakv_bytes": Library(
-        Path("tiers", "native"), {"bytes.cpp": []}, (), "digests will be made by xxhash"
+        Path("tiers", "native"),
+        {"bytes.cpp": [], "names.cpp": []},
+        (),
+        "digests will be made by xxhash, names of blocks by hashlib",
     ),
 }
 MACHINES = ("x86_64", "amd64")

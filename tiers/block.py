@@ -38,6 +38,7 @@ DTYPE_BYTES: Mapping[str, int] = {
 }
 
 _KEY_SUFFIX = struct.Struct("<HHHH")
+_KEY, _KEYS = struct.Struct(f"{KEY_BYTES}s"), struct.Struct(f"{KEY_BYTES}s" * 64)
 
 # One extra of a block: a kind ("salt", "lora", "mm", "embeds") followed by its values.
 Extra = tuple[str | bytes | int, ...]
@@ -166,6 +167,16 @@ def pack_key(digest: bytes, group: int = 0, shard_rank: int = 0, shard_count: in
     if len(digest) != DIGEST_BYTES:
         raise InvalidBlock(f"a digest has {DIGEST_BYTES} bytes, not {len(digest)}")
     return digest + key_suffix(group, shard_rank, shard_count)
+
+
+def cut_keys(packed: bytes) -> list[bytes]:
+    """Keys that lie one after the other, `KEY_BYTES` each. Many at a time: a tuple for each key
+    takes longer than the key."""
+    many = len(packed) // _KEYS.size * _KEYS.size
+    keys: list[bytes] = []
+    for part in _KEYS.iter_unpack(memoryview(packed)[:many]):
+        keys += part
+    return keys + [key for (key,) in _KEY.iter_unpack(memoryview(packed)[many:])]
 
 
 def unpack_key(key: bytes) -> KeyParts:

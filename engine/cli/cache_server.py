@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import gc
 import logging
 import os
 import resource
@@ -137,6 +138,8 @@ async def _serve(
         hung_up.put_nowait(loop.time())
     server = CacheServer(settings)
     await server.start()
+    gc.collect()
+    gc.freeze()  # what was built stays, and need not be looked through again and again
     logs.announce(_announcement(server))
     systemd.tell_ready()
     reloading = asyncio.create_task(_reload(server, hung_up, read_again))

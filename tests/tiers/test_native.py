@@ -191,7 +191,7 @@ def test_a_signal_ends_no_receiving() -> None:
 
 @needs_library
 @pytest.mark.parametrize("name_bytes", [1, 16, 72, native.MOST_NAME_BYTES])
-@pytest.mark.parametrize("size", [LEAST_BYTES, 1024, PART_BYTES + 77])
+@pytest.mark.parametrize("size", [LEAST_BYTES, 1024, PART_BYTES, PART_BYTES + 77])
 def test_what_is_sent_comes_with_its_proof(size: int, name_bytes: int) -> None:
     """Tag and digest behind each, as xxhash makes them; zeros behind one that is not what it must
     be. Who receives by name makes the same tags."""

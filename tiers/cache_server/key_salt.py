@@ -18,8 +18,9 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..block import DIGEST_BYTES
+from ..block import DIGEST_BYTES, cut_keys
 from ..errors import TierConfigError
+from ..native.openssl import name_maker
 
 # The server's secret, which the names of kept blocks are salted with: read, or made once.
 # Whoever has it can tell which prompts a disk knows; without it the blocks on the disk cannot be
@@ -91,13 +92,16 @@ class KeySalt:
         if len(secret) < SECRET_BYTES:
             raise ValueError(f"a server secret has {SECRET_BYTES} bytes or more, not {len(secret)}")
         tenant_key = hmac.digest(secret, tenant.encode(), "sha256")
+        self._maker = name_maker(tenant_key)
         padded = tenant_key.ljust(_BLOCK_BYTES, b"\0")
         # HMAC with its two key blocks hashed in advance: half the work for each key.
         self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
 
     def stored(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The 40-byte stored keys of 40-byte keys."""
+        """The 40-byte stored keys of 40-byte keys. Takes as long for any of them."""
+        if self._maker is not None:
+            return cut_keys(self._maker.names(b"".join(keys), len(keys)))
         inner, outer = self._inner, self._outer
         result = []
         for key in keys:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled library of `bytes.cpp`: where it is, whether it can be used here, its functions.
+"""The compiled library of `bytes.cpp` and `names.cpp`: where it is, whether it can be used here,
+its functions.
 
 It is a plain shared library, called with addresses, and bound to no Python. Every function here has
 a twin without it and gives the same answer. STRATAKV_BYTES=none leaves it alone.
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 FILE_NAME = "libstratakv_bytes.so"  # as in setup.py
 VARIABLE = "STRATAKV_BYTES"
-ABI = 3
+ABI = 4
 LEAST_BYTES = 241  # XXH3 does something else with less
 PART_BYTES = 256 * 1024  # copied, then hashed while it is in the cache
 _DIGEST_BYTES = 16
@@ -60,6 +61,7 @@ class Library:
         self.send_proven = function(
             "send_proven", size, address, size, size, address, size, address, address, size, address
         )
+        self.names = function("names", address, address, address, address, size, size, address)
 
 
 @functools.cache
@@ -125,14 +127,13 @@ def copy_rows_and_digest(
     assert found is not None and source.size == target.size >= LEAST_BYTES
     assert len(source_rows) == count
     to_rows, of_rows = array("q", target_rows), array("q", source_rows)
-    digests = ctypes.create_string_buffer(count * _DIGEST_BYTES)
+    digests = _Written(count * _DIGEST_BYTES)
     found.copy_rows(
         target.address, target.step, to_rows.buffer_info()[0],
         source.address, source.step, of_rows.buffer_info()[0],
-        count, target.size, True, digests,
+        count, target.size, True, digests.address,
     )  # fmt: skip
-    raw = digests.raw
-    return [raw[start : start + _DIGEST_BYTES] for start in range(0, len(raw), _DIGEST_BYTES)]
+    return _cut(digests, _DIGEST_BYTES, count)
 
 
 class Received(NamedTuple):
@@ -158,23 +159,18 @@ def receive_and_digest(
     found, count = library(), len(payloads)
     assert found is not None
     places = _Places(payloads)
-    trailers = ctypes.create_string_buffer(count * trailer_bytes)
-    digests = ctypes.create_string_buffer(count * _DIGEST_BYTES)
-    tags = ctypes.create_string_buffer(count * _DIGEST_BYTES)
-    whole = ctypes.c_int64()
+    trailers, digests = _Written(count * trailer_bytes), _Written(count * _DIGEST_BYTES)
+    tags = _Written(count * _DIGEST_BYTES if names else 0)
+    came = ctypes.c_int64()
     status = found.receive(
-        descriptor, places.addresses, count, places.size, trailers, trailer_bytes,
-        int(deadline * 1e6), digests, names, _length_of_one(names, count), tags,
-        ctypes.byref(whole),
+        descriptor, places.addresses, count, places.size, trailers.address, trailer_bytes,
+        int(deadline * 1e6), digests.address, names, _length_of_one(names, count), tags.address,
+        ctypes.byref(came),
     )  # fmt: skip
-
-    def cut(buffer: ctypes.Array[ctypes.c_char], step: int) -> list[bytes]:
-        raw = buffer.raw
-        return [raw[start : start + step] for start in range(0, whole.value * step, step)]
-
-    behind = cut(trailers, trailer_bytes) if trailer_bytes else [b""] * whole.value
-    made = cut(tags, _DIGEST_BYTES) if names else []
-    return Received(cut(digests, _DIGEST_BYTES), behind, made, _lost(status))
+    whole = came.value
+    behind = _cut(trailers, trailer_bytes, whole) if trailer_bytes else [b""] * whole
+    made = _cut(tags, _DIGEST_BYTES, whole) if names else []
+    return Received(_cut(digests, _DIGEST_BYTES, whole), behind, made, _lost(status))
 
 
 def send_payloads(
@@ -214,16 +210,26 @@ def send_proven(
     places = _Places(payloads)
     wanted = b"".join([_NO_DIGEST if digest is None else digest for digest in digests])
     is_wanted = bytes(digest is not None for digest in digests)
-    damaged = ctypes.create_string_buffer(count)
+    damaged = _Written(count)
     lost = _lost(
         found.send_proven(
             descriptor, places.addresses, count, places.size, names, name_bytes, wanted, is_wanted,
-            int(deadline * 1e6), damaged,
+            int(deadline * 1e6), damaged.address,
         )
     )  # fmt: skip
     if lost is not None:
         raise lost
-    return [index for index, is_damaged in enumerate(damaged.raw) if is_damaged]
+    return [index for index, is_damaged in enumerate(damaged.bytes) if is_damaged]
+
+
+class _Written:
+    """Bytes that the library writes. An array of ctypes has a type of its own for each length,
+    whose making takes longer than many calls."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = bytearray(size)
+        self._held = ctypes.c_char.from_buffer(self.bytes) if size else None
+        self.address = 0 if self._held is None else ctypes.addressof(self._held)
 
 
 class _Places:
@@ -231,9 +237,15 @@ class _Places:
 
     def __init__(self, payloads: Sequence[memoryview]) -> None:
         self._held = [ctypes.c_char.from_buffer(payload) for payload in payloads]
-        self.addresses = (ctypes.c_void_p * len(payloads))(*map(ctypes.addressof, self._held))
+        self._addresses = array("Q", map(ctypes.addressof, self._held))
+        self.addresses = self._addresses.buffer_info()[0]
         self.size = payloads[0].nbytes if payloads else 0
         assert all(payload.nbytes == self.size for payload in payloads)
+
+
+def _cut(written: _Written, step: int, count: int) -> list[bytes]:
+    raw = bytes(written.bytes)
+    return [raw[start : start + step] for start in range(0, count * step, step)]
 
 
 def _length_of_one(names: bytes, count: int) -> int:

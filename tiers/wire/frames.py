@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from ..block import KEY_BYTES
+from ..block import KEY_BYTES, cut_keys
 from ..tag import PROOF_BYTES
 
 MAGIC = b"STRKVDAT"
@@ -51,7 +51,6 @@ REQUEST = struct.Struct("<BBHIQQ")  # verb, zero, zero, count, number, argument
 REPLY = struct.Struct("<BBHIQQ")  # verb, status, zero, blocks, number, argument
 
 
-_KEY = struct.Struct(f"{KEY_BYTES}s")
 _PART_BYTES = 8 * 1024**2
 _PART_SHARE = 8
 
@@ -194,7 +193,7 @@ def unpack_keys(packed: bytes, most: int = MAX_KEYS) -> list[bytes]:
         raise WireError(
             f"expected up to {most} keys of {KEY_BYTES} bytes each, got {len(packed)} bytes"
         )
-    return [key for (key,) in _KEY.iter_unpack(packed)]
+    return cut_keys(packed)
 
 
 def part_blocks(page_bytes: int, num_slots: int, most_bytes: int = _PART_BYTES) -> int:

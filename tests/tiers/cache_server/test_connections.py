@@ -11,12 +11,14 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 import trustme
 
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.cache_server.key_salt import KeySalt
+from stratakv.tiers.cache_server.transports import data_server
 from stratakv.tiers.cache_server.transports.block_receiver import BlockReceiver
 from stratakv.tiers.contract import make_buffers, make_keys, payload_of
 from stratakv.tiers.memory import MemoryStore
@@ -150,6 +152,44 @@ def test_what_finds_no_room_is_said(plane: Plane, kind: str) -> None:
     assert put(connection, others, LAYOUT) == [State.NO_ROOM] * 4
     plane.tenant_store.end_load(read_lease)
     connection.close()
+
+
+def test_a_load_out_of_memory_goes_in_few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first part is small where the one before, of this connection, came from a disk."""
+
+    class Later(MemoryStore):
+        def load(self, keys, buffers):  # type: ignore[no-untyped-def]
+            ended: Future[object] = Future()
+            loaded = super().load(keys, buffers)
+            threading.Timer(0.01, lambda: ended.set_result(loaded.result())).start()
+            return ended
+
+    store, below = Later(LAYOUT, 100 * LAYOUT.page_bytes, name="ssd"), make_keys(28, "below")
+    buffers = make_buffers(28, LAYOUT)
+    for key, buffer in zip(below, buffers, strict=True):
+        buffer[: LAYOUT.page_bytes] = payload_of(key, LAYOUT)
+    proofs = [proof_of(k, b[: LAYOUT.page_bytes]) for k, b in zip(below, buffers, strict=True)]
+    store.store(KeySalt(SECRET, "tenant").stored(below), buffers, proofs).result(0)
+    monkeypatch.setattr(data_server, "part_blocks", lambda _page, _slots, most=0: 8 if most else 2)
+    plane = Plane(stores=[store])
+    parts: list[int] = []
+    begin = plane.tenant_store.begin_load
+    monkeypatch.setattr(
+        plane.tenant_store, "begin_load", lambda keys: parts.append(len(keys)) or begin(keys)
+    )
+    connection, keys = plane.connect("data"), make_keys(20)
+    put(connection, keys, LAYOUT)
+    for asked, expected in (
+        (keys, [2, 8, 8, 2]),
+        (keys, [8, 8, 4]),
+        (below[:14], [8, 6]),
+        (below[14:], [2, 4, 8]),
+    ):
+        parts.clear()
+        assert fetch(connection, asked, LAYOUT) == [payload_of(key, LAYOUT) for key in asked]
+        assert parts == expected
+    connection.close()
+    plane.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,14 +7,18 @@ import hashlib
 import hmac
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stratakv.tiers.block import pack_key
+from stratakv.tiers.cache_server import key_salt
 from stratakv.tiers.cache_server.key_salt import SECRET_BYTES, KeySalt
 from stratakv.tiers.contract import make_keys
+from stratakv.tiers.native import library as native
+from stratakv.tiers.native import openssl
 
 SECRET = bytes(range(32))
 # Written down once: who changes it makes every store on a disk unreadable.
@@ -50,9 +54,51 @@ def test_it_is_the_same_in_every_process() -> None:
     st.binary(min_size=32, max_size=100), st.text(max_size=50), st.binary(min_size=40, max_size=40)
 )
 def test_it_is_hmac_sha256(secret: bytes, tenant: str, key: bytes) -> None:
+    """Whoever makes it: OpenSSL's functions by themselves, where they are found, and hashlib."""
     tenant_key = hmac.new(secret, tenant.encode(), hashlib.sha256).digest()
     expected = hmac.new(tenant_key, key, hashlib.sha256).digest() + key[32:]
     assert KeySalt(secret, tenant).stored([key]) == [expected]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(key_salt, "name_maker", lambda _key: None)
+        assert KeySalt(secret, tenant).stored([key]) == [expected]
+
+
+def test_openssl_is_found_here() -> None:
+    """Where hashlib is linked to it, as it is in all that CI runs."""
+    if not native.has_digests() or not getattr(sys.modules["_hashlib"], "__file__", None):
+        pytest.skip("needs the compiled library, and OpenSSL outside of Python")
+    maker = openssl.name_maker(SECRET)
+    assert maker is not None
+    keys = [pack_key(bytes([number]) * 32, number) for number in range(100)]
+    made = [hmac.digest(SECRET, key, "sha256") + key[32:] for key in keys]
+    assert maker.names(b"".join(keys), 100) == b"".join(made)
+    assert maker.names(b"", 0) == b""
+    for damaged, count in ((bytes(41), 2), (bytes(31), 1), (b"", 1), (bytes(40), 0)):
+        with pytest.raises(ValueError, match="are no"):
+            maker.names(damaged, count)
+
+
+@pytest.mark.parametrize("fault", ["another digest", "an error", "no memory"])
+def test_where_openssl_fails_hashlib_makes_the_names(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found, here = native.library(), openssl._openssl()
+    if found is None or here is None:
+        pytest.skip("needs the compiled library, and OpenSSL outside of Python")
+    made = found.names
+
+    def names(*arguments: Any) -> int:
+        *_, written = arguments
+        status: int = made(*arguments)
+        written[0] = bytes([written.raw[0] ^ (fault == "another digest")])
+        return 1 if fault == "an error" else status
+
+    monkeypatch.setattr(found, "names", names)
+    if fault == "no memory":
+        monkeypatch.setattr(here, "_new", lambda: None)
+    (stored,) = KeySalt(SECRET, "ann").stored([KEY])
+    assert stored.hex() == STORED
+    assert "names of blocks are made by hashlib" in caplog.text
 
 
 def test_secret_tenant_and_every_bit_of_a_key_count() -> None:

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -12,6 +15,7 @@ import pytest
 
 from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.block import BlockLayout
+from stratakv.tiers.cache_server.access.auth import Caller, set_caller
 from stratakv.tiers.contract import make_keys, payload_of
 from stratakv.tiers.wire.frames import MAX_BLOCKS, MAX_KEYS, State
 from stratakv.tiers.wire.limits import PIECE_BYTES, Limits
@@ -292,6 +296,38 @@ def test_a_disk_that_cannot_be_used(tmp_path: Path) -> None:
             server.attach(stub)
         assert raised.value.code() is Code.RESOURCE_EXHAUSTED
         assert dict(raised.value.trailing_metadata())["stratakv-reason"] == "disk"
+
+
+def test_long_look_ups_of_one_tenant_leave_the_loop_to_others(
+    server: RunningServer, stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is alone is answered on the loop, and those that come with it on a thread, one
+    after the other; a short one waits for none, and a very long one always takes a thread."""
+    service, store = server.server._service, server.tenant_store()
+    assert service is not None
+    on_loop: list[tuple[int, bool]] = []
+    look_up = store.lookup
+
+    def seen(keys: Sequence[bytes], *, asked: bool = False) -> list[State]:
+        on_loop.append((len(keys), threading.current_thread() is server._thread))
+        return look_up(keys, asked=asked)
+
+    monkeypatch.setattr(store, "lookup", seen)
+    monkeypatch.setattr(store, "try_hold", store._changed.acquire)  # its keeper has it at times
+    keys = make_keys(MAX_KEYS)
+
+    async def ask(*sizes: int) -> None:
+        set_caller(Caller(next(iter(server.settings.tenants))))
+        found = await asyncio.gather(*(service._looked_up(store, keys[:size]) for size in sizes))
+        assert [len(states) for states in found] == list(sizes)
+
+    server.call(ask(1001, 1002, 1003, 3))
+    assert on_loop[:2] == [(1001, True), (3, True)]
+    assert sorted(on_loop[2:]) == [(1002, False), (1003, False)]
+    on_loop.clear()
+    for size in (1024, 1024, 1025):  # one after the other
+        server.call(ask(size))
+    assert on_loop == [(1024, True), (1024, True), (1025, False)]
 
 
 def test_a_whole_prompt_in_one_look_up(stub: Stub, scale: str) -> None:

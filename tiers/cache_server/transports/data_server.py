@@ -10,7 +10,7 @@ import errno
 import socket
 import ssl
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import TierConfigError
@@ -35,35 +35,38 @@ _HIT, _MISS = int(State.HIT), int(State.MISS)
 class DataSession(Session):
     """The session of a client that shares no memory."""
 
+    _is_in_memory = False  # the last part of a LOAD was, when it was asked for
+
     def _answers(self) -> Mapping[Verb, Callable[[Request, float], None]]:
         return {Verb.LOAD: self._load, Verb.STORE: self._store}
 
     def _load(self, request: Request, deadline: float) -> None:
         keys = self._receive_keys(request, deadline)
-        parts = deque(self._parts(keys))
-        is_whole = len(parts) <= 1
+        tenant_store = self._tenant_store
+        sizes = tenant_store.page_bytes, tenant_store.num_slots
+        most = part_blocks(*sizes, MOST_PART_BYTES)
+        # Where a disk is read the first part is small, for nothing is sent before it has come.
+        # Every part costs a millisecond of a busy processor.
+        size = most if self._is_in_memory else part_blocks(*sizes)
+        start = parts = 0
         read_leases: deque[ReadLease] = deque()
         try:
-            while parts or read_leases:
-                while parts and len(read_leases) < PARTS_AHEAD:
-                    read_leases.append(self._tenant_store.begin_load(parts.popleft()))
-                self._tenant_store.wait_loaded(read_leases[0], deadline)
+            while start < len(keys) or read_leases:
+                while start < len(keys) and len(read_leases) < PARTS_AHEAD:
+                    read_lease = tenant_store.begin_load(keys[start : start + size])
+                    read_leases.append(read_lease)
+                    self._is_in_memory = read_lease.ticket.done()
+                    start, parts = start + size, parts + 1
+                    size = most if self._is_in_memory else min(2 * size, most)
+                tenant_store.wait_loaded(read_leases[0], deadline)
                 self._send_part(request, read_leases[0], deadline)
-                self._tenant_store.end_load(read_leases.popleft())
-            if not is_whole:
+                tenant_store.end_load(read_leases.popleft())
+            if parts > 1:
                 # Used head first, part by part, which makes the head the first to be evicted.
-                self._tenant_store.touch(keys)
+                tenant_store.touch(keys)
         finally:
             for read_lease in read_leases:
-                self._tenant_store.end_load(read_lease)
-
-    def _parts(self, keys: list[bytes]) -> Iterator[list[bytes]]:
-        """The first one small, for nothing is sent before it is read; then few of them."""
-        sizes = self._tenant_store.page_bytes, self._tenant_store.num_slots
-        size, most, start = part_blocks(*sizes), part_blocks(*sizes, MOST_PART_BYTES), 0
-        while start < len(keys):
-            yield keys[start : start + size]
-            start, size = start + size, min(2 * size, most)
+                tenant_store.end_load(read_lease)
 
     def _send_part(self, request: Request, read_lease: ReadLease, deadline: float) -> None:
         tenant_store = self._tenant_store

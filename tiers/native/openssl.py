@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of OpenSSL that Python's hashlib uses, for many digests in one call of the compiled
+library: hashlib copies a state four times and makes four objects for one name.
+
+The library that hashlib is linked to is asked for them by name. Where that is not to be had (a
+Python with OpenSSL inside it), where there is no compiled library, or where the first name comes
+out as another, `name_maker` says None and hashlib does the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hmac
+import importlib.util
+import logging
+import weakref
+from collections.abc import Callable
+
+from .library import library
+
+log = logging.getLogger(__name__)
+
+_NAMES = (
+    "EVP_MD_CTX_new", "EVP_MD_CTX_free", "EVP_MD_CTX_copy_ex", "EVP_DigestUpdate",
+    "EVP_DigestFinal_ex",
+)  # fmt: skip
+_BLOCK_BYTES = 64  # of SHA-256
+_DIGEST_BYTES = 32
+
+
+class _OpenSsl:
+    """Raises AttributeError where a function is missing."""
+
+    def __init__(self, found: ctypes.CDLL) -> None:
+        address, number = ctypes.c_void_p, ctypes.c_int
+        self._new, self.free, self._update = (
+            found.EVP_MD_CTX_new, found.EVP_MD_CTX_free, found.EVP_DigestUpdate,
+        )  # fmt: skip
+        self._sha256, self._begin = found.EVP_sha256, found.EVP_DigestInit_ex
+        self._new.restype = self._sha256.restype = address
+        self._new.argtypes = self._sha256.argtypes = ()
+        self.free.restype, self.free.argtypes = None, (address,)
+        self._begin.restype, self._begin.argtypes = number, (address, address, address)
+        self._update.restype = number
+        self._update.argtypes = (address, ctypes.c_char_p, ctypes.c_size_t)
+        functions = [ctypes.cast(getattr(found, name), address) for name in _NAMES]
+        self.functions = (address * len(_NAMES))(*functions)  # as names.cpp has them
+
+    def begun(self, block: bytes) -> int:
+        """The address of a context of SHA-256 that has taken these bytes, to be freed. Raises
+        OSError."""
+        context: int | None = self._new()
+        if context is None:
+            raise OSError("OpenSSL has no memory")
+        if (
+            self._begin(context, self._sha256(), None) != 1
+            or self._update(context, block, len(block)) != 1
+        ):
+            self.free(context)
+            raise OSError("OpenSSL makes no SHA-256")
+        return context
+
+
+@functools.cache
+def _openssl() -> _OpenSsl | None:
+    """Looked for once in a process."""
+    module = importlib.util.find_spec("_hashlib")
+    if module is None or not module.has_location:
+        return None
+    try:
+        # Already loaded, as is what it is linked to, where its symbols are looked for.
+        return _OpenSsl(ctypes.CDLL(module.origin))
+    except (OSError, AttributeError) as error:
+        log.info("%s leads to no functions of OpenSSL (%s)", module.origin, error)
+        return None
+
+
+class NameMaker:
+    """HMAC-SHA256 under one key of up to 64 bytes. Thread-safe. Raises OSError where OpenSSL does
+    not do what it should."""
+
+    def __init__(self, openssl: _OpenSsl, call: Callable[..., int], key: bytes) -> None:
+        if len(key) > _BLOCK_BYTES:
+            raise ValueError(f"expected a key of up to {_BLOCK_BYTES} bytes, got {len(key)}")
+        self._call = call
+        self._functions = openssl.functions
+        padded = key.ljust(_BLOCK_BYTES, b"\0")
+        for name, byte in (("_inner", 0x36), ("_outer", 0x5C)):
+            context = openssl.begun(bytes(each ^ byte for each in padded))
+            weakref.finalize(self, openssl.free, context)
+            setattr(self, name, context)
+        if self.names(padded, 1) != hmac.digest(key, padded, "sha256") + padded[_DIGEST_BYTES:]:
+            raise OSError("OpenSSL makes another HMAC than hashlib")
+
+    _inner: int
+    _outer: int
+
+    def names(self, keys: bytes, count: int) -> bytes:
+        """For each of `count` keys of one length, 32 bytes or more, one after the other, as many
+        bytes: the HMAC of the key, then the key from its 33rd byte on."""
+        size = len(keys) // max(1, count)
+        if size * count != len(keys) or (count and size < _DIGEST_BYTES):
+            raise ValueError(f"{len(keys)} bytes are no {count} keys")
+        names = ctypes.create_string_buffer(len(keys))
+        if self._call(self._functions, self._inner, self._outer, keys, count, size, names):
+            raise OSError("OpenSSL made no HMAC")
+        return names.raw
+
+
+def name_maker(key: bytes) -> NameMaker | None:
+    """What makes names under this key; None where hashlib has to."""
+    compiled, openssl = library(), _openssl()
+    if compiled is None or openssl is None:
+        return None
+    try:
+        return NameMaker(openssl, compiled.names, key)
+    except OSError as error:
+        log.warning("names of blocks are made by hashlib: %s", error)
+        return None
