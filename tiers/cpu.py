@@ -75,7 +75,8 @@ class CpuSlab(SlabTier):
     ) -> None:
         self.name = "cpu"
         self.layout = layout
-        self.num_slots = capacity_bytes // layout.slot_bytes
+        self._slot_bytes = layout.slot_bytes
+        self.num_slots = capacity_bytes // self._slot_bytes
         if not self.num_slots:
             raise TierConfigError(
                 f"the CPU tier needs at least {show_size(layout.slot_bytes)} for one block, "
@@ -260,7 +261,7 @@ class CpuSlab(SlabTier):
     def buffer(self, slot: int) -> memoryview:
         if not 0 <= slot < self.num_slots:
             raise InvalidBlock(f"the slab has slots 0 to {self.num_slots - 1}, not {slot}")
-        size = self.layout.slot_bytes
+        size = self._slot_bytes
         return self.memory()[slot * size : (slot + 1) * size]
 
     def memory(self) -> memoryview:
