@@ -16,8 +16,8 @@ from .index_file import IndexFile
 from .slot_index import Entry
 
 ROWS_PER_COMMIT = 4096
-# At most this part of the slots is freed before it is needed: twice as much where a sixteenth may be
-# less than a batch, which then took a second commit, unless there are few slots anyway.
+# At most this part of the slots is freed before it is needed. A sixteenth may be less than a batch,
+# which then takes a second commit: an eighth, unless there are few slots anyway.
 _AHEAD_SHARE, _LARGER_SHARE = 16, 8
 _FEW_SLOTS = 1024
 # Last uses go with the rows of new blocks, but not with each commit: the same block would be used,
