@@ -13,6 +13,7 @@ without tiers has no such threads. Only one engine runs at a time.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import shutil
 import threading
@@ -102,6 +103,8 @@ class MeasuredEngine:
 
         with patch.multiple(offload, build_offload=build):
             self.core = EngineCore(engine_config(model, {"dtype": "float32"} | options))
+        gc.collect()  # as the process of an engine does; see `CoreServer.run`
+        gc.freeze()
         self.has_tiers = "kv_offload" in options
         self._threads = _Threads()
         self._wake = threading.Event()
@@ -233,12 +236,10 @@ _MORE_KNOWN = 4
 FILLERS = 3
 _MIN_SSD_BYTES = 64 * 2**20
 
-Figures = dict[str, Any]
-
-
 # Between log-probabilities; in float32 the last bits of this model's are a hundred times smaller.
 TIE = 1e-3
 
+Figures = dict[str, Any]
 Ask = Callable[[MeasuredEngine, Prompts], Run]
 
 
@@ -266,8 +267,7 @@ class Pairs:
 
     @property
     def cpu_ratio(self) -> float:
-        """The median of processor seconds. Both sides did the same tokens, so it is the one for
-        each token."""
+        """The median of processor seconds, also for each token: both sides did the same ones."""
         return median(self.ratios("cpu_seconds"))
 
     @property
