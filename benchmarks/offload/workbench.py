@@ -13,7 +13,6 @@ without tiers has no such threads. Only one engine runs at a time.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import shutil
 import threading
@@ -28,6 +27,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from ...engine.collector import settle_collector
 from ...engine.core import offload
 from ...engine.core.engine_core import EngineCore
 from ...engine.models.spec import load_model_spec
@@ -103,8 +103,7 @@ class MeasuredEngine:
 
         with patch.multiple(offload, build_offload=build):
             self.core = EngineCore(engine_config(model, {"dtype": "float32"} | options))
-        gc.collect()  # as the process of an engine does; see `CoreServer.run`
-        gc.freeze()
+        settle_collector()  # as the process of an engine does
         self.has_tiers = "kv_offload" in options
         self._threads = _Threads()
         self._wake = threading.Event()
