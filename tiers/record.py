@@ -21,14 +21,12 @@ from __future__ import annotations
 
 import hmac
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 import xxhash
 
 from .block import KEY_BYTES
-from .native.library import LEAST_BYTES, Rows, has_digests, label_proven
 from .tag import NO_TAG, Proof, payload_digest
 
 SEAL_BYTES = 16
@@ -131,40 +129,16 @@ class PlainHeaders:
         self._layout_id = layout_id
         self._decoded = bytes(_TAG_OFFSET - _KEY_OFFSET - KEY_BYTES)
         self._seal = seal
-        self.writes_many = seal is None and payload_bytes >= LEAST_BYTES and has_digests()
 
     def encode(
         self, key: bytes, generation: int, tag: bytes, payload: Buffer, digest: bytes
     ) -> bytes:
         """The 128 header bytes for `payload`, which has this digest."""
-        checked = self._checked(((key, generation, tag),))
+        number = generation.to_bytes(8, "little")
+        checked = b"".join((self._head, number, self._layout_id, key, self._decoded, tag))
         if len(checked) != _CHECKED_BYTES:
             raise ValueError("a record header takes a 40-byte key, and a 16-byte layout id and tag")
         return checked + _checksum(checked, payload, digest, self._seal)
-
-    def write_many(
-        self,
-        target: Rows,
-        fields: Sequence[tuple[bytes, int, bytes]],
-        payloads: Sequence[memoryview],
-        digests: Sequence[bytes],
-    ) -> list[int]:
-        """Headers for payloads that are to have these digests: row i of `target` is made as by
-        `encode` of the key, generation and tag `fields[i]`, or zeros, where the payload has another
-        digest. The positions of those that have. Only where `writes_many`, and payloads may be
-        written to."""
-        checked = self._checked(fields)
-        if len(checked) != _CHECKED_BYTES * len(payloads):
-            raise ValueError("a record header takes a 40-byte key, and a 16-byte layout id and tag")
-        return label_proven(target, payloads, checked, digests)
-
-    def _checked(self, fields: Sequence[tuple[bytes, int, bytes]]) -> bytes:
-        """What stands before the checksums, one after the other."""
-        head, layout_id, decoded = self._head, self._layout_id, self._decoded
-        parts: list[bytes] = []
-        for key, generation, tag in fields:
-            parts += (head, generation.to_bytes(8, "little"), layout_id, key, decoded, tag)
-        return b"".join(parts)
 
 
 def decode_header(raw_header: Buffer) -> RecordHeader | None:

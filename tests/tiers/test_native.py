@@ -86,27 +86,6 @@ def test_rows_are_copied_with_the_digests_of_their_bytes() -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("name_bytes", [1, 72, native.MOST_NAME_BYTES])
-def test_payloads_are_labelled_with_name_and_tag(name_bytes: int) -> None:
-    """Zeros stand where a payload is not what it must be, and nothing is touched behind."""
-    for size in (LEAST_BYTES, 98_304, PART_BYTES + 77):
-        payloads = [memoryview(bytearray(os.urandom(size))) for _ in range(3)]
-        names = [os.urandom(name_bytes) for _ in payloads]
-        digests = [xxhash.xxh3_128_digest(payload) for payload in payloads]
-        payloads[1][size // 2] ^= 1
-        rows = np.full((3, 200), 7, np.uint8)
-        target = native.Rows(rows.ctypes.data, 200, 200)
-        assert native.label_proven(target, payloads, b"".join(names), digests) == [1]
-        labels = [n + xxhash.xxh3_128_digest(n + d) for n, d in zip(names, digests, strict=True)]
-        labels[1] = bytes(name_bytes + 16)
-        assert [row.tobytes() for row in rows[:, : name_bytes + 16]] == labels
-        assert (rows[:, name_bytes + 16 :] == 7).all()
-        for wrong, room in ((digests[:2], 200), (digests, name_bytes + 15)):
-            with pytest.raises(ValueError, match="expected 3 digests of 16 bytes"):
-                native.label_proven(target._replace(size=room), payloads, b"".join(names), wrong)
-
-
-@needs_library
 @pytest.mark.parametrize("more", [0, 16, 32])
 def test_what_is_received_has_the_digest_of_its_bytes(more: int, rng: random.Random) -> None:
     here, there = socket.socketpair()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import hmac
 import logging
@@ -17,7 +16,6 @@ import pytest
 
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.mac_key import LEAST_BYTES, MOST_BYTES, MacKey, read_mac_key
-from stratakv.tiers.native.library import Rows, has_digests
 from stratakv.tiers.record import (
     HEADER_BYTES,
     SEAL_BYTES,
@@ -57,26 +55,15 @@ def test_headers_that_share_what_is_the_same(rng: random.Random, seal: Seal | No
     payload = rng.randbytes(5000)
     digest, layout_id = payload_digest(payload), rng.randbytes(16)
     headers = PlainHeaders(layout_id, len(payload), seal)
-    assert headers.writes_many == (has_digests() and seal is None)
-    rows = bytearray(3 * HEADER_BYTES)
-    target = Rows(ctypes.addressof(ctypes.c_char.from_buffer(rows)), HEADER_BYTES, HEADER_BYTES)
-    payloads = [memoryview(bytearray(payload)) for _ in range(3)]
     for generation in (0, 1, 2**32, 2**64 - 1):
         key, tag = rng.randbytes(40), rng.randbytes(16)
         header = RecordHeader(key, layout_id, len(payload), generation, tag=tag, seal=seal)
         made = headers.encode(key, generation, tag, payload, digest)
         assert made == encode_header(header, payload, digest)
         assert check_record(made, payload, header) is None
-        if headers.writes_many:
-            wanted = [digest, bytes(16), digest]
-            fields = [(key, generation, tag)] * 3
-            assert headers.write_many(target, fields, payloads, wanted) == [1]
-            assert rows == made + bytes(HEADER_BYTES) + made
     for key, tag in ((rng.randbytes(39), bytes(16)), (rng.randbytes(40), bytes(17))):
         with pytest.raises(ValueError, match="a 40-byte key"):
             headers.encode(key, 1, tag, payload, digest)
-        with pytest.raises(ValueError, match="a 40-byte key"):
-            headers.write_many(target, [(key, 1, tag)], payloads[:1], [digest])
 
 
 def test_a_sealed_record_is_accepted_under_its_key_only() -> None:

@@ -18,7 +18,7 @@
 #define WIDE __attribute__((target("avx2")))
 
 // Grows with every change of a function; `library.py` has the same number.
-EXPORTED int64_t stratakv_bytes_abi() { return 4; }
+EXPORTED int64_t stratakv_bytes_abi() { return 3; }
 
 // Whether this processor, and the system with it, runs them.
 EXPORTED int64_t stratakv_bytes_runs() {
@@ -211,27 +211,6 @@ EXPORTED WIDE int64_t stratakv_bytes_copy_rows(uint8_t *to, int64_t to_step, con
     for (int64_t i = 0; i < count; i++)
         stratakv_bytes_copy(to + to_rows[i] * to_step, from + from_rows[i] * from_step, size, past,
                             digests + i * 16);
-    return 0;
-}
-
-// For each of `count` payloads of `size` bytes, more than 240: `name` and the tag of both (see
-// `write_tag`) to its row of `to`, whose rows begin `to_step` bytes apart; zeros where the payload
-// has not the digest that is `wanted`, which is `damaged` then.
-EXPORTED WIDE int64_t stratakv_bytes_label(uint8_t *to, int64_t to_step,
-                                           const uint8_t *const *places, int64_t count,
-                                           int64_t size, const uint8_t *names, int64_t name_size,
-                                           const uint8_t *wanted, uint8_t *damaged) {
-    for (int64_t i = 0; i < count; i++, to += to_step, names += name_size, wanted += DIGEST) {
-        uint8_t digest[DIGEST];
-        Sums sums = beginning();
-        take_blocks<NOT>(sums, nullptr, places[i], (size - 1) / BLOCK);
-        end_digest(sums, places[i], size, digest);
-        damaged[i] = memcmp(wanted, digest, DIGEST) != 0;
-        memset(to, 0, name_size + DIGEST);
-        if (damaged[i]) continue;
-        memcpy(to, names, name_size);
-        write_tag(names, name_size, digest, to + name_size);
-    }
     return 0;
 }
 

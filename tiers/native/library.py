@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 FILE_NAME = "libstratakv_bytes.so"  # as in setup.py
 VARIABLE = "STRATAKV_BYTES"
-ABI = 4
+ABI = 3
 LEAST_BYTES = 241  # XXH3 does something else with less
 PART_BYTES = 256 * 1024  # copied, then hashed while it is in the cache
 _DIGEST_BYTES = 16
@@ -51,9 +51,6 @@ class Library:
         self.copy = function("copy", address, address, size, size, address)
         self.copy_rows = function(
             "copy_rows", address, size, address, address, size, address, size, size, size, address
-        )
-        self.label = function(
-            "label", address, size, address, size, size, address, size, address, address
         )
         self.receive = function(
             "receive", size, address, size, size, address, size, size, address, address, size,
@@ -136,32 +133,6 @@ def copy_rows_and_digest(
     )  # fmt: skip
     raw = digests.raw
     return [raw[start : start + _DIGEST_BYTES] for start in range(0, len(raw), _DIGEST_BYTES)]
-
-
-def label_proven(
-    target: Rows, payloads: Sequence[memoryview], names: bytes, digests: Sequence[bytes]
-) -> list[int]:
-    """Hash payloads, all of one length of LEAST_BYTES or more. The first bytes of each one's row of
-    `target` become its name and its tag, as in `send_proven`, where its digest is the one of
-    `digests`, and else zeros; the positions of the latter. Only where `has_digests`, and of memory
-    that may be written to."""
-    found, count = library(), len(payloads)
-    assert found is not None
-    name_bytes = _length_of_one(names, count)
-    wanted = b"".join(digests)
-    if len(wanted) != count * _DIGEST_BYTES or name_bytes + _DIGEST_BYTES > target.size:
-        raise ValueError(
-            f"expected {count} digests of {_DIGEST_BYTES} bytes and rows for name and tag, got "
-            f"{len(wanted)} bytes of digests and rows of {target.size} bytes"
-        )
-    places = _Places(payloads)
-    damaged = ctypes.create_string_buffer(count)
-    found.label(
-        target.address, target.step, places.addresses, count, places.size, names, name_bytes,
-        wanted, damaged,
-    )  # fmt: skip
-    raw = damaged.raw
-    return [index for index, is_damaged in enumerate(raw) if is_damaged] if any(raw) else []
 
 
 class Received(NamedTuple):

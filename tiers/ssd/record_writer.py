@@ -217,34 +217,15 @@ class _Writing:
             entry = encoder.encode(entry, write.payload, scratch, *tagged)
             self._batch.placed[run.start] = (write, entry)  # which says how long it became
             return
-        if not self._write_proven(placed, scratch):
-            for (write, entry), header in zip(placed, scratch.headers, strict=False):
-                tagged = self._tagged(write)
-                if tagged is None:
-                    header[:HEADER_BYTES] = NO_HEADER
-                    continue
-                key, _, generation, _ = entry
-                tag, digest = tagged
-                encode = self._writer.state.headers.encode
-                header[:HEADER_BYTES] = encode(key, generation, tag, write.payload, digest)
-
-    def _write_proven(self, placed: Sequence[Placed], scratch: Scratch) -> bool:
-        """Hash payloads and write headers in one call without the interpreter, where all blocks
-        came with a proof; False where that cannot be."""
-        headers = self._writer.state.headers
-        fields, payloads, digests = [], [], []
-        for write, (key, _, generation, _) in placed:
-            if write.proof is None or write.payload.readonly:
-                return False
-            tag, digest = write.proof
-            fields.append((key, generation, tag))
-            payloads.append(write.payload)
-            digests.append(digest)
-        if not headers.writes_many:
-            return False
-        for index in headers.write_many(scratch.header_rows, fields, payloads, digests):
-            placed[index][0].is_damaged = True
-        return True
+        encode = self._writer.state.headers.encode
+        for (write, entry), header in zip(placed, scratch.headers, strict=False):
+            tagged = self._tagged(write)
+            if tagged is None:
+                header[:HEADER_BYTES] = NO_HEADER
+                continue
+            key, _, generation, _ = entry
+            tag, digest = tagged
+            header[:HEADER_BYTES] = encode(key, generation, tag, write.payload, digest)
 
     def _tagged(self, write: Write) -> Proof | None:
         """Tag and digest of a block; None for one whose bytes are not what its proof says."""

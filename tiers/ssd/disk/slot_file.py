@@ -13,7 +13,6 @@ pass through a `Scratch`, so what lies in a buffer behind the payload is never r
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import mmap
@@ -23,7 +22,6 @@ from functools import cached_property
 from pathlib import Path
 
 from ...block import ALIGNMENT, BlockLayout
-from ...native.library import Rows
 from .disk_queue import DiskQueue, open_queue
 from .space import HEADER_PAGE_BYTES
 
@@ -46,9 +44,6 @@ class Scratch:
         pages = [memory[i * ALIGNMENT : (i + 1) * ALIGNMENT] for i in range(2 * records)]
         self.headers = pages[:records]
         self.tails = pages[records:]
-        # Where the headers lie, for as long as this lives.
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) if records else 0
-        self.header_rows = Rows(address, ALIGNMENT, ALIGNMENT)
 
     @cached_property
     def encoded(self) -> memoryview:
