@@ -139,8 +139,6 @@ class _Reading:
     not bring is read anew one by one, so that a bad sector or the end of a truncated file costs
     the neighbours nothing."""
 
-    ends_together = False
-
     def __init__(self, reader: Reader, ordered: Sequence[Part]) -> None:
         self._reader = reader
         self._ordered = ordered

@@ -199,8 +199,6 @@ class RecordWriter:
 class _Writing:
     """The runs of one batch."""
 
-    ends_together = True
-
     def __init__(self, writer: RecordWriter, batch: Batch) -> None:
         self._writer = writer
         self._batch = batch

@@ -59,8 +59,6 @@ def trial_read(
 class _Trial:
     """`over` is set when all slots are read, or one has failed."""
 
-    ends_together = False
-
     def __init__(self, slot_file: SlotFile, layout: BlockLayout, slots: Sequence[int]) -> None:
         self.slots = slots
         self.over = threading.Event()

@@ -151,12 +151,10 @@ def test_a_thread_whose_queue_fails_ends_what_is_with_the_disk(
     left = [RuntimeError("as asked")]
     for queue in (AioQueue, BlockingQueue):
 
-        def finished(
-            self: Any, at_least: int = 1, real: Callable[..., Any] = queue.finished
-        ) -> Any:
+        def finished(self: Any, real: Callable[..., Any] = queue.finished) -> Any:
             if left:
                 raise left.pop()
-            return real(self, at_least)
+            return real(self)
 
         monkeypatch.setattr(queue, "finished", finished)
     assert put(store, keys) == [False] * 10

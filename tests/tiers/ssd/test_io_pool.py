@@ -45,8 +45,6 @@ def test_shares_are_the_runs(rng: random.Random) -> None:
 class Meeting:
     """Work that reads nothing and notes who did it; each run waits for `expected` others."""
 
-    ends_together = False
-
     def __init__(self, expected: int) -> None:
         self.seen: list[tuple[str, range]] = []
         self.results: list[object] = []
@@ -138,12 +136,10 @@ def test_a_thread_that_does_not_end_is_told(tmp_path: Path) -> None:
 
 
 class CountingQueue:
-    """The product's queue; how many requests it had at most, and how many at each wait, with how
-    many were waited for."""
+    """The product's queue; how many requests it had at most."""
 
     def __init__(self, real: DiskQueue) -> None:
         self.deepest = 0
-        self.waits: list[tuple[int, int]] = []
         self.is_blocking = real.is_blocking
         self._real = real
         self._flying = 0
@@ -156,9 +152,8 @@ class CountingQueue:
     def submit(self) -> None:
         self._real.submit()
 
-    def finished(self, at_least: int = 1) -> list[tuple[int, Result]]:
-        self.waits.append((self._flying, at_least))
-        found = self._real.finished(at_least)
+    def finished(self) -> list[tuple[int, Result]]:
+        found = self._real.finished()
         self._flying -= len(found)
         return found
 
@@ -168,8 +163,6 @@ class CountingQueue:
 
 class Reading:
     """Work that reads records of a page and header and notes them."""
-
-    ends_together = False
 
     def __init__(self, slot_file: SlotFile, slots: Sequence[int], again: int = 0) -> None:
         self.found: dict[int, bytes] = {}
@@ -197,13 +190,11 @@ class Reading:
         return []
 
 
-@pytest.mark.parametrize("ends_together", [False, True])
 @pytest.mark.parametrize("flight_bytes", [0, 5 * 2 * ALIGNMENT, MIB])
 def test_no_more_is_under_way_than_allowed(
-    tmp_path: Path, flight_bytes: int, ends_together: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, flight_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One at least, DEPTH at most; runs that are to be read again are. The last ones of a batch
-    that ends together are waited for at once, the others singly."""
+    """One at least, DEPTH at most; runs that are to be read again are."""
     slot_file = SlotFile(tmp_path / "blocks", SMALL, 128)
     raw = b"".join(bytes([slot]) * 2 * ALIGNMENT for slot in range(128))
     (tmp_path / "blocks").write_bytes(raw)
@@ -212,13 +203,9 @@ def test_no_more_is_under_way_than_allowed(
     pool = IoPool(slot_file, 1, "test-pool", flight_bytes)
     slots = list(range(0, 128, 2))
     work = Reading(slot_file, slots, again=2)
-    work.ends_together = ends_together
     pool.start(slots, work, singly=True)
     wait_until(lambda: len(work.found) == len(slots))
     assert work.found == {slot: bytes([slot]) * ALIGNMENT for slot in slots}
     assert queue.deepest == {0: 1, MIB: DEPTH}.get(flight_bytes, 5)
-    assert {awaited for _, awaited in queue.waits[:-1]} == {1}
-    last = queue.waits[-1]
-    assert last[1] == (last[0] if ends_together else 1)
     assert pool.close(time.monotonic() + SECONDS)
     slot_file.close()

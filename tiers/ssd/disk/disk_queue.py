@@ -180,8 +180,8 @@ class DiskQueue(Protocol):
     def submit(self) -> None:
         """Begin everything that was started."""
 
-    def finished(self, at_least: int = 1) -> list[tuple[int, Result]]:
-        """Wait for so many requests; the numbers of those that have ended. There must be as many
+    def finished(self) -> list[tuple[int, Result]]:
+        """Wait for at least one request; the numbers of those that have ended. There must be one
         under way."""
 
     def close(self) -> None:
@@ -215,7 +215,7 @@ class BlockingQueue:
     def submit(self) -> None:
         """Nothing waits."""
 
-    def finished(self, at_least: int = 1) -> list[tuple[int, Result]]:
+    def finished(self) -> list[tuple[int, Result]]:
         done, self._done = self._done, []
         return done
 
@@ -246,10 +246,10 @@ class AioQueue:
     def submit(self) -> None:
         self._context.submit()
 
-    def finished(self, at_least: int = 1) -> list[tuple[int, Result]]:
+    def finished(self) -> list[tuple[int, Result]]:
         self._context.submit()
         done, self._done = self._done, []
-        for number, result in self._context.events(max(0, at_least - len(done))):
+        for number, result in self._context.events(0 if done else 1):
             is_write, vector, offset = self._flying.pop(number)
             if result == -errno.EINVAL:
                 # A buffer that is not aligned is slow, but no reason to fail.

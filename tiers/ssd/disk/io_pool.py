@@ -46,9 +46,6 @@ class Work(Protocol):
     """What is done with the runs of one batch, which are positions in it, by several threads at
     once. What `prepare` and `start` raise is the result of the run."""
 
-    # Whether nobody has anything of a run before all have ended: a thread need not wake for each.
-    ends_together: bool
-
     def prepare(self, run: range, scratch: Scratch) -> None:
         """Do what comes before the disk."""
 
@@ -108,7 +105,7 @@ class IoLane:
         """Wait for whatever ends first, and take it on. Must be busy."""
         ended: list[tuple[int, Result]] = []
         if self._flying and not self._failed:
-            ended = self._disk.finished(self._num_awaited())
+            ended = self._disk.finished()
         self._done += self._failed
         self._failed = []
         for number, result in ended:
@@ -129,15 +126,6 @@ class IoLane:
     def close(self) -> None:
         """Waits for what is with the disk."""
         self._disk.close()
-
-    def _num_awaited(self) -> int:
-        """How many runs to wait for: all of a batch that ends together, unless the disk has room
-        for another run meanwhile."""
-        if self._waiting or self._ready:
-            return 1
-        works = {id(work): work for work, _ in self._flying.values()}
-        ends_together = len(works) == 1 and all(work.ends_together for work in works.values())
-        return len(self._flying) if ends_together else 1
 
     def _prepare(self) -> None:
         """Prepare what there is room for; each goes to the disk at once where that has room."""
