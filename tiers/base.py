@@ -291,6 +291,11 @@ class SlabTier(ABC):
     def coldest(self, count: int) -> list[bytes]:
         """Up to `count` keys that the policy would evict next, the first one first."""
 
+    def may_go_next(self, keys: Sequence[bytes], count: int) -> bool:
+        """Whether one of these may be among the next `count` blocks that are evicted: yes for any
+        that would be, and perhaps for some of those behind them."""
+        return not frozenset(self.coldest(count)).isdisjoint(keys)
+
     @abstractmethod
     def keys(self) -> list[bytes]:
         """The committed keys, the coldest first."""

@@ -75,7 +75,8 @@ class CpuSlab(SlabTier):
     ) -> None:
         self.name = "cpu"
         self.layout = layout
-        self.num_slots = capacity_bytes // layout.slot_bytes
+        self._slot_bytes = layout.slot_bytes
+        self.num_slots = capacity_bytes // self._slot_bytes
         if not self.num_slots:
             raise TierConfigError(
                 f"the CPU tier needs at least {show_size(layout.slot_bytes)} for one block, "
@@ -260,7 +261,7 @@ class CpuSlab(SlabTier):
     def buffer(self, slot: int) -> memoryview:
         if not 0 <= slot < self.num_slots:
             raise InvalidBlock(f"the slab has slots 0 to {self.num_slots - 1}, not {slot}")
-        size = self.layout.slot_bytes
+        size = self._slot_bytes
         return self.memory()[slot * size : (slot + 1) * size]
 
     def memory(self) -> memoryview:
@@ -276,6 +277,11 @@ class CpuSlab(SlabTier):
         """See SlabTier. Changes nothing, and leaves out what is pinned."""
         with self._lock:
             return self._policy.victims(count, self._is_idle_and_known)
+
+    def may_go_next(self, keys: Sequence[bytes], count: int) -> bool:
+        """See SlabTier. Those that are pinned stay, so as many more may go."""
+        with self._lock:
+            return self._policy.may_be_next(keys, count + self._stats.pinned_blocks)
 
     def keys(self) -> list[bytes]:
         with self._lock:
@@ -398,7 +404,8 @@ class CpuSlab(SlabTier):
             victims = self._policy.displaced_by(coming, count, may_evict)
         else:
             victims = self._policy.victims(count, may_evict)
-        known = list(filter(self._is_known, victims))
+        slots, epoch = self._slots, self._epoch
+        known = [key for key in victims if slots[key].epoch == epoch]
         self._forget(victims)
         self._stats.evicted_blocks += len(known)
         self._num_forgotten -= len(victims) - len(known)
@@ -406,8 +413,10 @@ class CpuSlab(SlabTier):
 
     def _forget(self, keys: Sequence[bytes]) -> None:
         self._policy.remove(keys)
-        for key in keys:
-            self._release(key, self._slots[key])
+        slots = list(map(self._slots.pop, keys))
+        for slot in slots if self.index is not None else ():
+            self._retract(slot)
+        self._free += [slot.index for slot in slots]
 
     def _free_forgotten(self, keys: Sequence[bytes]) -> None:
         self._forget(keys)

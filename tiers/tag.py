@@ -79,6 +79,12 @@ class Tagger:
         """The tag without a tag key of the block `key` whose bytes have this digest."""
         return xxhash.xxh3_128_digest(self._name_head + key + digest)
 
+    def prove_all(self, keys: Sequence[bytes], digests: Sequence[bytes]) -> list[Proof]:
+        """The proofs without a tag key of blocks whose bytes have these digests."""
+        head, digest_of = self._name_head, xxhash.xxh3_128_digest
+        pairs = zip(keys, digests, strict=True)
+        return [Proof(digest_of(head + key + digest), digest) for key, digest in pairs]
+
     def begin(self, key: bytes) -> Any:
         """A hasher with `update`, for a payload that comes in parts, so that each is hashed while
         it is in the processor's cache; `end` takes it."""

@@ -100,18 +100,16 @@ def fill_report(report: Report, plan: Plan, spec: ModelSpec, phases: dict[str, P
     for name in WARM_PHASES:
         warm = median(phases[name].first_token_seconds)
         report.ratios[f"ttft_cold_over_{name}"] = cold / warm
-    report.figures["cold_gflops_per_second"] = prefill_flops(spec, prompt_tokens) / cold / 1e9
-    report.ratios["cold_prefill_over_matmul"] = (
-        report.figures["cold_gflops_per_second"] / report.limits["matmul_gflops_per_second"]
-    )
+    rate = prefill_flops(spec, prompt_tokens) / cold / 1e9
+    report.figures["cold_gflops_per_second"] = rate
+    report.ratios["cold_prefill_over_matmul"] = rate / report.limits["matmul_gflops_per_second"]
     token_bytes = spec.layout(plan.block_size, "float32").token_bytes
     for tier, limit in LOAD_LIMITS.items():
         loaded = phases[tier].cached_by_tier().get(tier, 0) * token_bytes
         rate = loaded / phases[tier].seconds_loading / 1e9
         report.figures[f"{tier}_load_gb_per_second"] = rate
-        report.ratios[f"{tier}_load_over_{limit.removesuffix('_gb_per_second')}"] = (
-            rate / report.limits[limit]
-        )
+        name = f"{tier}_load_over_{limit.removesuffix('_gb_per_second')}"
+        report.ratios[name] = rate / report.limits[limit]
 
 
 def prefill_flops(spec: ModelSpec, num_tokens: int) -> float:
@@ -198,9 +196,11 @@ def print_costs(report: Report) -> None:
     rows = []
     for name, gate in GATES.items():
         if name in report.ratios:
-            ratio = report.ratios[name]
-            rows.append([name.replace("_", " "), f"{ratio:.3f}", gate.wanted, gate.verdict(ratio)])
-    columns = ["with tiers, against without", "ratio", "gate", ""]
+            ratio, each = report.ratios[name], report.figures["costs"]["processes"][name]
+            several = " ".join(f"{of_one:.3f}" for of_one in each) if len(each) > 1 else ""
+            label = name.replace("_", " ")
+            rows.append([label, f"{ratio:.3f}", several, gate.wanted, gate.verdict(ratio)])
+    columns = ["with tiers, against without", "ratio", "of each process", "gate", ""]
     print_table("Medians over alternating pairs, processor seconds unless named", columns, rows)
     for section, what, column in (
         (WORST_CASE, "Worst case: one request at a time", "cell"),
@@ -263,11 +263,10 @@ def plot_costs(report: Report, path: Path) -> Path:
     heights = [0.8 + 0.3 * len(names)] + [0.8 + 0.2 * len(cells)] * bool(cells)
     figure, panels = new_figure(len(heights), 1, 0.3 + sum(heights), height_ratios=heights)
     axes = panels[0][0]
+    ratios = [report.ratios[name] for name in names]
     colours = [MET if GATES[name].is_met(report.ratios[name]) else MISSED for name in names]
     labels = [name.replace("_", " ") for name in names]
-    label_bars(
-        axes, axes.barh(labels, [report.ratios[name] for name in names], color=colours), "%.2f"
-    )
+    label_bars(axes, axes.barh(labels, ratios, color=colours), "%.2f")
     for place, name in enumerate(names):
         gate = GATES[name].least or GATES[name].most or 0.0
         axes.vlines(gate, place - 0.45, place + 0.45, color=GATE, linewidth=2)

@@ -46,6 +46,7 @@ class CostScale:
 
     pairs: int
     warm_up: int  # pairs before those
+    processes: int  # that measure no_hit one after the other, each from its start
     more_pairs: int  # after them, in cells of the worst case that come near the gate
     # Of the CPU tier where blocks are to pass through it, at least. It is written down in batches
     # of an eighth, each of which costs a commit, so a tiny one would cost as nobody's does.
@@ -69,14 +70,14 @@ class CostScale:
 
 
 FULL_COSTS = CostScale(
-    pairs=15, warm_up=2, more_pairs=30, slab_blocks=1024,
+    pairs=15, warm_up=2, processes=3, more_pairs=30, slab_blocks=1024,
     requests=16, prompt_tokens=512, output_tokens=32,
     prefixes={256: 4, 1000: 2, 3000: 1}, mixes=tuple(MIXES),
     convoy_requests=8, convoy_prefix=3000, convoy_output=16,
     step_tokens=256, long_prompts=6, long_prompt_tokens=1024,
 )  # fmt: skip
 QUICK_COSTS = CostScale(
-    pairs=3, warm_up=1, more_pairs=0, slab_blocks=128,
+    pairs=3, warm_up=1, processes=1, more_pairs=0, slab_blocks=128,
     requests=6, prompt_tokens=256, output_tokens=8,
     prefixes={256: 1}, mixes=(0, 50),
     convoy_requests=8, convoy_prefix=1000, convoy_output=4,
@@ -89,7 +90,8 @@ def num_pairs(sections: Sequence[str], scale: CostScale) -> int:
     usual = scale.warm_up + scale.pairs
     mixes = sum(scale.warm_up + pairs_of(mix, scale) for mix in scale.mixes)
     worst_case = len(scale.prefixes) * len(SPEEDS) * mixes
-    runs = {NO_HIT: 2 * usual, WORST_CASE: worst_case, CONVOY: 2 * usual, STREAMING: usual}
+    no_hit = 2 * scale.processes * usual
+    runs = {NO_HIT: no_hit, WORST_CASE: worst_case, CONVOY: 2 * usual, STREAMING: usual}
     return sum(runs[name] for name in sections)
 
 
@@ -99,17 +101,6 @@ def pairs_of(mix: int, scale: CostScale) -> int:
     return scale.pairs + window - 1
 
 
-def context_of(sections: Sequence[str], scale: CostScale) -> int:
-    """The longest request of these sections, in tokens."""
-    longest = {
-        NO_HIT: scale.prompt_tokens + scale.output_tokens,
-        WORST_CASE: max(scale.prefixes) + SUFFIX_TOKENS + WORST_CASE_OUTPUT,
-        CONVOY: scale.convoy_prefix + SUFFIX_TOKENS + scale.convoy_output,
-        STREAMING: scale.long_prompt_tokens + STREAMING_OUTPUT,
-    }
-    return max((longest[name] for name in sections), default=0)
-
-
 def chosen_sections(text: str | None, quick: bool) -> list[str]:
     """In the order in which they are measured; raises ConfigError for unknown names."""
     return chosen("--sections", PHASES if text is None and quick else text, SECTIONS)
@@ -117,7 +108,14 @@ def chosen_sections(text: str | None, quick: bool) -> list[str]:
 
 def check_context(model: Path, sections: Sequence[str], scale: CostScale) -> None:
     """Raise ConfigError where the model is too short for the sections without a server."""
-    has, needed = load_model_spec(model).max_context, context_of(sections, scale)
+    longest = {
+        NO_HIT: scale.prompt_tokens + scale.output_tokens,
+        WORST_CASE: max(scale.prefixes) + SUFFIX_TOKENS + WORST_CASE_OUTPUT,
+        CONVOY: scale.convoy_prefix + SUFFIX_TOKENS + scale.convoy_output,
+        STREAMING: scale.long_prompt_tokens + STREAMING_OUTPUT,
+    }
+    needed = max((longest[name] for name in sections), default=0)
+    has = load_model_spec(model).max_context
     if has < needed:
         raise ConfigError(
             f"--model {model} has a context of {has} tokens and the sections {', '.join(sections)} "

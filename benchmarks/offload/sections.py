@@ -11,8 +11,8 @@
     streaming   the time of steps while blocks leave the pool ahead of need
 
 Every section holds an engine with tiers against the same one without, in pairs, in a process of its
-own that computes like a core. The parent sends one order and reads what was done, again and again,
-and at last the figures.
+own that computes like a core; no_hit in several, one after the other. The parent sends one order
+and reads what was done, again and again, and at last the figures.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ from .workbench import (
     prime,
 )
 
+logger = logging.getLogger(__name__)
 _READS = 5
 _SECONDS = 60.0
 _LEAST_BYTES = 64 * 2**20
@@ -347,9 +348,6 @@ MEASURE: Mapping[str, Callable[[Bench], tuple[Figures, dict[str, float]]]] = {
     CONVOY: convoy,
     STREAMING: streaming,
 }
-
-
-logger = logging.getLogger(__name__)
 
 
 def measure_in_child(

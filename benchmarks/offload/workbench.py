@@ -27,6 +27,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from ...engine.collector import settle_collector
 from ...engine.core import offload
 from ...engine.core.engine_core import EngineCore
 from ...engine.models.spec import load_model_spec
@@ -102,6 +103,7 @@ class MeasuredEngine:
 
         with patch.multiple(offload, build_offload=build):
             self.core = EngineCore(engine_config(model, {"dtype": "float32"} | options))
+        settle_collector()  # as the process of an engine does
         self.has_tiers = "kv_offload" in options
         self._threads = _Threads()
         self._wake = threading.Event()
@@ -233,12 +235,10 @@ _MORE_KNOWN = 4
 FILLERS = 3
 _MIN_SSD_BYTES = 64 * 2**20
 
-Figures = dict[str, Any]
-
-
 # Between log-probabilities; in float32 the last bits of this model's are a hundred times smaller.
 TIE = 1e-3
 
+Figures = dict[str, Any]
 Ask = Callable[[MeasuredEngine, Prompts], Run]
 
 
@@ -266,8 +266,7 @@ class Pairs:
 
     @property
     def cpu_ratio(self) -> float:
-        """The median of processor seconds. Both sides did the same tokens, so it is the one for
-        each token."""
+        """The median of processor seconds, also for each token: both sides did the same ones."""
         return median(self.ratios("cpu_seconds"))
 
     @property

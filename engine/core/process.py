@@ -11,7 +11,6 @@ is reported like any other cause.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import queue
@@ -30,6 +29,7 @@ import zmq
 
 from ...tiers.settings.values import ConfigError
 from .. import logs
+from ..collector import settle_collector
 from ..extras import explain_missing_module
 from ..wire import Fatal, FromCore, encoder, refuse, to_core_decoder
 from .loop import CoreLoop
@@ -74,9 +74,7 @@ class CoreServer:
         reader = threading.Thread(target=self._read, name="core-input", daemon=True)
         try:
             core = self._build()
-            # Everything built so far stays, so the garbage collector need not scan it during steps.
-            gc.collect()
-            gc.freeze()
+            settle_collector()
             self._loop = CoreLoop(core, self._send)
             reader.start()
             self._send(core.ready())

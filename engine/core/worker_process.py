@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import logging
 import os
 import signal
@@ -21,6 +20,7 @@ from ...connector.build import build_worker_side
 from ...tiers.errors import TierConfigError
 from ...tiers.settings.values import ConfigError
 from .. import logs
+from ..collector import settle_collector
 from ..models.spec import load_model_spec
 from ..worker.model_runner import BegunStep, ModelRunner
 from ..worker.runtime.device_runtime import is_device_lost
@@ -77,8 +77,7 @@ class WorkerServer:
             self._send(Failed(_words(error), is_config_error=is_config))
             self._close()
             return EXIT_FAILED
-        gc.collect()
-        gc.freeze()  # what was built stays
+        settle_collector()
         self._send(Up(self._runner.pool.num_blocks, self._runner.max_model_len))
         while True:
             self._deliver_when_done()

@@ -321,11 +321,7 @@ class Hierarchy:
     def prove(self, keys: Sequence[bytes], digests: Sequence[bytes]) -> list[Proof] | None:
         """The proofs of blocks that an engine stores, whose bytes have these digests. None without
         a tagger."""
-        tagger = self._tagger
-        if tagger is None:
-            return None
-        pairs = zip(keys, digests, strict=True)
-        return [Proof(tagger.tag(key, digest), digest) for key, digest in pairs]
+        return None if self._tagger is None else self._tagger.prove_all(keys, digests)
 
     def withhold(self, ticket: StoreTicket) -> list[int]:
         """End a ticket whose blocks will never come while somebody may still write to its slots:

@@ -217,16 +217,17 @@ class WriteBack:
     def _goes_next(self) -> bool:
         """Whether something that waits is about to be evicted."""
         if self._num_next:
-            # To choose the next ones takes as long as it took to choose the last.
-            coldest = self._slab.coldest(self._num_next)
-            self._num_next, self._is_urgent = 0, any(key in self._dirty for key in coldest)
+            self._is_urgent = self._slab.may_go_next(list(self._dirty), self._num_next)
+            self._num_next = 0
         return self._is_urgent
 
     def _write(self, keys: list[bytes], *, filtered: bool = True) -> bool:
         """Start one batch, unless so much of it need not be written that it waits for more. False
         where the store is busy; the blocks stay marked then."""
         answers = self._store.lookup(keys)
-        lacking = [k for k, a in zip(keys, answers, strict=True) if self._may_lack(a)]
+        lacking = keys
+        if answers.count(Answer.MISS) < len(keys):
+            lacking = [k for k, a in zip(keys, answers, strict=True) if self._may_lack(a)]
         if filtered and lacking:
             lacking = self._admitted(lacking)
         if filtered and 0 < len(lacking) < len(keys) and self._has_time():
@@ -253,16 +254,21 @@ class WriteBack:
     def _admitted(self, keys: list[bytes]) -> list[bytes]:
         """The blocks that the filter finds worth writing; the others wait for their next use. It is
         asked once about each."""
-        asked = [key for key in keys if not self._dirty[key]]
+        dirty = self._dirty
+        asked = [key for key in keys if not dirty[key]]
         verdicts = self._admission.admit(asked, time.monotonic()) if asked else []
-        refused = [key for key, admitted in zip(asked, verdicts, strict=True) if not admitted]
-        self._dirty.update(dict.fromkeys(asked, True))
-        self._unmark(refused)
+        refused = []
+        for key, is_admitted in zip(asked, verdicts, strict=True):
+            if is_admitted:
+                dirty[key] = True
+            else:
+                del dirty[key]
+                refused.append(key)
         self._refused.update(refused)
         self._store.traffic.unadmitted_blocks += len(refused)
         if len(self._refused) > 2 * self._slab.num_slots:
             self._forget_evicted()
-        return [key for key in keys if key in self._dirty]
+        return [key for key in keys if key in dirty] if refused else keys
 
     def _forget_evicted(self) -> None:
         """Refused blocks leave the slab unseen; forget them from time to time."""

@@ -94,6 +94,8 @@ def take_tails_first(
     whose followers are held and stay is passed over, with all before it in its run, and taken as
     soon as they are taken."""
     taken: dict[Block, None] = {}
+    if count <= 0:
+        return taken
     left: dict[Block, int] = {}  # of parents of taken blocks: the followers that stay
     waiting: set[Run] = set()  # passed over for the sake of followers
     for first in runs:
@@ -101,8 +103,6 @@ def take_tails_first(
         while to_do:
             run = to_do.pop()
             for block in run.tail_first():
-                if len(taken) >= count:
-                    return taken
                 if block in taken:
                     continue
                 if left.get(block, block.children):
@@ -111,11 +111,13 @@ def take_tails_first(
                 if not may_go(block.key):
                     break
                 taken[block] = None
+                if len(taken) == count:
+                    return taken
                 parent = block.parent
                 if parent is None:
                     continue
-                left[parent] = left.get(parent, parent.children) - 1
-                if not left[parent] and parent.run in waiting:
+                left[parent] = stay = left.get(parent, parent.children) - 1
+                if not stay and waiting and parent.run in waiting:
                     waiting.discard(parent.run)
                     to_do += [run, parent.run]
                     break
@@ -191,6 +193,21 @@ class AdaptivePolicy(EvictionPolicy):
         if self._untold is not None:
             return self._untold.victims(count, may_evict)
         return self._choose(count, may_evict, inf)
+
+    def may_be_next(self, keys: Iterable[bytes], count: int) -> bool:
+        """By whole runs: those that the next victims come from, if all of a run may go."""
+        if self._untold is not None:
+            return self._untold.may_be_next(keys, count)
+        reached: set[Run] = set()
+        for run in self._runs(inf):
+            if count <= 0:
+                break
+            reached.add(run)
+            count -= len(run.blocks)
+        known = self._history.blocks.get
+        return any(
+            block.run in reached and block.held for key in keys if (block := known(key)) is not None
+        )
 
     def displaced_by(
         self, keys: Sequence[bytes], count: int, may_evict: Callable[[bytes], bool]

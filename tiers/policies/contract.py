@@ -103,6 +103,12 @@ class _Owner:
     def _ask(self) -> None:
         pinned = {key for key in self._held if self._rng.random() < 0.5}
         self._victims(self._rng.randint(-1, BLOCKS + 3), self._held - pinned)
+        is_next, victims = self._policy.may_be_next, self._policy.victims(1, lambda _key: True)
+        _expect("nothing to be among no victims", False, is_next(self._held, 0))
+        _expect("what is not held not to be a victim", False, is_next([b"never seen"], BLOCKS))
+        for key in sorted(self._held):
+            _expect("all to be among all victims", True, is_next([b"?", key], len(self._held)))
+        _expect("the coldest to be next", bool(victims), is_next(victims, len(self._held)))
 
     def _victims(self, count: int, allowed: set[bytes]) -> list[bytes]:
         victims = self._policy.victims(count, allowed.__contains__)

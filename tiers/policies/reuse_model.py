@@ -107,7 +107,9 @@ class ReuseModel:
         fitted: dict[Class, _Tally] = {}
         now: dict[Class, _Tally] = {}
         for name, age, weight in waiting:
-            now.setdefault(name, _Tally()).end(age, weight)
+            if name not in now:
+                now[name] = _Tally()
+            now[name].end(age, weight)
         for tallies in (self._tallies, now):
             for name, tally in tallies.items():
                 for length in range(len(name) + 1):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from ..base import Stored
@@ -37,7 +37,7 @@ class Write:
     key: bytes
     payload: memoryview  # `page_bytes` long
     proof: Proof | None  # what the payload has to be
-    waiters: list[tuple[Job[Stored], int]] = field(default_factory=list)
+    waiters: list[tuple[Job[Stored], int]]
     dropped: bool = False  # forgotten meanwhile: not to be kept
     is_damaged: bool = False  # the payload is not what its proof says: not to be kept
 
@@ -62,19 +62,20 @@ class WriteQueue:
 
     def add(
         self,
-        key: bytes,
-        payload: memoryview,
-        proof: Proof | None,
+        blocks: Iterable[tuple[bytes, memoryview, Proof | None, int]],
         job: Job[Stored],
-        position: int,
     ) -> None:
-        """Queue a block, or wait for the write of it that is on its way."""
-        write = self._pending.get(key)
-        if write is None or write.dropped:
-            write = self._pending[key] = Write(key, payload, proof)
-            self._waiting.append(write)
+        """Queue blocks (key, payload, proof, position in the job), or wait for the writes of them
+        that are on their way."""
+        pending, waiting = self._pending, self._waiting
+        for key, payload, proof, position in blocks:
+            write = pending.get(key)
+            if write is not None and not write.dropped:
+                write.waiters.append((job, position))
+                continue
+            write = pending[key] = Write(key, payload, proof, [(job, position)])
+            waiting.append(write)
             self.num_blocks += 1
-        write.waiters.append((job, position))
 
     def cancel(self, key: bytes) -> bool:
         """Forget a block on its way; False if it is not."""
@@ -92,30 +93,40 @@ class WriteQueue:
         """Up to `count` blocks, to be written now; each ends with `settle` or `abandon`."""
         return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
 
-    def settle(self, write: Write, is_kept: bool) -> list[Job[Stored]]:
-        """A block has been written, or will not be; the calls that are done by that."""
-        outcome = Stored.KEPT if is_kept else Stored.REFUSED
-        if write.is_damaged:
-            outcome = Stored.DAMAGED
-        for job, position in write.waiters:
-            job.settle(position, outcome)
-        return self._leave(write)
+    def settle(self, writes: Sequence[Write], kept: Set[int]) -> tuple[list[Job[Stored]], int]:
+        """Blocks have been written, or will not be: those of `kept`, by the identity of their
+        writes, unless they were dropped meanwhile. The calls that are done by that, and how many
+        blocks are not kept."""
+        done: list[Job[Stored]] = []
+        num_lost = 0
+        for write in writes:
+            outcome = Stored.KEPT
+            if id(write) not in kept or write.dropped:
+                outcome = Stored.DAMAGED if write.is_damaged else Stored.REFUSED
+                num_lost += 1
+            for job, position in write.waiters:
+                job.settle(position, outcome)
+                if not job.waiting_for:
+                    done.append(job)
+            self._leave(write)
+        return done, num_lost
 
-    def abandon(self, write: Write) -> list[Job[Stored]]:
-        """A block gets no answer; the calls that are done by that."""
-        for job, _position in write.waiters:
-            job.abandon()
-        return self._leave(write)
+    def abandon(self, writes: Sequence[Write]) -> list[Job[Stored]]:
+        """These blocks get no answer; the calls that are done by that."""
+        done: list[Job[Stored]] = []
+        for write in writes:
+            for job, _position in write.waiters:
+                job.abandon()
+                if not job.waiting_for:
+                    done.append(job)
+            self._leave(write)
+        return done
 
-    def _leave(self, write: Write) -> list[Job[Stored]]:
+    def _leave(self, write: Write) -> None:
         self.num_blocks -= 1
         # A block that was dropped and stored again has a second write, which is the pending one.
         if self._pending.get(write.key) is write:
             del self._pending[write.key]
-        if len(write.waiters) == 1:
-            [(job, _)] = write.waiters
-            return [] if job.waiting_for else [job]
-        return list({id(job): job for job, _ in write.waiters if not job.waiting_for}.values())
 
 
 Placed = tuple[Write, Entry]

@@ -210,9 +210,12 @@ class SsdStore(StoreTier):
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
         with self._state.lock:
-            index, coming = self._state.index, self._writer.queue
+            known, coming = self._state.index.known(keys), self._writer.queue
+            if not (known or coming.num_blocks):
+                return [Answer.MISS] * len(keys)
+            hits = frozenset(known)
             return [
-                Answer.HIT if key in index else Answer.PENDING if key in coming else Answer.MISS
+                Answer.HIT if key in hits else Answer.PENDING if key in coming else Answer.MISS
                 for key in keys
             ]
 
@@ -249,12 +252,15 @@ class SsdStore(StoreTier):
         with self._state.lock:
             self._check_open()
             index = self._state.index
-            missing = [position for position, key in enumerate(keys) if key not in index]
+            known = index.known(keys)
+            missing: Sequence[int] = range(len(keys))
+            if known:
+                missing = [position for position, key in enumerate(keys) if key not in index]
             if missing:
                 self._check_queue(self._writer.queue.num_blocks, len(missing), "writes")
-            index.touch([key for key in keys if key in index])
+            index.touch(known)
             job.waiting_for = len(missing)
-            self._writer.add([(keys[i], payloads[i], given[i], i) for i in missing], job)
+            self._writer.add(((keys[i], payloads[i], given[i], i) for i in missing), job)
         if not missing:
             job.complete()
         return job.future
@@ -262,7 +268,7 @@ class SsdStore(StoreTier):
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._state.lock:
             index = self._state.index
-            index.touch([key for key in keys if key in index])
+            index.touch(index.known(keys))
 
     @property
     def learns(self) -> bool:

@@ -48,7 +48,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from queue import SimpleQueue
@@ -130,12 +130,11 @@ class Writer:
         self._thread.start()
 
     def add(
-        self, blocks: Sequence[tuple[bytes, memoryview, Proof | None, int]], job: Job[Stored]
+        self, blocks: Iterable[tuple[bytes, memoryview, Proof | None, int]], job: Job[Stored]
     ) -> None:
         """Under the lock: queue blocks (key, payload, proof, position in the job), or wait for the
         writes of them that are on their way."""
-        for key, payload, proof, position in blocks:
-            self.queue.add(key, payload, proof, job, position)
+        self.queue.add(blocks, job)
         self._work.notify()
 
     def wake(self) -> None:
@@ -456,7 +455,6 @@ class Writer:
 
     def _settle(self, batch: Batch, kept: Sequence[Placed]) -> None:
         """Offer what is kept and end the calls that waited for the batch."""
-        done: list[Job[Stored]] = []
         stats = self._state.stats
         with self._state.lock:
             self._flying.popleft()
@@ -466,10 +464,8 @@ class Writer:
                 log.exception("blocks that were written cannot be offered")
                 kept = []
             ids = {id(write) for write, _ in kept}
-            for write in batch.writes:
-                is_kept = id(write) in ids and not write.dropped
-                stats.dropped_stores += not is_kept
-                done += self.queue.settle(write, is_kept)
+            done, num_lost = self.queue.settle(batch.writes, ids)
+            stats.dropped_stores += num_lost
             now = time.monotonic()
             stats.store_seconds += now - max(batch.began, self._last_end)
             self._last_end = now
@@ -493,10 +489,9 @@ class Writer:
 
     def _abandon_queue(self) -> None:
         """The time to close is over: end the calls whose blocks were not written."""
-        done: list[Job[Stored]] = []
         with self._state.lock:
-            for write in self.queue.take(len(self.queue)):
-                self._state.stats.dropped_stores += 1
-                done += self.queue.abandon(write)
+            writes = self.queue.take(len(self.queue))
+            self._state.stats.dropped_stores += len(writes)
+            done = self.queue.abandon(writes)
         for job in done:
             job.complete()

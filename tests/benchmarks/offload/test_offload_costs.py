@@ -90,6 +90,32 @@ def test_all_sections_of_a_tiny_plan(
     assert "equal prompts gave equal tokens" in capsys.readouterr().out
 
 
+def test_no_hit_is_measured_in_several_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The figure is the median of them; all are in the table and the JSON, the first one first."""
+    asked: list[list[str]] = []
+    answers = iter([0.95, 0.99, 0.98])
+
+    def measure(sections: list[str], *_: object) -> dict[str, Any]:
+        asked.append(sections)
+        ratios = {"no_hit_throughput": next(answers)}
+        ratios |= {"convoy": 2.0} if "convoy" in sections else {}
+        return {"figures": {name: {} for name in sections}, "ratios": ratios}
+
+    monkeypatch.setattr(offload, "measure_in_child", measure)
+    monkeypatch.setattr(offload, "QUICK_COSTS", dataclasses.replace(TINY, processes=3))
+    words = ["bench", "offload", "--quick", "--sections", "no_hit,convoy", "--out", str(tmp_path)]
+    assert main(words) == 0
+    assert asked == [["no_hit", "convoy"], ["no_hit"], ["no_hit"]]
+    written = json.loads((tmp_path / "offload.json").read_text())
+    assert written["ratios"] == {"no_hit_throughput": 0.98, "convoy": 2.0}
+    each = {"no_hit_throughput": [0.95, 0.99, 0.98], "convoy": [2.0]}
+    assert written["figures"]["costs"]["processes"] == each
+    shown = capsys.readouterr().out
+    assert "0.980" in shown and "0.950 0.990 0.980" in shown
+
+
 @pytest.mark.slow
 def test_the_process_of_its_own(tmp_path: Path, one_layer: Path) -> None:
     told: list[str] = []

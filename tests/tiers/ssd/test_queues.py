@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.block import ALIGNMENT
 from stratakv.tiers.errors import TierBusy, TierClosed
-from stratakv.tiers.ssd import writer
+from stratakv.tiers.ssd import SsdStore, writer
 from stratakv.tiers.ssd.disk.slot_file import SlotFile
+from stratakv.tiers.ssd.index.index_file import IndexFile
 
 from ..blocks import SMALL, filled_buffers, make_buffers, make_keys, payload_of
 from ..store_contract import SECONDS, fetch, put, wait_until
-from .stores import Open
+from .stores import Open, capacity_for
 
 
 def test_a_full_write_queue_is_busy_and_takes_nothing(
@@ -32,6 +35,26 @@ def test_a_full_write_queue_is_busy_and_takes_nothing(
     gate.set()
     assert future.result(SECONDS) == [Stored.KEPT] * 6
     assert put(store, keys[6:]) == [True] * 6
+
+
+def test_a_full_store_takes_one_commit_for_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots are free by the commit before, also where a batch is more than a sixteenth."""
+    commits: list[str] = []
+
+    def counted(name: str, call: Any) -> Any:
+        return lambda *given: (commits.append(name), call(*given))[1]
+
+    monkeypatch.setattr(IndexFile, "put", counted("put", IndexFile.put))
+    monkeypatch.setattr(IndexFile, "delete", counted("delete", IndexFile.delete))
+    store = SsdStore(tmp_path, SMALL, capacity_for(1024))
+    keys = make_keys(1024 + 2 * 120)
+    for start in range(0, len(keys), 120):
+        assert all(put(store, keys[start : start + 120]))
+    assert store.stats().evicted_blocks >= len(keys) - 1024
+    assert commits == ["put"] * len(range(0, len(keys), 120))
+    store.close(SECONDS)
 
 
 def test_a_full_read_queue_is_busy(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:

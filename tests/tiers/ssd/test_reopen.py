@@ -166,10 +166,10 @@ def test_a_list_of_slots_keeps_its_order(rng: random.Random) -> None:
         if slot in model:
             model.remove(slot)
         if rng.random() < 0.6:
-            slots.move_to_end(slot)
+            slots.move_all_to_end([slot])
             model.append(slot)
         else:
-            slots.discard(slot)
+            slots.discard_all([slot])
         assert list(slots) == model
         assert (slot in slots) == (slot in model)
 

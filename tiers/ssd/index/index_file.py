@@ -188,17 +188,18 @@ class IndexFile:
     def put(self, rows: Iterable[Row], deleted: Sequence[int] = ()) -> None:
         """Write rows over what their slots had, and remove the rows of other slots."""
         slot_of, value_of = _SLOT.pack, _VALUE.pack
-        items = [(slot_of(slot), value_of(*rest)) for slot, *rest in sorted(rows)]
+        items = [
+            (slot_of(slot), value_of(key, generation, last_use, encoded_bytes))
+            for slot, key, generation, last_use, encoded_bytes in sorted(rows)
+        ]
         with self._change_rows() as txn, txn.cursor() as cursor:
             cursor.putmulti(items)
-            for slot in sorted(deleted):
-                txn.delete(_SLOT.pack(slot))
+            _delete(txn, deleted)
 
     def delete(self, slots: Sequence[int]) -> None:
         """Remove the rows of these slots; missing ones are ignored."""
         with self._change_rows() as txn:
-            for slot in sorted(slots):
-                txn.delete(_SLOT.pack(slot))
+            _delete(txn, slots)
 
     def delete_from(self, slot: int) -> None:
         """Remove the rows of this slot and of all after it, the last ones first: of very many in
@@ -245,6 +246,13 @@ class IndexFile:
         except lmdb.PanicError:
             self._is_refused = True
             raise
+
+
+def _delete(txn: Any, slots: Iterable[int]) -> None:
+    """Neighbours after one another, so that each page of the tree is changed once."""
+    delete = txn.delete
+    for name in map(_SLOT.pack, sorted(slots)):
+        delete(name)
 
 
 def rebuild(folder: Path, map_bytes: int, identity: Identity, rows: Iterable[Row]) -> None:

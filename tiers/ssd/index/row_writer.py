@@ -16,7 +16,10 @@ from .index_file import IndexFile
 from .slot_index import Entry
 
 ROWS_PER_COMMIT = 4096
-_AHEAD_SHARE = 16  # at most this part of the slots is freed before it is needed
+# At most this part of the slots is freed before it is needed. A sixteenth may be less than a batch,
+# which then takes a second commit: an eighth, unless there are few slots anyway.
+_AHEAD_SHARE, _LARGER_SHARE = 16, 8
+_FEW_SLOTS = 1024
 # Last uses go with the rows of new blocks, but not with each commit: the same block would be used,
 # written and used again. A power cut or a kill takes those of so many seconds, and no block.
 USES_SECONDS = 10.0
@@ -76,7 +79,8 @@ class RowWriter:
         self._state = state
         self._index_file = index_file
         self._released = released
-        self._ahead = state.index.num_slots // _AHEAD_SHARE
+        num_slots = state.index.num_slots
+        self._ahead = num_slots // (_AHEAD_SHARE if num_slots < _FEW_SLOTS else _LARGER_SHARE)
         self._uses_at = 0.0  # when last uses are due (monotonic)
 
     def remove_leaving(self) -> bool:

@@ -63,22 +63,30 @@ class SlotList:
         _scatter(self._after, chain(last, slots), chain(slots, end))
         _scatter(self._before, chain(slots, end), chain(last, slots))
 
-    def move_to_end(self, slot: int) -> None:
-        """Make a slot the last one, whether it is listed or not."""
-        self.discard(slot)
-        last = self._before[self._end]
-        self._after[last] = self._before[self._end] = slot
-        self._before[slot] = last
-        self._after[slot] = self._end
+    def move_all_to_end(self, slots: Iterable[int]) -> None:
+        """Make each of the slots the last one, whether it is listed or not."""
+        after, before, end = self._after, self._before, self._end
+        for slot in slots:
+            behind = after[slot]
+            if behind != _NOWHERE:
+                in_front = before[slot]
+                after[in_front] = behind
+                before[behind] = in_front
+            last = before[end]
+            after[last] = before[end] = slot
+            before[slot] = last
+            after[slot] = end
 
-    def discard(self, slot: int) -> None:
-        """Remove a slot if it is listed."""
-        after = self._after[slot]
-        if after != _NOWHERE:
-            before = self._before[slot]
-            self._after[before] = after
-            self._before[after] = before
-            self._after[slot] = _NOWHERE
+    def discard_all(self, slots: Iterable[int]) -> None:
+        """Remove those of the slots that are listed."""
+        after, before = self._after, self._before
+        for slot in slots:
+            behind = after[slot]
+            if behind != _NOWHERE:
+                in_front = before[slot]
+                after[in_front] = behind
+                before[behind] = in_front
+                after[slot] = _NOWHERE
 
 
 _FREE = b"\1"
@@ -188,6 +196,11 @@ class SlotIndex:
     def __contains__(self, key: object) -> bool:
         return key in self._slots
 
+    def known(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of the keys that it has."""
+        slots = self._slots
+        return [key for key in keys if key in slots]
+
     @property
     def num_free(self) -> int:
         """Slots that `allocate` would give out."""
@@ -232,10 +245,9 @@ class SlotIndex:
     def touch(self, keys: Iterable[bytes]) -> None:
         """Note the use of known keys, given head first: of a chain the tail is evicted first."""
         tail_first = list(keys)[::-1]
-        for key in tail_first:
-            slot = self._slots[key]
-            self._recency.move_to_end(slot)
-            self._unsaved.move_to_end(slot)
+        slots = list(map(self._slots.__getitem__, tail_first))
+        self._recency.move_all_to_end(slots)
+        self._unsaved.move_all_to_end(slots)
         if self._policy is not None:
             self._policy.touch(tail_first)
 
@@ -263,7 +275,7 @@ class SlotIndex:
             return False
         if by_name:
             self._dropped.append((slot, entry.generation))
-        self._leave(slot)
+        self._leave((slot,))
         return True
 
     def forget_key(self, key: bytes) -> bool:
@@ -272,14 +284,13 @@ class SlotIndex:
         if slot is None:
             return False
         self._dropped.append((slot, self._generations[slot]))
-        self._leave(slot)
+        self._leave((slot,))
         return True
 
     def forget_up_to(self, generation: int) -> None:
         """Take out of sight what was written up to this generation."""
         generations = self._generations
-        for slot in [slot for slot in self._slots.values() if generations[slot] <= generation]:
-            self._leave(slot)
+        self._leave([slot for slot in self._slots.values() if generations[slot] <= generation])
 
     def has_leaving_after(self, generation: int) -> bool:
         """True while rows of a later generation wait to be removed from the disk."""
@@ -312,8 +323,7 @@ class SlotIndex:
                 return 0
             wanted -= not self._pins[slot]
         victims = self._victims(max(0, wanted))
-        for slot in victims:
-            self._leave(slot)
+        self._leave(victims)
         return len(victims)
 
     def take_leaving(self, limit: int | None = None) -> list[Entry]:
@@ -352,29 +362,32 @@ class SlotIndex:
 
     def new_rows(self, entries: Sequence[Entry]) -> list[Row]:
         """Rows for entries about to be published, given head first, the head used last."""
-        self._next_use += len(entries)
-        last = self._next_use
+        last = self._next_use + len(entries)
+        uses = range(last, self._next_use, -1)
+        self._next_use = last
         return [
-            Row(e.slot, e.key, e.generation, last - i, e.encoded_bytes)
-            for i, e in enumerate(entries)
+            Row(slot, key, generation, use, encoded_bytes)
+            for (key, slot, generation, encoded_bytes), use in zip(entries, uses, strict=True)
         ]
 
     def publish(self, entries: Sequence[Entry]) -> None:
         """Make entries known, given head first. Their rows are on the disk."""
-        for entry in reversed(entries):
-            self._slots[entry.key] = entry.slot
-            self._keys[entry.slot] = entry.key
-            self._generations[entry.slot] = entry.generation
-            self._encoded_bytes[entry.slot] = entry.encoded_bytes
-            self._recency.move_to_end(entry.slot)
+        tail_first = entries[::-1]
+        for key, slot, generation, encoded_bytes in tail_first:
+            self._slots[key] = slot
+            self._keys[slot] = key
+            self._generations[slot] = generation
+            self._encoded_bytes[slot] = encoded_bytes
+        self._recency.move_all_to_end([entry.slot for entry in tail_first])
         if self._policy is not None:
-            self._policy.insert(entry.key for entry in reversed(entries))
+            self._policy.insert(entry.key for entry in tail_first)
 
     def touched_rows(self, limit: int) -> list[Row]:
         """Up to `limit` rows whose last use the disk does not know, the longest ago first."""
         rows = []
-        for slot in list(islice(self._unsaved, limit)):
-            self._unsaved.discard(slot)
+        slots = list(islice(self._unsaved, limit))
+        self._unsaved.discard_all(slots)
+        for slot in slots:
             self._next_use += 1
             rows.append(self._row(slot, self._next_use))
         return rows
@@ -405,15 +418,16 @@ class SlotIndex:
     def _is_unread(self, key: bytes) -> bool:
         return not self._pins[self._slots[key]] and key not in self._holds
 
-    def _leave(self, slot: int) -> None:
-        """Out of sight, but not free: its key is needed until the slot is."""
-        key = self._keys[slot] or b""
-        del self._slots[key]
+    def _leave(self, slots: Sequence[int]) -> None:
+        """Out of sight, but not free: their keys are needed until the slots are."""
+        keys = [self._keys[slot] or b"" for slot in slots]
+        for key in keys:
+            del self._slots[key]
         if self._policy is not None:
-            self._policy.remove((key,))
-        self._recency.discard(slot)
-        self._unsaved.discard(slot)
-        self._leaving.append(slot)
+            self._policy.remove(keys)
+        self._recency.discard_all(slots)
+        self._unsaved.discard_all(slots)
+        self._leaving.extend(slots)
 
     def _free_if_left(self, slot: int) -> None:
         if self._row_gone[slot] and not self._pins[slot]:
