@@ -143,11 +143,11 @@ def follow_forced(grammar: Grammar, num_words: int) -> None:
 _MOST_FORCED = 64
 
 
-def fill_drafts(matcher: Matcher, drafts: Sequence[int], rows: npt.NDArray[np.int32]) -> int:
+def fill_drafts(matcher: Matcher, drafts: Sequence[int], rows: npt.NDArray[np.int32]) -> list[bool]:
     """Fill a row `[words]` of `rows` `[1 + len(drafts), words]` for the place after the output and
-    after each draft token, and be where it was before. How many rows were filled: those behind a
-    draft token that the grammar refuses are not."""
-    num_accepted = 0
+    after each draft token, and be where it was before. Of each row that was filled, whether the
+    text may end there: those behind a draft token that the grammar refuses are not filled."""
+    num_accepted, may_end = 0, [matcher.may_end]
     matcher.fill(rows[0])
     try:
         for draft in drafts:
@@ -155,8 +155,9 @@ def fill_drafts(matcher: Matcher, drafts: Sequence[int], rows: npt.NDArray[np.in
             if not allowed or not matcher.accept(draft):
                 break
             num_accepted += 1
+            may_end.append(matcher.may_end)
             matcher.fill(rows[num_accepted])
     finally:
         if num_accepted:
             matcher.rollback(num_accepted)
-    return num_accepted + 1
+    return may_end

@@ -104,6 +104,29 @@ class _Thought:
                     break
         return self._position
 
+    def free_rows(self, output: Sequence[int], drafts: Sequence[int]) -> range:
+        """Of the rows behind the output and behind each of the drafts, those that think; the output
+        is that of the last `find_end`."""
+        begin = 0
+        if not output and self.opener is not None and drafts[:1] == (self.opener,):
+            begin = 1
+        elif self._position is not None:
+            return range(0)
+        assert self._end is not None
+        matched = self._matched
+        for row, token in enumerate(drafts[begin:], begin + 1):
+            matched = self._end.matched_after(matched, token)
+            if matched == len(self._end):
+                return range(begin, row)
+        return range(begin, 1 + len(drafts))
+
+
+class _Across(NamedTuple):
+    """Rows of a request on both sides of a border of its thought."""
+
+    free: range  # those that think
+    num_rows: int  # all
+
 
 class _Followed(NamedTuple):
     request: Request
@@ -159,6 +182,7 @@ class GrammarManager:
         self._has_begun = False
         self._made: Masks | None = None  # of the step begun, where nothing is waited for
         self._thinking: list[tuple[_Followed, int]] = []  # with their rows, in the step begun
+        self._across: dict[str, _Across] = {}  # whose drafts open or end their thought there
         self.num_failed = 0  # requests that ended with an error of their grammar
 
     def __bool__(self) -> bool:
@@ -265,7 +289,7 @@ class GrammarManager:
     ) -> None:
         """Start on the masks of those that choose a token in a step, all tokens before it being
         known. `drafts` are draft tokens behind the outputs, by request id."""
-        self._begun, self._thinking = [], []
+        self._begun, self._thinking, self._across = [], [], {}
         self._has_begun, self._made = False, None
         jobs = []
         for request in requests:
@@ -275,6 +299,12 @@ class GrammarManager:
             follower, output = followed.follower, request.output_token_ids
             behind = tuple(drafts.get(request.request_id, ()))
             start = followed.thought.find_end(output)
+            free = followed.thought.free_rows(output, behind) if behind else range(0)
+            if free and len(free) <= len(behind):
+                self._across[request.request_id] = _Across(free, 1 + len(behind))
+                jobs.append(MaskJob(follower, (), behind[free.stop :]))
+                self._begun.append(followed)
+                continue
             if start is None:
                 self._thinking.append((followed, 1 + len(behind)))
                 continue
@@ -320,14 +350,24 @@ class GrammarManager:
         jobs, rows, num_rows = self._maker.collect()
         words = rows.unsigned[:num_rows].copy()  # the rows are used again
         lost: list[int] = []  # rows
+        names_behind: list[str] = []
         ended: list[Ended] = []
         end = 0
+        more: list[npt.NDArray[np.uint32]] = []
         for each, job in zip(followed, jobs, strict=True):
             start, end = end, end + 1 + len(job.drafts)
             error: str | None = job.error or None
-            if error is None and (each.may_need_settling or rows.is_empty(start)):
-                error = self._settle_ends(each, job, words[start:end])
             name = each.request.request_id
+            across = self._across.get(name) if self._across else None
+            if across is not None and error is None:
+                own, error = self._rows_across(each, job, words[start:end], across)
+            elif error is None and (each.may_need_settling or rows.is_empty(start)):
+                error = self._settle_ends(each, job, words[start:end])
+            if across is not None and error is None:
+                more.append(own)
+                names_behind += [name] * len(own)
+                lost += range(start, end)
+                continue
             if error is None:
                 ids += [name] * (end - start) if job.drafts else (name,)
                 continue
@@ -340,6 +380,9 @@ class GrammarManager:
             words = np.delete(words, lost, axis=0)
         if free is not None:
             words = np.concatenate([free, words])
+        if more:
+            ids += names_behind
+            words = np.concatenate([words, *more])
         return Masks(TokenMask(ids, words) if ids else None, ended)
 
     def stats(self) -> dict[str, int]:
@@ -383,26 +426,42 @@ class GrammarManager:
             at += count
         return rows
 
+    def _rows_across(
+        self, followed: _Followed, job: MaskJob, rows: npt.NDArray[np.uint32], across: _Across
+    ) -> tuple[npt.NDArray[np.uint32], str | None]:
+        """All rows of a request, in order, and as `_settle_ends`: those that think lie between what
+        the grammar says of the first token and what it says behind the thought."""
+        before, behind = (
+            rows[: across.free.start].copy(),
+            rows[: across.num_rows - across.free.stop],
+        )
+        error = self._settle_ends(followed, job, before) if len(before) else None
+        if len(behind):
+            self._settle_ends(followed, job, behind, across.free.stop)
+        free = self._free_rows([(followed, len(across.free))])
+        return np.concatenate([before, free, behind]), error
+
     def _settle_ends(
-        self, followed: _Followed, job: MaskJob, rows: npt.NDArray[np.uint32]
+        self, followed: _Followed, job: MaskJob, rows: npt.NDArray[np.uint32], first: int = 0
     ) -> str | None:
-        """Allow the ids that end this request where its grammar may end, and no others that would.
-        None: it goes on; else it ends, and why: empty at the end of its grammar."""
+        """Allow the ids that end this request where its grammar may end, and no others that would;
+        `first` is how many drafts lie before the first of the rows. None: it goes on; else it ends,
+        and why: empty at the end of its grammar."""
         request, own_ids, opener = followed.request, followed.own_ids, followed.thought.opener
         params = request.sampling_params
-        missing = params.min_tokens - request.num_output_tokens
+        missing = params.min_tokens - request.num_output_tokens - first
         if followed.has_own_ends or missing > 0:
             for offset, row in enumerate(rows):
-                may_end = _any_of(row, self._eos_ids) if self._eos_ids else job.may_end
+                may_end = _any_of(row, self._eos_ids) if self._eos_ids else job.may_end(offset)
                 if missing > offset:
                     may_end = False
                 _write(row, self._eos_ids, allowed=may_end and bool(followed.end_ids))
                 _write(row, own_ids, allowed=may_end)
-        if opener is not None:
+        if opener is not None and not first:
             _write(rows[0], (opener,), allowed=True)
         if rows[0].any():
             return None
-        if not job.may_end:
+        if not job.may_end():
             return "there is no token by which it could go on"
         if missing > 0:
             return (

@@ -83,6 +83,7 @@ class MaskJob:
     new_tokens: Sequence[int]  # of its output, since the last mask
     drafts: Sequence[int] = ()
     error: str = ""
+    ends: Sequence[bool] = ()  # of a job with drafts, for each row that its grammar filled
 
     @property
     def num_rows(self) -> int:
@@ -93,10 +94,11 @@ class MaskJob:
         """Whether its row is there, and only to be copied."""
         return self.follower.first_words is not None and not (self.new_tokens or self.drafts)
 
-    @property
-    def may_end(self) -> bool:
-        """Whether the grammar may end at the first row; of a job that is done, without an error."""
-        return self.follower.matcher.may_end
+    def may_end(self, row: int = 0) -> bool:
+        """Whether the grammar may end at this row; of a job that is done, without an error."""
+        if not self.drafts:
+            return self.follower.matcher.may_end
+        return row < len(self.ends) and self.ends[row]
 
     def run(self, rows: Rows, first: int) -> None:
         """Fill `num_rows` of the rows from the first on. Raises GrammarError."""
@@ -116,8 +118,8 @@ class MaskJob:
             matcher.fill_row(rows, first)
         else:
             own = rows.words[first : first + self.num_rows]
-            filled = fill_drafts(matcher, self.drafts, own)
-            own[filled:] = -1
+            self.ends = fill_drafts(matcher, self.drafts, own)
+            own[len(self.ends) :] = -1
 
 
 class _Batch:

@@ -52,8 +52,9 @@ PATHS: dict[str, tuple[dict[str, Any], bool]] = {
 def opened(
     *ports: int, layout: BlockLayout = LAYOUT, wait: bool = True, **settings: Any
 ) -> Iterator[RemoteStore]:
-    """A client of the servers at these ports."""
+    """A client of the servers at these ports, whose look-ups have time on a busy machine."""
     addresses = [ServerAddress("127.0.0.1", port) for port in ports]
+    settings = {"lookup_seconds": WAIT_SECONDS, **settings}
     store = open_remote(addresses, layout, RemoteSettings(**settings))
     try:
         assert not wait or store.wait_up(WAIT_SECONDS)
@@ -82,7 +83,8 @@ def test_it_keeps_the_promise_of_a_store(path: str) -> None:
     offered, shares_memory = PATHS[path]
     with running_server(**offered) as server:
         addresses = [ServerAddress("127.0.0.1", server.port)]
-        store = open_remote(addresses, LAYOUT, RemoteSettings(shares_memory=shares_memory))
+        settings = RemoteSettings(shares_memory=shares_memory, lookup_seconds=WAIT_SECONDS)
+        store = open_remote(addresses, LAYOUT, settings)
         assert store.wait_up(WAIT_SECONDS)
         check_store_contract(store)
 
