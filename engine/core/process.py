@@ -29,9 +29,9 @@ import zmq
 
 from ...tiers.settings.values import ConfigError
 from .. import logs
-from ..collector import settle_collector
 from ..extras import explain_missing_module
 from ..wire import Fatal, FromCore, encoder, refuse, to_core_decoder
+from .collector import settle_collector
 from .loop import CoreLoop
 from .start import CoreStart, read_start
 
