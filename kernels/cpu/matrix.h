@@ -150,7 +150,8 @@ inline void multiply_rows(int64_t rows, const T *a, int64_t a_row, const B *b, i
 }
 
 // Rows `a` `[rows, ins]` times the panels from `first` to `end`, whole pairs of them. `put(row,
-// panel, values)` is given one panel of a row's results, or both of a pair. `widened` has room for
+// panel, values)` is given one panel of a row's results, or both of a pair, `put.send_for` is told of
+// them while they are computed, and `put.end(panel)` when it has all rows'. `widened` has room for
 // `[ins, PANEL]` twice.
 template <class E, class T, class A, class Put>
 void multiply_packed(const T *a, int64_t a_row, int64_t rows, const Matrix &matrix, int64_t first,
@@ -164,9 +165,11 @@ void multiply_packed(const T *a, int64_t a_row, int64_t rows, const Matrix &matr
     for (; rows == ROWS && p + NP <= end; p += NP) {                                            \
         multiply_panels<ROWS, NP>(a, a_row, packed + p * size, size, depth, tile,               \
                                   int64_t(NP * PANEL<A>));                                      \
-        for (int64_t m = 0; m < ROWS; m++)                                                      \
-            for (int64_t i = 0; i < NP; i += unit)                                              \
+        for (int64_t i = 0; i < NP; i += unit) {                                                \
+            for (int64_t m = 0; m < ROWS; m++)                                                  \
                 put(m, p + i, tile + (m * NP + i) * PANEL<A>);                                  \
+            put.end(p + i);                                                                     \
+        }                                                                                       \
     }
     FEW(1, 4)
     FEW(1, 2)
@@ -179,6 +182,7 @@ void multiply_packed(const T *a, int64_t a_row, int64_t rows, const Matrix &matr
         const auto multiply_by = [&](const auto *panels) {
             for (int64_t block = 0, row = 0; block < blocks; block++) {
                 const int64_t here = (rows - row) / (blocks - block);  // as even as can be
+                for (int64_t m = 0; m < here; m++) put.send_for(row + m, p);
                 for (int64_t u = 0; u < unit; u++) {
                     // The first two blocks send for half of the next panel each.
                     NextLines next = {(const char *)from, 0};
@@ -191,6 +195,7 @@ void multiply_packed(const T *a, int64_t a_row, int64_t rows, const Matrix &matr
                 for (int64_t m = 0; m < here; m++) put(row + m, p, tile + m * row_size);
                 row += here;
             }
+            put.end(p);
         };
         if constexpr (sizeof(E) < sizeof(T)) {
             if (rows >= WORTH_WIDENING) {
@@ -205,6 +210,11 @@ void multiply_packed(const T *a, int64_t a_row, int64_t rows, const Matrix &matr
 }
 
 // Where results go. Each is made for some rows, of which the first is row 0.
+// Sends for the lines that a panel of results is written to, so that writing does not wait for them.
+template <class A, class O> inline void send_for_panel(const O *to) {
+    for (int64_t i = 0; i < PANEL<A>; i += 64 / int64_t(sizeof(O)))
+        __builtin_prefetch(to + i, 1, 3);
+}
 template <class A> inline int64_t columns_here(const Matrix &matrix, int64_t column) {
     return matrix.outs - column < PANEL<A> ? matrix.outs - column : PANEL<A>;
 }
@@ -238,6 +248,10 @@ template <class O, class A> struct Stored {
         add_bias(matrix, panel, values, sums);
         put_panel(sums, count, out + row * out_row + column);
     }
+    void send_for(int64_t row, int64_t panel) const {
+        send_for_panel<A>(out + row * out_row + panel * PANEL<A>);
+    }
+    void end(int64_t) const {}
 };
 
 // Rounded to elements and widened again.
@@ -257,6 +271,8 @@ template <class E, class A> struct Widened {
         else
             for (int64_t i = 0; i < count; i++) to[i] = widened(elements[i]);
     }
+    void send_for(int64_t, int64_t) const {}
+    void end(int64_t) const {}
 };
 
 // Added to what is there.
@@ -277,6 +293,10 @@ template <class A> struct Added {
             to[i] += values[i] + bias;
         }
     }
+    void send_for(int64_t row, int64_t panel) const {
+        send_for_panel<A>(out + row * out_row + panel * PANEL<A>);
+    }
+    void end(int64_t) const {}
 };
 
 inline FloatVector silu(FloatVector x) {
@@ -305,23 +325,32 @@ template <class O, class A> struct Gated {
         }
         put_panel(sums, count, out + row * out_row + column);
     }
+    void send_for(int64_t row, int64_t panel) const {
+        send_for_panel<A>(out + row * out_row + panel / 2 * PANEL<A>);
+    }
+    void end(int64_t) const {}
 };
 
 // A product cut into tasks: blocks of rows, and of panels where there are more threads than those.
 struct Cut {
     int64_t row_blocks, panel_blocks, panels_each;
 };
-template <class A> inline Cut cut(const Matrix &matrix, int64_t rows, int64_t threads) {
-    const int64_t panels = panels_of<A>(matrix), unit = matrix.is_pair ? 2 : 1;
+// A task has whole units of so many panels, or the last ones.
+template <class A>
+inline Cut cut(const Matrix &matrix, int64_t rows, int64_t threads, int64_t unit) {
+    const int64_t panels = panels_of<A>(matrix);
     Cut made;
     made.row_blocks = quotient_up(rows, ROWS_AT_ONCE);  // none of no rows
     const int64_t wanted =
         threads == 1 || !rows ? 1 : quotient_up(4 * threads, made.row_blocks);
     // Four panels at once are what few rows are multiplied by.
-    const int64_t step = rows < 4 ? MOST_PANELS : unit;
+    const int64_t step = rows < 4 ? round_up(MOST_PANELS, unit) : unit;
     made.panels_each = quotient_up(quotient_up(panels, wanted), step) * step;
     made.panel_blocks = quotient_up(panels, made.panels_each);
     return made;
+}
+template <class A> inline Cut cut(const Matrix &matrix, int64_t rows, int64_t threads) {
+    return cut<A>(matrix, rows, threads, matrix.is_pair ? 2 : 1);
 }
 
 // Which panels of one matrix are computed: those of which an output has its bit; without bits all.
@@ -344,7 +373,7 @@ template <class A> struct Wanted {
     }
 };
 
-// One of the tasks; `put_for(first row)` makes what takes its results.
+// One of the tasks; `put_for(first row, end)` makes what takes its results.
 template <class E, class T, class A, class PutFor>
 inline void multiply_task(const Cut &made, int64_t task, const T *a, int64_t a_row, int64_t rows,
                           const Matrix &matrix, A *widened, PutFor put_for,
@@ -356,7 +385,7 @@ inline void multiply_task(const Cut &made, int64_t task, const T *a, int64_t a_r
     const int64_t end_row = rows * (block + 1) / made.row_blocks;
     const int64_t first = part * made.panels_each;
     const int64_t end = first + made.panels_each < panels ? first + made.panels_each : panels;
-    const auto put = put_for(first_row);
+    const auto put = put_for(first_row, end_row);
     for (int64_t from = first, to; from < end; from = to + 1) {
         for (to = from; to < end && wanted(to); to++) {}
         if (to > from)

@@ -3,8 +3,8 @@
 //
 //     phase        tasks                     what
 //     norm         rows                      hidden states, normed
-//     qkv          rows and outputs          queries, keys, values
-//     turn         rows                      head norms, rotation; keys and values go to the pool
+//     qkv          rows and heads            queries, keys, values: head norms, rotation; keys and
+//                                            values go to the pool
 //     attend       parts of contexts, rows   as in attention.h
 //     widen        rows                      its results; in the last layer, of the wanted rows
 //     out          rows and outputs          added to the hidden states, or for a norm behind
@@ -13,7 +13,7 @@
 //     down         rows and outputs          added as above
 //
 // In the last layer queries are computed only where somebody reads what they attend: keys and values
-// of all rows first, then the phases from norm to turn for the queries of those.
+// of all rows first, then the inputs and queries of those.
 //
 // Between phases everything is in the type that is added up in, but for inputs of products, which are
 // as `matrix.h` has them.
@@ -26,26 +26,40 @@
 
 namespace {
 
-constexpr int64_t PHASES_OF_A_LAYER = 9, PHASES_OF_LAST_ROWS = 3;
+constexpr int64_t PHASES_OF_A_LAYER = 8, PHASES_OF_LAST_ROWS = 2;
 constexpr int64_t NUMBERS_OF_A_TASK = 1 << 13;  // of work by rows
 
 constexpr int64_t MOST_VIEWS = 8;
 
 // Where everything lies in the workspace.
 template <class T, class A> struct Buffers {
-    A *x, *qkv, *behind, *scratch;
+    A *x, *behind, *scratch, *heads;
     T *normed, *middle;  // inputs
     void *q, *attended;  // elements
     Counter *counters;
     T *last_normed;      // of the last layer's rows
     char *plans[MOST_VIEWS], *last_plan;
     int64_t scratch_numbers, threads, bytes;
+    int64_t state_row;  // from one row of hidden states to the next
 };
 
 inline int64_t phases_of(const Pass &pass) { return pass.num_layers * PHASES_OF_A_LAYER + PHASES_OF_LAST_ROWS + 2; }
 inline int64_t q_size(const Pass &pass) { return pass.heads * pass.head_dim; }
 inline int64_t qkv_size(const Pass &pass) {
     return (pass.heads + 2 * pass.kv_heads) * pass.head_dim;
+}
+
+// As many heads as fill whole panels.
+template <class A> inline int64_t heads_together(const Pass &pass) {
+    int64_t heads = 1;
+    while (heads * pass.head_dim % PANEL<A>) heads++;
+    return heads;
+}
+template <class A> inline int64_t heads_row(const Pass &pass) {
+    return row_of<A>(heads_together<A>(pass) * pass.head_dim);
+}
+template <class A> inline int64_t heads_numbers(const Pass &pass) {
+    return ROWS_AT_ONCE * heads_row<A>(pass);
 }
 
 inline int64_t crew_of(const Pass &pass, int64_t threads) {
@@ -77,16 +91,17 @@ Buffers<T, A> place(const Pass &pass, int64_t threads, char *base) {
     };
     const int64_t size = sizeof(A);
     made.counters = (Counter *)take(phases_of(pass) * int64_t(sizeof(Counter)));
-    made.x = (A *)take(tokens * pass.hidden * size);
+    made.state_row = row_of<A>(pass.hidden);
+    made.x = (A *)take(tokens * made.state_row * size);
     made.normed = (T *)take(tokens * row_of<T>(widest) * int64_t(sizeof(T)));
-    made.qkv = (A *)take(tokens * qkv_size(pass) * size);
     made.middle = (T *)take(tokens * row_of<T>(pass.intermediate) * int64_t(sizeof(T)));
-    made.behind = (A *)take(tokens * pass.hidden * size);
+    made.behind = (A *)take(tokens * made.state_row * size);
     made.q = take(tokens * q_size(pass) * int64_t(sizeof(E)));
     made.attended = take(tokens * row_of<E>(q_size(pass)) * int64_t(sizeof(E)));
     made.scratch_numbers =
         round_up(2 * at_least(widest, pass.intermediate) * PANEL<A> + PANEL<A>, 16);
     made.scratch = (A *)take(made.threads * made.scratch_numbers * size);
+    made.heads = (A *)take(made.threads * heads_numbers<A>(pass) * size);
     for (int64_t view = 0; view < pass.num_views; view++)
         made.plans[view] =
             take(lay_out<A>(pass.steps[view], made.threads, nullptr, true).bytes + 64);
@@ -166,6 +181,59 @@ inline void turn(const A *head, const A *weight, A eps, const E *cos, const E *s
     }
 }
 
+// Takes heads of a layer's queries, keys and values. Those that fill whole panels together are kept
+// until all are there, near since there are few; then they go to their place.
+template <class E, class A> struct Heads {
+    const Pass &pass;
+    const LayerWeights &layer;
+    const Matrix &matrix;
+    const int64_t *of_step;  // the step's rows; null: those of the product
+    E *q;
+    A *kept;  // [rows, heads, head_dim], `kept_row` from one row to the next
+    int64_t kept_row;
+    int64_t first_row, rows, first_head;
+    int64_t together, unit;  // heads, in so many panels
+
+    inline void operator()(int64_t row, int64_t panel, const A *values) const {
+        add_bias(matrix, panel, values, kept + row * kept_row + panel % unit * PANEL<A>);
+    }
+    void send_for(int64_t, int64_t) const {}
+    void end(int64_t panel) const {
+        const int64_t dim = pass.head_dim, first = panel / unit * together;
+        const int64_t count = at_most(together, matrix.outs / dim - first);
+        if ((panel + 1) % unit && panel + 1 < panels_of<A>(matrix)) return;
+        const Step &step = pass.steps[layer.view];
+        for (int64_t i = 0; i < rows; i++) {
+            const int64_t row = of_step ? of_step[first_row + i] : first_row + i;
+            for (int64_t h = 0; h < count; h++)
+                take(step, row, first_row + i, first_head + first + h, kept + i * kept_row + h * dim);
+        }
+    }
+
+    void take(const Step &step, int64_t row, int64_t q_row, int64_t head, const A *from) const {
+        if (head < pass.heads) {
+            turn_head(row, head, from, q + q_row * q_size(pass) + head * pass.head_dim);
+            return;
+        }
+        const int64_t slot = step.slots[row], turning = pass.heads + pass.kv_heads;
+        if (slot < 0) return;
+        const int64_t to = slot / step.block_size * step.block_stride +
+                           slot % step.block_size * step.token_stride;
+        if (head < turning)
+            turn_head(row, head, from, (E *)layer.keys + to + (head - pass.heads) * step.head_stride);
+        else
+            narrow_all(from, pass.head_dim,
+                       (E *)layer.values + to + (head - turning) * step.head_stride);
+    }
+
+    void turn_head(int64_t row, int64_t head, const A *from, E *to) const {
+        const int64_t dim = pass.head_dim, place = pass.positions[row] * (dim / 2);
+        const A *norms = (const A *)layer.head_norms;
+        turn(from, norms ? norms + head * dim : nullptr, A(pass.eps), (const E *)layer.cos + place,
+             (const E *)layer.sin + place, dim / 2, to);
+    }
+};
+
 // One thread's way through a pass. What it is told is not changed while the pass runs.
 template <class E> struct Walk {
     typedef typename Wide<E>::A A;
@@ -175,7 +243,7 @@ template <class E> struct Walk {
     const Layout *layouts;
     const Layout &last_layout;
     Crew crew;
-    A *scratch;
+    A *scratch, *heads;
     int64_t seat;
     int64_t phase;
     int64_t rows;  // of the hidden states: the wanted ones at the end
@@ -190,25 +258,24 @@ template <class E> struct Walk {
     }
 
     template <class PutFor>
-    void multiply(const T *a, int64_t count, const Matrix &matrix, PutFor put_for) {
-        const Cut made = cut<A>(matrix, count, crew.threads);
+    void multiply(const T *a, int64_t count, const Matrix &matrix, Cut made, PutFor put_for) {
         go_through(crew, phase++, made.row_blocks * made.panel_blocks, [&](int64_t i) {
             multiply_task<E>(made, i, a, row_of<T>(matrix.ins), count, matrix, scratch, put_for);
         });
     }
     template <class PutFor> void multiply(const T *a, const Matrix &matrix, PutFor put_for) {
-        multiply(a, rows, matrix, put_for);
+        multiply(a, rows, matrix, cut<A>(matrix, rows, crew.threads), put_for);
     }
 
     // The product is added to the hidden states, or kept for the norm behind it.
     void add_product(const T *a, const Matrix &matrix, bool is_normed) {
         if (is_normed)
-            multiply(a, matrix, [&](int64_t row) {
-                return Stored<A, A>{matrix, behind + row * pass.hidden, pass.hidden};
+            multiply(a, matrix, [&](int64_t row, int64_t) {
+                return Stored<A, A>{matrix, behind + row * at.state_row, at.state_row};
             });
         else
-            multiply(a, matrix, [&](int64_t row) {
-                return Added<A>{matrix, x + row * pass.hidden, pass.hidden};
+            multiply(a, matrix, [&](int64_t row, int64_t) {
+                return Added<A>{matrix, x + row * at.state_row, at.state_row};
             });
     }
 
@@ -216,9 +283,9 @@ template <class E> struct Walk {
     void norm(const void *left, const void *weight, int64_t layer = -1) {
         void *kept = pass.states && layer >= 0 ? pass.states[layer] : nullptr;
         by_rows(rows, pass.hidden, [&](int64_t row) {
-            A *states = x + row * pass.hidden;
+            A *states = x + row * at.state_row;
             if (left) {
-                A *more = behind + row * pass.hidden;
+                A *more = behind + row * at.state_row;
                 normalise(more, (const A *)left, pass.hidden, A(pass.eps), more);
                 add(more, pass.hidden, states);
             }
@@ -234,43 +301,14 @@ template <class E> struct Walk {
         });
     }
 
-    // Outputs of `layer.qkv` from `first` on, of which the matrix is, into their place in `at.qkv`.
-    void multiply_qkv(const T *a, int64_t count, const Matrix &matrix, int64_t first) {
-        multiply(a, count, matrix, [&](int64_t row) {
-            return Stored<A, A>{matrix, at.qkv + row * qkv_size(pass) + first, qkv_size(pass)};
-        });
-    }
-
-    // Head `h` of queries and keys, of a row `from` `at.qkv`.
-    void turn_head(const LayerWeights &layer, const A *from, int64_t h, int64_t position, E *to) {
-        const int64_t dim = pass.head_dim, place = position * (dim / 2);
-        const A *norms = (const A *)layer.head_norms;
-        turn(from + h * dim, norms ? norms + h * dim : nullptr, A(pass.eps),
-             (const E *)layer.cos + place, (const E *)layer.sin + place, dim / 2, to);
-    }
-
-    void turn_queries(const LayerWeights &layer, int64_t row, int64_t position) {
-        for (int64_t h = 0; h < pass.heads; h++)
-            turn_head(layer, at.qkv + row * qkv_size(pass), h, position,
-                      (E *)at.q + row * q_size(pass) + h * pass.head_dim);
-    }
-
-    void turn_and_write(const LayerWeights &layer, bool has_queries) {
-        const Step &step = pass.steps[layer.view];
-        const int64_t dim = pass.head_dim, turning = pass.heads + pass.kv_heads;
-        by_rows(rows, qkv_size(pass), [&](int64_t row) {
-            const A *heads = at.qkv + row * qkv_size(pass);
-            if (has_queries) turn_queries(layer, row, pass.positions[row]);
-            const int64_t slot = step.slots[row];
-            if (slot < 0) return;
-            const int64_t to = slot / step.block_size * step.block_stride +
-                               slot % step.block_size * step.token_stride;
-            for (int64_t h = 0; h < pass.kv_heads; h++) {
-                turn_head(layer, heads, pass.heads + h, pass.positions[row],
-                          (E *)layer.keys + to + h * step.head_stride);
-                narrow_all(heads + (turning + h) * dim, dim,
-                           (E *)layer.values + to + h * step.head_stride);
-            }
+    // Heads of a layer from `first_head` on, which `matrix` has: of `count` rows, the i-th of which is
+    // the step's row `of_step[i]`, or i.
+    void multiply_heads(const LayerWeights &layer, const T *a, int64_t count, const Matrix &matrix,
+                        int64_t first_head, const int64_t *of_step = nullptr) {
+        const int64_t together = heads_together<A>(pass), unit = together * pass.head_dim / PANEL<A>;
+        multiply(a, count, matrix, cut<A>(matrix, count, crew.threads, unit), [&](int64_t row, int64_t end) {
+            return Heads<E, A>{pass, layer, matrix, of_step, (E *)at.q, heads,
+                               heads_row<A>(pass), row, end - row, first_head, together, unit};
         });
     }
 
@@ -281,17 +319,13 @@ template <class E> struct Walk {
         others.outs -= q_size(pass);
         others.packed = (const E *)others.packed + q_size(pass) * padded<T>(others.ins);
         if (others.bias) others.bias = (const A *)others.bias + q_size(pass);
-        multiply_qkv(at.normed, rows, others, q_size(pass));
-        turn_and_write(layer, false);
+        multiply_heads(layer, at.normed, rows, others, pass.heads);
         const int64_t count = pass.last_step->num_tokens, size = row_of<T>(pass.hidden);
         by_rows(count, pass.hidden, [&](int64_t i) {
             __builtin_memcpy(at.last_normed + i * size, at.normed + pass.last_rows[i] * size,
                              size_t(padded<T>(pass.hidden)) * sizeof(T));
         });
-        multiply_qkv(at.last_normed, count, queries, 0);
-        by_rows(count, q_size(pass), [&](int64_t i) {
-            turn_queries(layer, i, pass.positions[pass.last_rows[i]]);
-        });
+        multiply_heads(layer, at.last_normed, count, queries, 0, pass.last_rows);
     }
 
     void attend(const LayerWeights &layer, Step step, const Layout &layout) {
@@ -325,7 +359,7 @@ template <class E> struct Walk {
             take_inputs((const E *)at.attended + attended * row_of<E>(size), size,
                         at.normed + row * row_of<T>(size));
             if (picks)
-                __builtin_memcpy(behind + row * pass.hidden, x + from * pass.hidden,
+                __builtin_memcpy(behind + row * at.state_row, x + from * at.state_row,
                                  size_t(pass.hidden) * sizeof(A));
         });
         return at.normed;
@@ -340,7 +374,7 @@ template <class E> struct Walk {
 
     void run() {
         by_rows(rows, pass.hidden, [&](int64_t row) {
-            widen((const E *)pass.x + row * pass.hidden, pass.hidden, x + row * pass.hidden);
+            widen((const E *)pass.x + row * pass.hidden, pass.hidden, x + row * at.state_row);
             pad(at.middle + row * row_of<T>(pass.intermediate), pass.intermediate);
         });
         const void *left = nullptr;
@@ -352,15 +386,14 @@ template <class E> struct Walk {
                 take_last_rows(layer);
                 attend(layer, *pass.last_step, last_layout);
             } else {
-                multiply_qkv(at.normed, rows, layer.qkv, 0);
-                turn_and_write(layer, true);
+                multiply_heads(layer, at.normed, rows, layer.qkv, 0);
                 attend(layer, pass.steps[layer.view], layouts[layer.view]);
             }
             const T *mixed = take_attended(is_last);
             if (is_last && pass.wanted) use_wanted();
             add_product(mixed, layer.out, layer.after_attention_norm != nullptr);
             norm(layer.after_attention_norm, layer.mlp_norm);
-            multiply(at.normed, layer.gate_up, [&](int64_t row) {
+            multiply(at.normed, layer.gate_up, [&](int64_t row, int64_t) {
                 const int64_t to = row_of<T>(pass.intermediate);
                 return Gated<T, A>{layer.gate_up, at.middle + row * to, to, pass.activation == 1};
             });
@@ -386,7 +419,7 @@ template <class E> void walk(void *data) {
     const int64_t seat = __atomic_fetch_add(&passage.seats, 1, __ATOMIC_RELAXED);
     Walk<E> own = {*passage.pass, at, passage.layouts, passage.last_layout,
                    {at.counters, at.threads}, at.scratch + seat * at.scratch_numbers,
-                   seat, 0, passage.pass->num_tokens, at.x, at.behind};
+                   at.heads + seat * heads_numbers<typename Wide<E>::A>(*passage.pass), seat, 0, passage.pass->num_tokens, at.x, at.behind};
     own.run();
 }
 

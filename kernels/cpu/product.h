@@ -40,14 +40,14 @@ template <class E> void work_on(void *data) {
     go_through(crew, 0, work.made.row_blocks * work.made.panel_blocks, [&](int64_t i) {
         if (matrix.is_pair)
             multiply_task<E>(work.made, i, work.x, work.x_row, product.rows, matrix, widened,
-                             [&](int64_t row) {
+                             [&](int64_t row, int64_t) {
                                  return Gated<E, A>{matrix,
                                                     (E *)product.out + row * product.out_row,
                                                     product.out_row, product.activation == 1};
                              });
         else if (product.is_wide)
             multiply_task<E>(work.made, i, work.x, work.x_row, product.rows, matrix, widened,
-                             [&](int64_t row) {
+                             [&](int64_t row, int64_t) {
                                  return Widened<E, A>{matrix,
                                                       (A *)product.out + row * product.out_row,
                                                       product.out_row};
@@ -55,7 +55,7 @@ template <class E> void work_on(void *data) {
                              Wanted<A>{product.wanted, product.wanted_words});
         else
             multiply_task<E>(work.made, i, work.x, work.x_row, product.rows, matrix, widened,
-                             [&](int64_t row) {
+                             [&](int64_t row, int64_t) {
                                  return Stored<E, A>{matrix,
                                                      (E *)product.out + row * product.out_row,
                                                      product.out_row};
