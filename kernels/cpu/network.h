@@ -264,7 +264,7 @@ template <class E> struct Walk {
         });
     }
     template <class PutFor> void multiply(const T *a, const Matrix &matrix, PutFor put_for) {
-        multiply(a, rows, matrix, cut<A>(matrix, rows, crew.threads), put_for);
+        multiply(a, rows, matrix, cut<E>(matrix, rows, crew.threads), put_for);
     }
 
     // The product is added to the hidden states, or kept for the norm behind it.
@@ -290,7 +290,7 @@ template <class E> struct Walk {
                 add(more, pass.hidden, states);
             }
             if (kept) narrow_all(states, pass.hidden, (E *)kept + row * pass.hidden);
-            if (weight == pass.last_norm) {
+            if (layer == pass.num_layers) {  // the last norm
                 E *to = (E *)pass.result + row * pass.hidden;
                 normalise(states, (const A *)weight, pass.hidden, A(pass.eps), to);
                 return;
@@ -306,7 +306,7 @@ template <class E> struct Walk {
     void multiply_heads(const LayerWeights &layer, const T *a, int64_t count, const Matrix &matrix,
                         int64_t first_head, const int64_t *of_step = nullptr) {
         const int64_t together = heads_together<A>(pass), unit = together * pass.head_dim / PANEL<A>;
-        multiply(a, count, matrix, cut<A>(matrix, count, crew.threads, unit), [&](int64_t row, int64_t end) {
+        multiply(a, count, matrix, cut<E>(matrix, count, crew.threads, unit), [&](int64_t row, int64_t end) {
             return Heads<E, A>{pass, layer, matrix, of_step, (E *)at.q, heads,
                                heads_row<A>(pass), row, end - row, first_head, together, unit};
         });

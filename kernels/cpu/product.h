@@ -104,7 +104,7 @@ template <class E> void multiply_as(const Product &product, Parallel parallel, i
     work.widened = (A *)at;
     work.widened_numbers = 2 * ins * PANEL<A> + 16;
     work.threads = parallel ? product_threads<E>(product, threads) : 1;
-    work.made = cut<A>(matrix, product.rows, work.threads);
+    work.made = cut<E>(matrix, product.rows, work.threads);
     work.counters[0] = Counter{};
     work.seats = 0;
     if (work.threads > 1)

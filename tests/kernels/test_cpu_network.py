@@ -417,6 +417,32 @@ def test_several_threads_compute_the_bits_of_one() -> None:
     assert all(torch.equal(found[place % 2], other) for place, other in enumerate(found))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [48, 80])
+def test_heads_that_fill_no_whole_panels_are_computed_together(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, dim: int
+) -> None:
+    """Five heads, the last of which is alone, in several parts of a matrix and blocks of rows."""
+    shape = {"HEADS": 3, "KV_HEADS": 1, "DIM": dim, "TURNING": 4, "QUERIES": 3 * dim}
+    for name, value in shape.items():
+        monkeypatch.setitem(globals(), name, value)
+    model, counts = Model(dtype, SILU, True, hidden=400), [51, 49]
+    inputs = [draw(count, model.hidden, dtype=dtype, seed=count) for count in counts]
+    steps, positions = model.steps([0, 0], counts), model.positions([0, 0], counts)
+    hidden, _ = model.in_library().run(torch.cat(inputs), positions, steps, None)
+    expected = torch.cat([model.by_definition(x)[0] for x in inputs])
+    torch.testing.assert_close(hidden.double(), expected, rtol=NEAR[dtype], atol=NEAR[dtype])
+
+
+def test_a_layers_norm_may_be_the_last_one_too() -> None:
+    model, x = Model(torch.float32, SILU, False), draw(5, 40, dtype=torch.float32)
+    for weights in model.layers:
+        weights["attention_norm"] = weights["mlp_norm"] = model.last_norm
+    given = (x, model.positions([0], [5]), model.steps([0], [5]))
+    hidden, _ = model.in_library().run(*given, None)
+    torch.testing.assert_close(hidden.double(), model.by_definition(x)[0], rtol=2e-5, atol=2e-5)
+
+
 def test_what_is_out_of_bounds_is_refused() -> None:
     model = Model(torch.float32, SILU, False)
     run, steps = model.in_library().run, model.steps([0], [2])
