@@ -49,7 +49,7 @@ CPU_SOURCES = {
 }  # fmt: skip
 CPU_HEADERS = (
     "attention.h", "context.h", "crew.h", "factors.h", "matrix.h", "network.h", "parts.h",
-    "product.h", "softmax.h", "step.h", "tiles.h", "vectors.h",
+    "product.h", "rows.h", "softmax.h", "step.h", "tiles.h", "vectors.h",
 )  # fmt: skip
 
 

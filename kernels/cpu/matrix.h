@@ -309,27 +309,28 @@ inline FloatVector silu(FloatVector x) {
     return x / (1.0f + exponential(turned));
 }
 inline DoubleVector silu(DoubleVector x) { return x / (1.0 + exponential(-x)); }
-#if VECTOR_BYTES == 64
-// Within 4e-6 of itself, for results of 16 bits.
-inline FloatVector rough_silu(FloatVector x) {
-    const FloatVector t = x * -1.44269504f;
-    const FloatVector whole = (FloatVector)_mm512_roundscale_ps((__m512)t, 0);
-    const FloatVector r = t - whole;
-    // The polynomial of this degree nearest to 2 to the power of r, for r from -1/2 to 1/2.
-    FloatVector p = all_of(0.009618129f);
-    p = p * r + 0.05550411f;
-    p = p * r + 0.24022651f;
-    p = p * r + 0.6931472f;
-    p = p * r + 1.0f;
-    return x / (1.0f + (FloatVector)_mm512_scalef_ps((__m512)p, (__m512)whole));
-}
-#endif
 template <class A> inline V<A> gelu(V<A> x) {
     const V<A> inner = A(0.79788456080286535588) * (x + A(0.044715) * x * x * x);
     return A(0.5) * x * (A(1) + tangent(inner));
 }
 
-template <class O, class Vec> inline Vec silu_of(Vec x) {
+#if VECTOR_BYTES == 64
+// For results of 16 bits, within 3e-6 of itself.
+inline FloatVector rough_silu(FloatVector x) {
+    const __m512 t = _mm512_max_ps((__m512)(x * -1.44269504f), _mm512_set1_ps(-200.0f));
+    const __m512 whole = _mm512_roundscale_ps(t, 0);
+    const FloatVector r = (FloatVector)t - (FloatVector)whole;
+    // The polynomial of this degree with the smallest error for r from -1/2 to 1/2 that is 1 at 0.
+    FloatVector p = all_of(0.00958286f);
+    p = p * r + 0.05590643f;
+    p = p * r + 0.24024099f;
+    p = p * r + 0.69312419f;
+    p = p * r + 1.0f;
+    return x / (1.0f + (FloatVector)_mm512_scalef_ps((__m512)p, whole));
+}
+#endif
+// As precise as a result of type O needs it.
+template <class O, class Vec> inline Vec silu_for(Vec x) {
 #if VECTOR_BYTES == 64
     if constexpr (sizeof(O) == 2) return rough_silu(x);
 #endif
@@ -348,7 +349,7 @@ template <class O, class A> struct Gated {
         for (int64_t i = 0; i < PANEL<A>; i += LANES<A>) {
             const V<A> gate = biased<A>(matrix, panel, i, load(values + i));
             const V<A> up = biased<A>(matrix, panel + 1, i, load(values + PANEL<A> + i));
-            store(sums + i, (is_gelu ? gelu<A>(gate) : silu_of<O>(gate)) * up);
+            store(sums + i, (is_gelu ? gelu<A>(gate) : silu_for<O>(gate)) * up);
         }
         put_panel(sums, count, out + row * out_row + column);
     }
@@ -358,8 +359,8 @@ template <class O, class A> struct Gated {
     void end(int64_t) const {}
 };
 
-// A product cut into tasks, blocks of rows and parts of the matrix: as many as threads want, or parts
-// small enough to stay in a cache while all blocks of rows are multiplied by them, one after the other.
+// A product cut into tasks, blocks of rows and parts of the matrix: as many as threads want, or
+// parts so small that they stay in a cache while one block of rows after the other is multiplied.
 struct Cut {
     int64_t row_blocks, panel_blocks, panels_each;
 };
@@ -376,8 +377,8 @@ inline Cut cut(const Matrix &matrix, int64_t rows, int64_t threads, int64_t unit
     const int64_t step = rows < 4 ? round_up(MOST_PANELS, unit) : unit;
     int64_t each = quotient_up(panels, wanted);
     if (made.row_blocks > 1) {
-        const int64_t bytes = padded<typename InputOf<E>::T>(matrix.ins) * PANEL<A> * int64_t(sizeof(E));
-        each = at_most(each, at_least(PART_BYTES / at_least(bytes, 1), 1));
+        const int64_t depth = at_least(padded<typename InputOf<E>::T>(matrix.ins), 1);
+        each = at_most(each, at_least(PART_BYTES / (depth * PANEL<A> * int64_t(sizeof(E))), 1));
     }
     made.panels_each = quotient_up(each, step) * step;
     made.panel_blocks = quotient_up(panels, made.panels_each);
