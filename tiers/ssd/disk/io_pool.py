@@ -197,8 +197,8 @@ class IoLane:
 
 class IoPool:
     """`threads` threads, all started at once, so that no call can fail for want of one. About
-    `flight_bytes` are under way at a time, in all of them. Raises RuntimeError where a thread cannot
-    be started; the others end then."""
+    `flight_bytes` are under way at a time, in all of them. Raises RuntimeError where a thread
+    cannot be started; the others end then."""
 
     def __init__(self, slot_file: SlotFile, threads: int, name: str, flight_bytes: int) -> None:
         self._slot_file = slot_file
