@@ -42,6 +42,8 @@ MODULES = (
     "engine.cli.serve", "engine.client.process", "engine.core.engine_core", "engine.core.process",
     "engine.core.worker_process", "engine.text.tokenizer", "tiers.ssd",
 )  # fmt: skip
+# In place of 1 GiB: a pool is filled with zeros at the start, at up to 2.6 processor seconds a GiB.
+POOL_BYTES = 128 << 20
 _MOST_DESCRIPTORS = 8
 # Where descriptors lie that are not yet where they belong.
 _FIRST_FREE = 200
@@ -105,6 +107,10 @@ def _import_modules() -> None:
         importlib.import_module(f"stratakv.{name}")
     importlib.import_module("httpx")  # of huggingface_hub, which reads its variables itself
     importlib.import_module(".page_program", __package__)
+    for name in ("engine.core.device_config", "engine.worker.runtime.pool_sizing"):
+        module: Any = sys.modules[f"stratakv.{name}"]
+        assert module.DEFAULT_POOL_BYTES > POOL_BYTES
+        module.DEFAULT_POOL_BYTES = POOL_BYTES
     gc.collect()
     gc.freeze()  # a child collects only what is its own
 

@@ -53,6 +53,10 @@ class InProcessClient(MessageClient):
                 await self._ended.wait()
         except TimeoutError:
             logger.warning("the engine core's thread did not end in time and is left behind")
+            return
+        # It still gives its workspace back, and torch lets go of the GIL in that: should Python end
+        # meanwhile, the thread is unwound out of a C++ destructor, which ends the process.
+        self._thread.join(_EXIT_SECONDS)
 
     def _run(self) -> None:
         try:

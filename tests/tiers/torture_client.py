@@ -10,6 +10,7 @@ after two minutes, and prints one line of JSON: what it saw.
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import sys
@@ -40,6 +41,12 @@ def open_store(port: int, shares_memory: bool, seconds: float = 5.0) -> RemoteSt
     return open_remote([ServerAddress("127.0.0.1", port)], LAYOUT, settings)
 
 
+@functools.cache
+def payloads() -> dict[bytes, bytes]:
+    """32 MiB, made once for all clients of a process."""
+    return {key: payload_of(key, LAYOUT) for key in KEYS}
+
+
 class Client:
     """One thread that moves blocks and counts."""
 
@@ -48,7 +55,7 @@ class Client:
         self._store = store
         self._rng = random.Random(seed)
         self._buffers = make_buffers(BATCH, LAYOUT)
-        self._payloads = {key: payload_of(key, LAYOUT) for key in KEYS}
+        self._payloads = payloads()
 
     def turn(self) -> None:
         """One batch in, one batch out."""

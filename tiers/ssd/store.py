@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 
 from ..base import Answer, ReadSample, Stored, StoreTier, TierStats
@@ -192,18 +193,22 @@ class SsdStore(StoreTier):
         self._state = self._opened.state
         self._queue_blocks = queue_bytes // layout.page_bytes
         self._io_threads = io_threads
-        self._reader = Reader(self._state, io_threads, codec)
-        self._writer = Writer(
-            self._state,
-            self._opened.index_file,
-            self._opened.epoch,
-            io_threads=io_threads,
-            durable=durability == "sync",
-            codec=codec,
-            cleared_up_to=self._opened.cleared_up_to,
-            note_cleared=self._opened.note_cleared,
-            forget_other_formats=self._opened.forget_other_formats,
-        )
+        with ExitStack() as undo:  # where the system gives no more threads
+            undo.callback(self._opened.close)
+            self._reader = Reader(self._state, io_threads, codec)
+            undo.callback(self._reader.close, 0.0)
+            self._writer = Writer(
+                self._state,
+                self._opened.index_file,
+                self._opened.epoch,
+                io_threads=io_threads,
+                durable=durability == "sync",
+                codec=codec,
+                cleared_up_to=self._opened.cleared_up_to,
+                note_cleared=self._opened.note_cleared,
+                forget_other_formats=self._opened.forget_other_formats,
+            )
+            undo.pop_all()
         self._closed = False
         self._has_open_files = True
         self._faults_seen = 0

@@ -126,8 +126,13 @@ class Writer:
         self._stop_at: float | None = None
         self._ender = threading.Thread(target=self._end, name="stratakv-ssd-commit", daemon=True)
         self._thread = threading.Thread(target=self._run, name="stratakv-ssd-begin", daemon=True)
-        self._ender.start()
-        self._thread.start()
+        try:
+            self._ender.start()
+            self._thread.start()
+        except RuntimeError:  # the system gives no more threads
+            self._to_end.put(False)
+            self._records.close(time.monotonic() + GRACE_SECONDS)
+            raise
 
     def add(
         self, blocks: Iterable[tuple[bytes, memoryview, Proof | None, int]], job: Job[Stored]
@@ -176,18 +181,19 @@ class Writer:
             self._work.notify()  # what is still queued is abandoned
         end = max(deadline, time.monotonic()) + GRACE_SECONDS
         self._thread.join(end - time.monotonic())
-        return self._records.close(end) and not self._thread.is_alive()
+        is_held = self._thread.is_alive() or self._ender.is_alive()
+        return self._records.close(end) and not is_held
 
     def _run(self) -> None:
         while self._goes_on():
             pass
         self._to_end.put(False)
-        self._ender.join()  # as long as the disk takes; `close` does not wait longer than it may
-        for last in (
-            self._abandon_queue,
-            self._commit_offered,
-            lambda: self._rows.write_last_uses(self._stop_at or 0.0),
-        ):
+        stop_at = self._stop_at or 0.0
+        # It has nothing to do, unless what nobody foresaw ended the loop while the disk holds it.
+        self._ender.join(max(0.0, stop_at + GRACE_SECONDS - time.monotonic()))
+        owed = [self._commit_offered, lambda: self._rows.write_last_uses(stop_at)]
+        # One thread at a time uses the index.
+        for last in (self._abandon_queue, *(owed if not self._ender.is_alive() else ())):
             try:
                 last()
             except Exception as error:  # noqa: BLE001 - the others are still owed

@@ -68,7 +68,10 @@ def test_without_transformers(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name)
+    )
     words = ["bench", "serve", "--quick", "--out", str(tmp_path), "--workload", "unique"]
     words += ["--request-rate", "50", "--requests", "4", "--concurrency", "2"]
     words += ["--model", str(one_layer)]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -88,5 +89,32 @@ def test_running_requests_end_with_the_client(long_model: Path) -> None:
             await client.close(10)
             with pytest.raises(EngineDead, match="was closed"):
                 await rest_of(stream)
+
+    asyncio.run(run())
+
+
+def test_the_thread_of_a_closed_engine_has_ended(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the thread has of its own goes last, its workspace among it. Python must not end then:
+    torch frees memory without the GIL, and cannot be unwound there."""
+    own = threading.local()
+    gone: list[str] = []
+
+    class Slow:
+        def __del__(self) -> None:
+            time.sleep(0.05)
+            gone.append(threading.current_thread().name)
+
+    async def run() -> None:
+        async with running(tiny_model) as (core, _):
+            shutdown = core.shutdown
+
+            def shut_down() -> None:
+                own.workspace = Slow()
+                shutdown()
+
+            monkeypatch.setattr(core, "shutdown", shut_down)
+        assert gone, "the engine was closed before its thread had ended"
 
     asyncio.run(run())

@@ -245,6 +245,30 @@ def test_no_row_is_removed_while_a_batch_is_synced_and_committed(
     assert None not in fetch(store, held.key + keys)
 
 
+def test_a_bug_at_the_end_while_the_disk_holds_a_sync(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that waits for the other one waits no longer than it may."""
+    monkeypatch.setattr(writer, "GRACE_SECONDS", 0.05)
+    store = open_store()
+    held = HeldSync(store, monkeypatch, [])
+
+    def bug(*_arguments: object) -> bool:
+        raise RuntimeError("as asked")
+
+    monkeypatch.setattr(writer.Writer, "_can_begin", bug)
+    store.close(0.05)
+    first, second = store._writer._thread, store._writer._ender
+    first.join(SECONDS / 2)
+    assert (first.is_alive(), second.is_alive()) == (False, True)
+    assert store._has_open_files, "the second thread uses them"
+    held.let_go()
+    assert held.stored.result(SECONDS) == [Stored.KEPT]
+    second.join(SECONDS)
+    store.close(SECONDS)
+    assert not store._has_open_files
+
+
 def store_three_batches(
     store: SsdStore, monkeypatch: pytest.MonkeyPatch, keys: list[bytes]
 ) -> list[bool]:

@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from stratakv.tiers.ssd.disk.disk_queue import AioQueue, BlockingQueue
 from stratakv.tiers.ssd.disk.slot_file import SlotFile
 from stratakv.tiers.ssd.index.index_file import IndexFile
 
+from ...threads import check_threads
 from ..blocks import SMALL, make_keys
 from ..store_contract import SECONDS, fetch, put
 
@@ -163,6 +165,30 @@ def test_a_thread_whose_queue_fails_ends_what_is_with_the_disk(
     assert fetch(store, keys) == [None] * 10
     assert put(store, keys) == [True] * 10
     assert None not in fetch(store, keys)
+
+
+@pytest.mark.parametrize("number", [0, 2, 6, 8, 9])
+def test_where_a_thread_cannot_be_started_nothing_is_left(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four readers, four writers, and the two that decide."""
+    before, real = frozenset(threading.enumerate()), threading.Thread.start
+    started: list[str] = []
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("stratakv-ssd"):
+            if len(started) == number:
+                raise RuntimeError("can't start new thread")
+            started.append(thread.name)
+        real(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            SsdStore(tmp_path / "ssd", SMALL, CAPACITY)
+    assert len(started) == number
+    check_threads(before)
+    SsdStore(tmp_path / "ssd", SMALL, CAPACITY).close(SECONDS)  # which another one may not hold
 
 
 def test_a_file_that_may_not_grow(tmp_path: Path) -> None:

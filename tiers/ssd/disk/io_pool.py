@@ -197,7 +197,8 @@ class IoLane:
 
 class IoPool:
     """`threads` threads, all started at once, so that no call can fail for want of one. About
-    `flight_bytes` are under way at a time, in all of them."""
+    `flight_bytes` are under way at a time, in all of them. Raises RuntimeError where a thread
+    cannot be started; the others end then."""
 
     def __init__(self, slot_file: SlotFile, threads: int, name: str, flight_bytes: int) -> None:
         self._slot_file = slot_file
@@ -210,8 +211,12 @@ class IoPool:
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
             for i in range(threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError:  # the system gives no more of them
+            self.end()
+            raise
 
     def start(
         self, slots: Sequence[int], work: Work, *, singly: bool = False, spread: bool = False
