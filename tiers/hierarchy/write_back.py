@@ -221,7 +221,7 @@ class WriteBack:
     def _goes_next(self) -> bool:
         """Whether something that waits is about to be evicted."""
         if self._num_next:
-            self._is_urgent = self._slab.may_go_next(list(self._dirty), self._num_next)
+            self._is_urgent = self._slab.may_go_next(self._dirty.keys(), self._num_next)
             self._num_next = 0
         return self._is_urgent
 

@@ -102,12 +102,10 @@ WIDE static void take_blocks(Sums &sums, uint8_t *to, const uint8_t *from, int64
     for (; count > 0; count--, from += BLOCK, to += writing == NOT ? 0 : BLOCK) {
         for (int64_t i = 0; i < BLOCK / STRIPE; i++) {
             const char *const later = reinterpret_cast<const char *>(from + i * STRIPE + AHEAD);
-            // What goes past the cache is not wanted there where it comes from either. What is only
-            // hashed is there already, or comes quickly enough: asking costs more than half of it.
-            if (writing == PAST)
-                _mm_prefetch(later, _MM_HINT_NTA);
-            else if (writing == CACHED)
-                _mm_prefetch(later, _MM_HINT_T0);
+            // Kept in the cache where it comes from, also if it goes past it: the next step writes to
+            // a block that was evicted. What is only hashed is there already, or comes quickly
+            // enough: asking costs more than half of it.
+            if (writing != NOT) _mm_prefetch(later, _MM_HINT_T0);
             take_stripe<writing>(sums, to + i * STRIPE, from + i * STRIPE, 8 * i);
         }
         sums.low = scrambled(sums.low, SECRET + LAST);
