@@ -88,9 +88,9 @@ class CpuEvent:
 # What a page consists of, each part with all its pages: mostly one.
 Parts = Sequence[Bytes]
 
-# A source and its pages, a target and its pages; both once more, where the library can copy and hash
-# their rows; then what is waited for, and the copy's own event. A plain tuple, because the step loop
-# makes it.
+# A source and its pages, a target and its pages; both once more, where the library can copy and
+# hash their rows; then what is waited for, and the copy's own event. A plain tuple, because the
+# step loop makes it.
 _Job = tuple[
     Parts, Sequence[int], Parts, Sequence[int], tuple[Rows, Rows] | None, Sequence[Event], CpuEvent
 ]
