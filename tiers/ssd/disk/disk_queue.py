@@ -46,11 +46,11 @@ _syscall.restype = ctypes.c_long
 
 
 class Pieces(NamedTuple):
-    """The `count` buffers of a request, all of them writable: `laid` has where each begins and how
+    """The `num` buffers of a request, all of them writable: `laid` has where each begins and how
     long it is, `views` gives them to who cannot use that."""
 
     laid: array[int]
-    count: int
+    num: int
     views: Callable[[], Sequence[memoryview]]
 
 
@@ -91,7 +91,7 @@ class AioContext:
         """A request for the next `submit`. The buffers are writable, and stay until it has ended;
         its number is not under way."""
         if isinstance(vector, Pieces):
-            pieces, count = vector.laid, vector.count
+            pieces, count = vector.laid, vector.num
         else:
             pieces, count = array("Q"), len(vector)
             for view in vector:
@@ -246,8 +246,8 @@ class AioQueue:
         self._done: list[tuple[int, Result]] = []
 
     def start(self, number: int, is_write: bool, vector: Vector, offset: int) -> None:
-        is_laid = isinstance(vector, Pieces)
-        if not is_laid and any(view.readonly for view in vector):  # whose address nobody is told
+        # Nobody is told the address of a buffer that is read-only.
+        if not isinstance(vector, Pieces) and any(view.readonly for view in vector):
             descriptors = [self._direct, self._buffered]
             self._done.append((number, _move(descriptors, is_write, vector, offset)))
             return
