@@ -203,5 +203,6 @@ def _connect(
         parts=parts,
         choice=settings.load,
         prefill=prefill,
+        copies_beside=settings.device != "cpu",
         serving=serving,
     )

@@ -64,8 +64,8 @@ class OffloadScheduler(KVConnectorScheduler):
     """Decides what moves between the pool and `hierarchy`. Takes over the hierarchy.
 
     `parts` are the blocks of a position, by default one in each of `num_groups` cache groups that
-    attend to everything. `prefill` is what computing costs, told by whoever runs steps. `serving`
-    ends with it.
+    attend to everything. `prefill` is what computing costs, told by whoever runs steps.
+    `copies_beside`: see `Outgoing`. `serving` ends with it.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class OffloadScheduler(KVConnectorScheduler):
         parts: Parts | None = None,
         choice: Choice = Choice.AUTO,
         prefill: PrefillRate | None = None,
+        copies_beside: bool = True,
         serving: SlabServing | None = None,
     ) -> None:
         if parts is None:
@@ -122,7 +123,9 @@ class OffloadScheduler(KVConnectorScheduler):
             self._read_times,
             self._num_sharing,
         )
-        self._outgoing = Outgoing(hierarchy, self._counters, job_ids, parts)
+        self._outgoing = Outgoing(
+            hierarchy, self._counters, job_ids, parts, copies_beside=copies_beside
+        )
         self._follows = Follows(hierarchy, self._alarm)
         self._kept_turns = KeptTurns(hierarchy, self._alarm, reads_ahead=not parts.is_windowed)
         self._prefill_waits = PrefillWaits(

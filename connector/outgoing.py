@@ -4,7 +4,9 @@
 An evicted block is overwritten by the step that evicts it, so the forward pass waits for its copy.
 Blocks near the eviction end are therefore copied ahead, a bounded amount at a time, beside forward
 passes that leave them alone; when one is evicted at last, there is nothing left to wait for, or
-what is left of a copy. Few of them go in one job with what is evicted.
+what is left of a copy. Few of them go in one job with what is evicted; all of them do where a copy
+beside a forward pass takes a processor from it: another job, and another thread's turn, would only
+cost more.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ class Outgoing:
         counters: OffloadCounters,
         job_ids: JobIds,
         parts: Parts,
+        *,
+        copies_beside: bool = True,
     ) -> None:
+        """`copies_beside`: whether copies run beside forward passes, as a GPU's engines do."""
         self._hierarchy = hierarchy
         self._parts = parts
         self._shards = parts.shards
@@ -49,6 +54,7 @@ class Outgoing:
         self._overtaken: set[int] = set()  # to be waited for by the next step
         self._void: dict[int, set[bytes]] = {}  # what such jobs copy in vain
         self._batch = max(1, min(AHEAD_BLOCKS, AHEAD_BYTES // hierarchy.block_bytes))
+        self._copies_beside = copies_beside
         self._along = ALONG_BYTES // hierarchy.block_bytes
 
     def __len__(self) -> int:
@@ -85,7 +91,7 @@ class Outgoing:
         if self._parts.width > 1:
             evicted, cold = pages_of(evicted), pages_of(cold)
         self._overtake(evicted, meta)
-        if evicted and len(cold) <= self._along:
+        if not self._copies_beside or (evicted and len(cold) <= self._along):
             evicted, cold = [*evicted, *cold], ()
         for index, blocks in self._by_part(evicted):
             if job := self._begin(blocks, index):

@@ -120,6 +120,8 @@ class CopySignal:
 
     def catch_up(self, num_jobs: int) -> None:
         """As `note_ended`, without waking anybody."""
+        if num_jobs <= self._ended:
+            return  # as mostly, since it was noted before
         with self._changed:
             self._ended = max(self._ended, num_jobs)
             self._changed.notify_all()

@@ -25,7 +25,7 @@ A tier must do this:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, KeysView, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -291,10 +291,10 @@ class SlabTier(ABC):
     def coldest(self, count: int) -> list[bytes]:
         """Up to `count` keys that the policy would evict next, the first one first."""
 
-    def may_go_next(self, keys: Sequence[bytes], count: int) -> bool:
+    def may_go_next(self, keys: KeysView[bytes], count: int) -> bool:
         """Whether one of these may be among the next `count` blocks that are evicted: yes for any
         that would be, and perhaps for some of those behind them."""
-        return not frozenset(self.coldest(count)).isdisjoint(keys)
+        return not keys.isdisjoint(self.coldest(count))
 
     @abstractmethod
     def keys(self) -> list[bytes]:

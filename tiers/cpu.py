@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, KeysView, Sequence
 
 from .base import Answer, SlabTier, TierStats
 from .block import BlockLayout
@@ -278,7 +278,7 @@ class CpuSlab(SlabTier):
         with self._lock:
             return self._policy.victims(count, self._is_idle_and_known)
 
-    def may_go_next(self, keys: Sequence[bytes], count: int) -> bool:
+    def may_go_next(self, keys: KeysView[bytes], count: int) -> bool:
         """See SlabTier. Those that are pinned stay, so as many more may go."""
         with self._lock:
             return self._policy.may_be_next(keys, count + self._stats.pinned_blocks)

@@ -125,6 +125,7 @@ class PlainHeaders:
         whole = _FIELDS.pack(
             MAGIC, RECORD_VERSION, HEADER_BYTES, 0, payload_bytes, 0, layout_id, b"", 0, b""
         )
+        self.shared = whole  # what they all say, with zeros in place of what differs
         self._head = whole[:_GENERATION_OFFSET]
         self._layout_id = layout_id
         self._decoded = bytes(_TAG_OFFSET - _KEY_OFFSET - KEY_BYTES)

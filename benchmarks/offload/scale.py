@@ -49,7 +49,7 @@ class CostScale:
     processes: int  # that measure no_hit one after the other, each from its start
     more_pairs: int  # after them, in cells of the worst case that come near the gate
     # Of the CPU tier where blocks are to pass through it, at least. It is written down in batches
-    # of an eighth, each of which costs a commit, so a tiny one would cost as nobody's does.
+    # of a quarter, each of which costs a commit, so a tiny one would cost as nobody's does.
     slab_blocks: int
     # no_hit: unique prompts, all at once.
     requests: int

@@ -40,7 +40,7 @@ class CpuEvent:
     One is made for each copy in the step loop and seldom waited for: who does makes the lock.
     """
 
-    __slots__ = ("_ended", "_error", "_gate", "_seconds", "digests", "rows")
+    __slots__ = ("_ended", "_error", "_gate", "_seconds", "digests", "pages")
 
     _making_gate = threading.Lock()
 
@@ -50,7 +50,7 @@ class CpuEvent:
         self._error: Exception | None = None
         self._seconds = 0.0
         self.digests: list[bytes] | None = None  # a list: one for each block is to be made
-        self.rows: Bytes | None = None  # the whole pages that these are of
+        self.pages: Bytes | None = None  # the whole pages that these are of
 
     def end(self, error: Exception | None = None, seconds: float = 0.0) -> None:
         """Reach the point, well or with an error; wakes all who wait. Its maker calls it from one
@@ -88,33 +88,36 @@ class CpuEvent:
 # What a page consists of, each part with all its pages: mostly one.
 Parts = Sequence[Bytes]
 
-# A source and its pages, a target and its pages; then what is waited for, and the copy's own event.
-# A plain tuple, because the step loop makes it.
-_Job = tuple[Parts, Sequence[int], Parts, Sequence[int], Sequence[Event], CpuEvent]
+# A source and its pages, a target and its pages; both once more, where the library can copy and
+# hash their rows; then what is waited for, and the copy's own event. A plain tuple, because the
+# step loop makes it.
+_Job = tuple[
+    Parts, Sequence[int], Parts, Sequence[int], tuple[Rows, Rows] | None, Sequence[Event], CpuEvent
+]
 
 
 def _run(job: _Job) -> None:
     """Copy and end the event."""
-    sources, source_pages, targets, target_pages, _, event = job
+    sources, source_pages, targets, target_pages, rows, _, event = job
     began = time.monotonic()
     error: Exception | None = None
     try:
-        if event.digests is None or event.rows is None:
+        if event.digests is None or event.pages is None:
             runs = merge_runs(source_pages, target_pages)
             for source, target in zip(sources, targets, strict=True):
                 _copy_runs(source, target, runs)
-        elif (rows := _whole_rows(sources, targets)) is not None:
+        elif rows is not None:
             # Hashed as they are copied, by a thread that takes the interpreter back once for all.
             event.digests += copy_rows_and_digest(rows[1], target_pages, rows[0], source_pages)
         else:
             for start, end in zip(source_pages, target_pages, strict=True):
                 for source, target in zip(sources, targets, strict=True):
                     target[end] = source[start]
-                event.digests.append(payload_digest(event.rows[end].data))
+                event.digests.append(payload_digest(event.pages[end].data))
     except Exception as failure:  # noqa: BLE001 - the event carries it to whoever asks
         # Without its frames, which would keep views of the pool and the slab alive.
         error = failure.with_traceback(None)
-    event.rows = None
+    event.pages = None
     event.end(error, time.monotonic() - began)
 
 
@@ -184,6 +187,7 @@ class CpuCopyDevice(CopyDevice):
         self._pool: Parts | None = None
         self._slab: Bytes | None = None
         self._slab_parts: Parts = ()  # those of the pool, in the slab
+        self._rows: tuple[Rows, Rows] | None = None  # of pool and slab, for the library
         self._page_bytes = 0
         self._closed = False
         self._makes_digests = False
@@ -227,6 +231,7 @@ class CpuCopyDevice(CopyDevice):
             columns.append(column if part.ndim == 2 else _shaped(column, part.shape[1:]))
             place += size
         self._pool, self._slab_parts = list(parts), columns
+        self._rows = _whole_rows(self._pool, columns)
 
     def writer_event(self) -> Event:
         return self._computed
@@ -273,9 +278,9 @@ class CpuCopyDevice(CopyDevice):
         if stream is Stream.STORE:
             event = CpuEvent()
             if self._makes_digests:
-                event.digests, event.rows = [], slab
-            return pool, block_ids, self._slab_parts, slots, after, event
-        return self._slab_parts, slots, pool, block_ids, after, CpuEvent()
+                event.digests, event.pages = [], slab
+            return pool, block_ids, self._slab_parts, slots, self._rows, after, event
+        return self._slab_parts, slots, pool, block_ids, None, after, CpuEvent()
 
     def close(self, timeout_seconds: float) -> bool:
         self._closed = True
@@ -285,7 +290,7 @@ class CpuCopyDevice(CopyDevice):
         ]
         if not all(ended):
             return False
-        self._pool = self._slab = None
+        self._pool = self._slab = self._rows = None
         self._slab_parts = ()
         return True
 

@@ -378,6 +378,10 @@ class BlockPool:
         self.num_evicted += len(evicted) * self.width
         return evicted
 
+    def has_cold(self, least: int) -> bool:
+        """Whether `take_cold` may have so many, or any where one was evicted too soon."""
+        return self._cold.num_unseen >= self._whole(least) or self._cold.was_late
+
     def take_cold(self, count: int, within: int, least: int = 1) -> list[EvictedBlock]:
         """Up to `count` computed blocks with a name among the `within` to be reused next, in that
         order. A block is given whole (of `count` 1 too), once under one name. None while there are

@@ -19,22 +19,22 @@ class ColdBlocks:
     reports its changes, so it is walked only when enough may have come into the window.
     """
 
-    __slots__ = ("_num_unseen", "_queue", "_window", "was_late")
+    __slots__ = ("_queue", "_window", "num_unseen", "was_late")
 
     def __init__(self, queue: FreeBlockQueue) -> None:
         self._queue = queue
         self._window = 0
-        self._num_unseen = len(queue)  # blocks that came into the window since the walk, at most
+        self.num_unseen = len(queue)  # blocks that came into the window since the walk, at most
         self.was_late = False  # a block was evicted that had not been offered
 
     def removed(self, count: int) -> None:
         """So many blocks left the queue, from wherever they stood."""
-        self._num_unseen += count
+        self.num_unseen += count
 
     def added(self, count: int) -> None:
         """So many have come to its end, which in a short queue is in the window."""
         if self._queue.num_free - count < self._window:
-            self._num_unseen += count
+            self.num_unseen += count
 
     def take(
         self, count: int, within: int, least: int, uncomputed: Container[KVCacheBlock]
@@ -43,21 +43,21 @@ class ColdBlocks:
         self._window = within
         if self.was_late:
             self.was_late, least = False, 1
-        if self._num_unseen < least:
+        if self.num_unseen < least:
             return []
         cold: list[KVCacheBlock] = []
-        self._num_unseen = 0
+        self.num_unseen = 0
         for block in islice(self._queue, within):
             if block.block_hash is None or block.is_offered:
                 continue
             if block in uncomputed:
-                self._num_unseen += 1
+                self.num_unseen += 1
                 continue
             if len(cold) == count:
-                self._num_unseen = within
+                self.num_unseen = within
                 break
             cold.append(block)
         if len(cold) < least:
-            self._num_unseen += len(cold)
+            self.num_unseen += len(cold)
             return []
         return cold

@@ -21,6 +21,7 @@ from .places import Places
 
 # Below this many blocks, storing at eviction is cheaper than waking the copy thread early.
 MIN_AHEAD_BLOCKS = 8
+NONE_AHEAD: list[EvictedBlock] = []  # for most steps; not to be changed
 LOAD_FAILED = (
     "blocks of this prompt could not be loaded: {}. It was not computed instead because of "
     "--kv-offload-load-failure fail"
@@ -54,11 +55,14 @@ class ConnectorExchange:
 
     def build_meta(self, evicted: Sequence[EvictedBlock]) -> ConnectorMetadata:
         """The step's copies, among them those of blocks that one of the next steps may evict."""
-        wanted, pool = self._connector.num_wanted_ahead(), self._pool
-        ahead = pool.take_fresh(wanted) if wanted and pool.has_fresh else []
-        if wanted > len(ahead):
-            count = wanted - len(ahead)
-            ahead += pool.take_cold(count, self._soon_taken, min(count, self._least_ahead))
+        pool, ahead = self._pool, NONE_AHEAD
+        # Most steps find neither, and what is called in between is cold.
+        if pool.has_fresh or pool.has_cold(self._least_ahead):
+            wanted = self._connector.num_wanted_ahead()
+            ahead = pool.take_fresh(wanted) if wanted and pool.has_fresh else []
+            if wanted > len(ahead):
+                count = wanted - len(ahead)
+                ahead += pool.take_cold(count, self._soon_taken, min(count, self._least_ahead))
         return self._connector.build_meta(evicted, ahead)
 
     def take_reports(

@@ -299,6 +299,17 @@ def test_few_cold_blocks_go_with_what_is_evicted(rig: Rig, monkeypatch: pytest.M
     rig.work(meta)
 
 
+def test_where_nothing_is_copied_beside_computing_all_cold_blocks_go_with_the_step(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rig.side._outgoing, "_copies_beside", False)
+    monkeypatch.setattr(rig.side._outgoing, "_along", 1)
+    for gone, cold, sources in (([evicted(7, 5)], (6, 7), [5, 6, 7]), ([], (8, 9), [5, 6])):
+        meta = rig.side.build_meta(gone, [evicted(6, cold[1]), evicted(5, cold[0])])
+        assert [job.block_ids for job in meta.stores] == [sources] and not meta.ahead
+        rig.work(meta)
+
+
 def test_a_step_with_nothing_to_do_leaves_what_all_of_them_share_as_it_was(rig: Rig) -> None:
     meta = rig.side.build_meta([])
     assert meta is NOTHING_TO_MOVE and not meta

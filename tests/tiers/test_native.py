@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
@@ -16,6 +17,8 @@ import xxhash
 
 from stratakv.tiers.native import library as native
 from stratakv.tiers.native.library import LEAST_BYTES, PART_BYTES
+from stratakv.tiers.record import PlainHeaders
+from stratakv.tiers.ssd.disk.slot_file import Scratch
 
 SIZES = [
     *range(LEAST_BYTES, LEAST_BYTES + 70), *range(1000, 1100), 2047, 2048, 2049, 65_536, 98_304,
@@ -68,6 +71,28 @@ def test_the_digest_is_of_what_was_written_though_writing_changes_the_source(eit
 def test_other_lengths_are_refused(either: str) -> None:
     with pytest.raises(ValueError, match="400 bytes cannot be copied to 500"):
         native.copy_and_digest(memoryview(bytearray(500)), memoryview(bytearray(400)))
+
+
+@needs_library
+def test_records_are_those_of_python_and_damage_is_told() -> None:
+    """A run in the middle; the digest of one payload is not the one that came with it."""
+    size, count, run = 4096, 5, range(1, 4)
+    payloads = [memoryview(bytearray(os.urandom(size))) for _ in range(count)]
+    keys, tags = [os.urandom(40) for _ in payloads], [os.urandom(16) for _ in payloads]
+    digests = [xxhash.xxh3_128_digest(payload) for payload in payloads]
+    headers = PlainHeaders(os.urandom(16), size)
+    generations = [2**64 - 1 - i for i in range(count)]
+    payloads[2][7] ^= 1
+    records = native.ProvenRecords(headers.shared, payloads, keys, generations, tags, digests)
+    scratch = Scratch(len(run), size)
+    assert records.make(run, scratch.address, scratch.laid.buffer_info()[0]) == [2]
+    made = [bytes(header[:128]) for header in scratch.headers]
+    fields = list(zip(keys, generations, tags, payloads, digests, strict=True))
+    assert made == [headers.encode(*fields[1]), bytes(128), headers.encode(*fields[3])]
+    assert list(scratch.laid[1::2]) == [4096, size] * len(run)
+    for place, address in zip(run, scratch.laid[2::4], strict=True):
+        assert ctypes.string_at(address, size) == payloads[place]
+    assert list(scratch.laid[::4]) == [scratch.address + i * 4096 for i in range(len(run))]
 
 
 @needs_library

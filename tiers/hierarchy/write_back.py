@@ -32,8 +32,12 @@ from .writes import Writes
 BATCH_BYTES = 64 * 1024**2
 BATCH_BLOCKS = 256
 BATCHES_IN_FLIGHT = 3
-SHARES_OF_SLAB = 8  # a batch is at most one of so many
-FILL_SECONDS = 1.0  # how long a batch waits to be full
+# A batch is at most one of so many shares of the slab: the second of one that has more than a few
+# slots, where an eighth would be a small batch, whose sync and commit cost as much as a full one's.
+SHARES_OF_SLAB, FEWER_SHARES = 8, 4
+FEW_SLOTS = 1024
+# How long a batch waits to be full. Nobody waits for it, and what is about to be evicted does not.
+FILL_SECONDS = 5.0
 # While flushing: how often a store is looked at that does not end what it was given, and how soon
 # one is asked again that is busy with nothing of ours.
 LOOK_SECONDS, RETRY_SECONDS = 0.25, 0.01
@@ -55,9 +59,9 @@ class WriteBack:
         self._fill_seconds = 0.0 if store.is_shared else FILL_SECONDS
         low_slots = max(1, int(slab.num_slots * watermark))
         self._low_slots = slab.num_slots + 1 if store.is_shared else low_slots
-        # Pinned slots cannot be evicted: all batches in flight hold at most three eighths.
         batch_bytes = BATCH_BYTES // slab.layout.slot_bytes
-        self._batch = max(1, min(BATCH_BLOCKS, batch_bytes, slab.num_slots // SHARES_OF_SLAB))
+        shares = SHARES_OF_SLAB if slab.num_slots < FEW_SLOTS else FEWER_SHARES
+        self._batch = max(1, min(BATCH_BLOCKS, batch_bytes, slab.num_slots // shares))
         # The longest unused first; whether the filter has admitted it already.
         self._dirty: OrderedDict[bytes, bool] = OrderedDict()
         self._full_at: float | None = None  # when a batch that is not full goes (monotonic)
@@ -217,7 +221,7 @@ class WriteBack:
     def _goes_next(self) -> bool:
         """Whether something that waits is about to be evicted."""
         if self._num_next:
-            self._is_urgent = self._slab.may_go_next(list(self._dirty), self._num_next)
+            self._is_urgent = self._slab.may_go_next(self._dirty.keys(), self._num_next)
             self._num_next = 0
         return self._is_urgent
 

@@ -12,8 +12,9 @@ from ..base import SlabTier, Stored
 from ..errors import TierBusy
 from .guarded_store import DAMAGED, LATE_WRITE, REFUSED, GuardedStore, check_answers
 
-# With something late in flight no more than this share of the slab is pinned by writes.
-LATE_SHARE = 0.5
+# No more than this share of the slab is pinned by writes, and cannot be evicted: the second where
+# some of them are late.
+SHARE, LATE_SHARE = 0.375, 0.5
 # In a flush a store is given up that has taken nothing for so long; the second is for one whose
 # breaker is open, and leaves time for a probe.
 STALL_SECONDS, OPEN_STALL_SECONDS = 5.0, 2.0
@@ -74,14 +75,15 @@ class Writes:
         now."""
         if not self._store.allows:
             return 0
+        usual = sum(not (batch.is_late or batch.is_probe) for batch in self._batches)
         if self.is_broken:
             size = int(self._breaker.probe_due)
         else:
-            usual = sum(not (batch.is_late or batch.is_probe) for batch in self._batches)
             size = most_blocks if usual < most_batches else 0
-        if size and any(batch.is_late or batch.is_probe for batch in self._batches):
-            pinned = sum(len(batch.keys) for batch in self._batches)
-            size = min(size, int(LATE_SHARE * self._slab.num_slots) - pinned)
+        if size and self._batches:
+            is_usual = usual == len(self._batches)
+            share = SHARE if is_usual else LATE_SHARE
+            size = min(size, int(share * self._slab.num_slots) - self.num_blocks)
         return max(0, size)
 
     def start(self, keys: list[bytes], slots: list[int]) -> bool:

@@ -18,7 +18,7 @@
 #define WIDE __attribute__((target("avx2")))
 
 // Grows with every change of a function; `library.py` has the same number.
-EXPORTED int64_t stratakv_bytes_abi() { return 4; }
+EXPORTED int64_t stratakv_bytes_abi() { return 5; }
 
 // Whether this processor, and the system with it, runs them.
 EXPORTED int64_t stratakv_bytes_runs() {
@@ -102,12 +102,10 @@ WIDE static void take_blocks(Sums &sums, uint8_t *to, const uint8_t *from, int64
     for (; count > 0; count--, from += BLOCK, to += writing == NOT ? 0 : BLOCK) {
         for (int64_t i = 0; i < BLOCK / STRIPE; i++) {
             const char *const later = reinterpret_cast<const char *>(from + i * STRIPE + AHEAD);
-            // What goes past the cache is not wanted there where it comes from either. What is only
-            // hashed is there already, or comes quickly enough: asking costs more than half of it.
-            if (writing == PAST)
-                _mm_prefetch(later, _MM_HINT_NTA);
-            else if (writing == CACHED)
-                _mm_prefetch(later, _MM_HINT_T0);
+            // Kept in the cache where it comes from, also if it goes past it: the next step writes to
+            // a block that was evicted. What is only hashed is there already, or comes quickly
+            // enough: asking costs more than half of it.
+            if (writing != NOT) _mm_prefetch(later, _MM_HINT_T0);
             take_stripe<writing>(sums, to + i * STRIPE, from + i * STRIPE, 8 * i);
         }
         sums.low = scrambled(sums.low, SECRET + LAST);
@@ -211,6 +209,42 @@ EXPORTED WIDE int64_t stratakv_bytes_copy_rows(uint8_t *to, int64_t to_step, con
     for (int64_t i = 0; i < count; i++)
         stratakv_bytes_copy(to + to_rows[i] * to_step, from + from_rows[i] * from_step, size, past,
                             digests + i * 16);
+    return 0;
+}
+
+// The header of a record, see `tiers/record.py`: what it checks, and the digest of that and of the
+// payload's digest.
+static const int64_t HEADER = 128, CHECKED = HEADER - DIGEST, PAGE = 4096;
+static const int64_t GENERATION_AT = 24, KEY_AT = 48, KEY = 40, TAG_AT = 96;
+
+// Hashes `count` payloads of `size` bytes, more than 240, and writes their headers to as many pages.
+// `head` has the fields that all of them share; `wanted` the digest that each must have: where it
+// has another it is `damaged`, and its header zeros. `pieces` gets the place and length of each
+// page and of the payload behind it, as writing them in one call wants them.
+EXPORTED WIDE int64_t stratakv_bytes_make_records(
+    const uint8_t *const *places, int64_t count, int64_t size, const uint8_t *head,
+    const uint8_t *keys, const uint64_t *generations, const uint8_t *tags, const uint8_t *wanted,
+    uint8_t *pages, iovec *pieces, uint8_t *damaged) {
+    for (int64_t i = 0; i < count; i++) {
+        uint8_t *const header = pages + i * PAGE, *const digest = header + CHECKED;
+        Sums sums = beginning();
+        take_blocks<NOT>(sums, nullptr, places[i], (size - 1) / BLOCK);
+        end_digest(sums, places[i], size, digest);
+        damaged[i] = memcmp(wanted + i * DIGEST, digest, DIGEST) != 0;
+        if (damaged[i]) {
+            memset(header, 0, HEADER);
+        } else {
+            memcpy(header, head, CHECKED);
+            memcpy(header + GENERATION_AT, generations + i, sizeof *generations);
+            memcpy(header + KEY_AT, keys + i * KEY, KEY);
+            memcpy(header + TAG_AT, tags + i * DIGEST, DIGEST);
+            uint8_t sealed[DIGEST];
+            short_digest(header, HEADER, sealed);
+            memcpy(digest, sealed, DIGEST);
+        }
+        pieces[2 * i] = {header, size_t(PAGE)};
+        pieces[2 * i + 1] = {const_cast<uint8_t *>(places[i]), size_t(size)};
+    }
     return 0;
 }
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 FILE_NAME = "libstratakv_bytes.so"  # as in setup.py
 VARIABLE = "STRATAKV_BYTES"
-ABI = 4
+ABI = 5
 LEAST_BYTES = 241  # XXH3 does something else with less
 PART_BYTES = 256 * 1024  # copied, then hashed while it is in the cache
 _DIGEST_BYTES = 16
@@ -61,6 +61,10 @@ class Library:
         self.send_proven = function(
             "send_proven", size, address, size, size, address, size, address, address, size, address
         )
+        self.make_records = function(
+            "make_records", address, size, size, address, address, address, address, address,
+            address, address, address,
+        )  # fmt: skip
         self.names = function("names", address, address, address, address, size, size, address)
 
 
@@ -134,6 +138,47 @@ def copy_rows_and_digest(
         count, target.size, True, digests.address,
     )  # fmt: skip
     return _cut(digests, _DIGEST_BYTES, count)
+
+
+class ProvenRecords:
+    """Payloads of one length of LEAST_BYTES or more, with what the headers of their records
+    (`record.py`) say of each; `head` is what all of them say. Nobody checks what lies where. Only
+    where `has_digests`, and of memory that may be written to."""
+
+    def __init__(
+        self,
+        head: bytes,
+        payloads: Sequence[memoryview],
+        keys: Sequence[bytes],
+        generations: Sequence[int],
+        tags: Sequence[bytes],
+        digests: Sequence[bytes],
+    ) -> None:
+        self._head = head
+        self._held = _Places(payloads)
+        self._key_bytes = len(keys[0])
+        self._keys, self._generations = b"".join(keys), array("Q", generations)
+        self._tags, self._digests = b"".join(tags), b"".join(digests)
+
+    def make(self, run: range, pages: int, pieces: int) -> list[int]:
+        """Hash the payloads of a run and write their headers to the pages at an address, and for
+        each record where header page and payload lie, and how long they are, to another one. The
+        positions of payloads whose digest is another: their headers are zeros. Without the
+        interpreter."""
+        found, count = library(), len(run)
+        assert found is not None
+        start, stop = run.start, run.stop
+        key_bytes, marks = self._key_bytes, slice(start * _DIGEST_BYTES, stop * _DIGEST_BYTES)
+        places, generations = self._held.of(start, stop), self._generations[start:stop]
+        damaged = _Written(count)
+        found.make_records(
+            places.buffer_info()[0], count, self._held.size, self._head,
+            self._keys[start * key_bytes : stop * key_bytes], generations.buffer_info()[0],
+            self._tags[marks], self._digests[marks], pages, pieces, damaged.address,
+        )  # fmt: skip
+        if not any(damaged.bytes):
+            return []
+        return [start + index for index, is_damaged in enumerate(damaged.bytes) if is_damaged]
 
 
 class Received(NamedTuple):
@@ -241,6 +286,10 @@ class _Places:
         self.addresses = self._addresses.buffer_info()[0]
         self.size = payloads[0].nbytes if payloads else 0
         assert all(payload.nbytes == self.size for payload in payloads)
+
+    def of(self, start: int, stop: int) -> array[int]:
+        """Where some of them lie."""
+        return self._addresses[start:stop]
 
 
 def _cut(written: _Written, step: int, count: int) -> list[bytes]:

@@ -15,7 +15,7 @@ no more than `MAX_GONE`. A block takes about 400 bytes.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
 from itertools import islice
 from math import inf, sqrt
 
@@ -194,20 +194,17 @@ class AdaptivePolicy(EvictionPolicy):
             return self._untold.victims(count, may_evict)
         return self._choose(count, may_evict, inf)
 
-    def may_be_next(self, keys: Iterable[bytes], count: int) -> bool:
+    def may_be_next(self, keys: KeysView[bytes], count: int) -> bool:
         """By whole runs: those that the next victims come from, if all of a run may go."""
         if self._untold is not None:
             return self._untold.may_be_next(keys, count)
-        reached: set[Run] = set()
         for run in self._runs(inf):
             if count <= 0:
                 break
-            reached.add(run)
+            if not keys.isdisjoint(run.blocks):
+                return True
             count -= len(run.blocks)
-        known = self._history.blocks.get
-        return any(
-            block.run in reached and block.held for key in keys if (block := known(key)) is not None
-        )
+        return False
 
     def displaced_by(
         self, keys: Sequence[bytes], count: int, may_evict: Callable[[bytes], bool]

@@ -14,7 +14,7 @@ The owner must do this: insert each key once, and remove what it evicts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 
 
 class EvictionPolicy(ABC):
@@ -48,10 +48,10 @@ class EvictionPolicy(ABC):
         """The `count` keys to evict next, coldest first, of those that `may_evict` allows; fewer
         where there are fewer. Changes nothing."""
 
-    def may_be_next(self, keys: Iterable[bytes], count: int) -> bool:
+    def may_be_next(self, keys: KeysView[bytes], count: int) -> bool:
         """Whether one of `keys` may be among the next `count` victims, whatever they are; may be
         told of those around the last ones too, where that is quicker. Changes nothing."""
-        return not frozenset(self.victims(count, lambda _key: True)).isdisjoint(keys)
+        return not keys.isdisjoint(self.victims(count, lambda _key: True))
 
     def displaced_by(
         self, keys: Sequence[bytes], count: int, may_evict: Callable[[bytes], bool]

@@ -9,7 +9,7 @@ some tens of milliseconds. Which order is a good one it does not judge.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..contract import ContractBroken
 from .base import EvictionPolicy
@@ -103,7 +103,11 @@ class _Owner:
     def _ask(self) -> None:
         pinned = {key for key in self._held if self._rng.random() < 0.5}
         self._victims(self._rng.randint(-1, BLOCKS + 3), self._held - pinned)
-        is_next, victims = self._policy.may_be_next, self._policy.victims(1, lambda _key: True)
+        victims = self._policy.victims(1, lambda _key: True)
+
+        def is_next(keys: Iterable[bytes], count: int) -> bool:
+            return self._policy.may_be_next(dict.fromkeys(keys).keys(), count)
+
         _expect("nothing to be among no victims", False, is_next(self._held, 0))
         _expect("what is not held not to be a victim", False, is_next([b"never seen"], BLOCKS))
         for key in sorted(self._held):

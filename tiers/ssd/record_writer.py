@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from ..base import Stored
 from ..codecs.base import Codec
+from ..native.library import ProvenRecords, has_digests
 from ..record import HEADER_BYTES
 from ..tag import Proof, payload_digest
 from .disk.disk_queue import DiskQueue, Result
@@ -203,6 +204,7 @@ class _Writing:
         self._writer = writer
         self._batch = batch
         self._slot_file = writer.state.slot_file
+        self._records = self._proven_records()
 
     def prepare(self, run: range, scratch: Scratch) -> None:
         placed, encoder = self._batch.placed[run.start : run.stop], self._writer.encoder
@@ -215,6 +217,13 @@ class _Writing:
             entry = encoder.encode(entry, write.payload, scratch, *tagged)
             self._batch.placed[run.start] = (write, entry)  # which says how long it became
             return
+        scratch.num_laid = 0
+        if self._records is not None:
+            pieces = scratch.laid.buffer_info()[0]
+            for position in self._records.make(run, scratch.address, pieces):
+                self._batch.placed[position][0].is_damaged = True
+            scratch.num_laid = len(run)
+            return
         encode = self._writer.state.headers.encode
         for (write, entry), header in zip(placed, scratch.headers, strict=False):
             tagged = self._tagged(write)
@@ -224,6 +233,26 @@ class _Writing:
             key, _, generation, _ = entry
             tag, digest = tagged
             header[:HEADER_BYTES] = encode(key, generation, tag, write.payload, digest)
+
+    def _proven_records(self) -> ProvenRecords | None:
+        """The batch for the library, which hashes and makes headers a run at a time; None where it
+        cannot."""
+        state, placed = self._writer.state, self._batch.placed
+        is_plain = self._writer.encoder is None and state.seal is None
+        if not (placed and is_plain and self._slot_file.can_be_laid and has_digests()):
+            return None
+        payloads = [write.payload for write, _ in placed]
+        proofs = [write.proof for write, _ in placed if write.proof is not None]
+        if len(proofs) < len(placed) or any(payload.readonly for payload in payloads):
+            return None
+        return ProvenRecords(
+            state.headers.shared,
+            payloads,
+            [entry.key for _, entry in placed],
+            [entry.generation for _, entry in placed],
+            [proof.tag for proof in proofs],
+            [proof.digest for proof in proofs],
+        )
 
     def _tagged(self, write: Write) -> Proof | None:
         """Tag and digest of a block; None for one whose bytes are not what its proof says."""

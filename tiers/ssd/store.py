@@ -375,16 +375,14 @@ class SsdStore(StoreTier):
                 f"every block takes a key of {KEY_BYTES} bytes and a buffer; {len(keys)} keys "
                 f"came with {len(buffers)} buffers"
             )
-        payloads = []
         for buffer in buffers:
             if buffer.nbytes < size or (writable and buffer.readonly):
                 raise InvalidBlock(
                     f"a block takes a {'writable ' * writable}buffer of {size} bytes, not one of "
                     f"{buffer.nbytes}{' that is read-only' * buffer.readonly}"
                 )
-            flat = buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
-            payloads.append(flat[:size])  # a view of our own, whatever becomes of the caller's
-        return payloads
+        flat = [b if b.format == "B" and b.ndim == 1 else b.cast("B") for b in buffers]
+        return [buffer[:size] for buffer in flat]  # views of our own, whatever becomes of those
 
     def _check_open(self) -> None:
         if self._closed:

@@ -173,6 +173,20 @@ def _full_rig(admission: AdmissionFilter | None = None) -> Rig:
     return rig
 
 
+def test_of_more_than_a_few_slots_a_batch_is_a_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stratakv.tiers.hierarchy.write_back.FEW_SLOTS", 64)
+    rig = Rig(64)
+    rig.store.hold_stores = True
+    for number in range(64):
+        rig.put(number)
+    # Three eighths at the most are held by what is being written.
+    assert rig.store.batches == [("store", 16), ("store", 8)]
+    rig.store.hold_stores = False
+    rig.store.release()
+    rig.hierarchy.poll()
+    assert rig.hierarchy.close(WAIT_SECONDS)
+
+
 def test_a_batch_waits_to_be_full() -> None:
     rig = _full_rig()
     for number in range(64, 71):

@@ -18,11 +18,13 @@ from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.block import ALIGNMENT, BlockLayout
 from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.record import HEADER_BYTES, Defect
-from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd import SsdStore, record_writer
 from stratakv.tiers.ssd.index import index_file
+from stratakv.tiers.tag import Tagger
 
 from ..blocks import ODD, SMALL, filled_buffers, make_buffers, make_keys, payload_of
 from ..store_contract import SECONDS, fetch, put
+from .stores import capacity_for
 
 CAPACITY = 16 * 1024**2
 # Bytes of a record that mean something, by what they mean, and the defects they may be called.
@@ -242,4 +244,30 @@ def test_a_buffer_changed_while_it_is_written_is_refused_later(
     assert found[0] is None and found[1] is not None
     assert bytes(into[1]) == payload_of(keys[1], SMALL)
     assert store.stats().rejected == {Defect.CHECKSUM.value: 1}
+    store.close(SECONDS)
+
+
+@pytest.mark.parametrize("way", ["library", "twin", "constant"])
+@pytest.mark.parametrize("layout", [SMALL, ODD], ids=["pages", "odd"])
+def test_of_proven_blocks_the_damaged_ones_are_not_kept(
+    tmp_path: Path, layout: BlockLayout, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than a run of them; also where the library cannot hash them, or must not write there."""
+    if way == "twin":
+        monkeypatch.setattr(record_writer, "has_digests", lambda: False)
+    store = SsdStore(tmp_path / "a", layout, capacity_for(40, layout))
+    keys, damaged = make_keys(40), {1, 17, 39}
+    tagger = Tagger(layout.layout_id(), layout.page_bytes)
+    proofs = [tagger.prove(key, payload_of(key, layout)) for key in keys]
+    buffers = filled_buffers(keys, layout)
+    for place in damaged:
+        buffers[place][100] ^= 1
+    given = [buffer.toreadonly() for buffer in buffers] if way == "constant" else buffers
+    outcomes = store.store(keys, given, proofs).result(SECONDS)
+    assert {i for i, each in enumerate(outcomes) if each is Stored.DAMAGED} == damaged
+    into = make_buffers(40, layout)
+    found = store.load(keys, into).result(SECONDS)
+    assert found == [None if i in damaged else proof for i, proof in enumerate(proofs)]
+    for place in set(range(40)) - damaged:
+        assert bytes(into[place][: layout.page_bytes]) == payload_of(keys[place], layout)
     store.close(SECONDS)

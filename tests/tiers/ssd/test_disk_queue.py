@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import random
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from stratakv.tiers.ssd.disk.disk_queue import (
     AioQueue,
     BlockingQueue,
     DiskQueue,
+    Pieces,
     Result,
     open_queue,
 )
@@ -110,6 +113,22 @@ def test_buffers_that_are_not_aligned_or_not_writable(
     assert wait_for(queue, 2) == {0: ALIGNMENT, 1: ALIGNMENT}
     assert bytes(odd) == bytes([5]) * ALIGNMENT
     assert os.pread(descriptors[1], ALIGNMENT, 9 * ALIGNMENT) == bytes(constant)
+
+
+@pytest.mark.parametrize("shift", [0, 3], ids=["aligned", "odd"])
+def test_buffers_whose_places_somebody_has_laid_down(
+    queue: DiskQueue, descriptors: tuple[int, int], shift: int
+) -> None:
+    room = pages(3)
+    views = [room[shift + i * ALIGNMENT : shift + (i + 1) * ALIGNMENT] for i in (1, 0)]
+    for i, view in enumerate(views):
+        view[:] = bytes([100 + i]) * ALIGNMENT
+    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in views]
+    laid = array("Q", [addresses[0], ALIGNMENT, addresses[1], ALIGNMENT, 0, 0])
+    queue.start(0, True, Pieces(laid, 2, lambda: views), 7 * ALIGNMENT)
+    assert wait_for(queue, 1) == {0: 2 * ALIGNMENT}
+    written = os.pread(descriptors[1], 2 * ALIGNMENT, 7 * ALIGNMENT)
+    assert written == bytes([100]) * ALIGNMENT + bytes([101]) * ALIGNMENT
 
 
 def test_the_end_of_the_file_is_short(queue: DiskQueue) -> None:

@@ -40,7 +40,7 @@ def test_a_full_write_queue_is_busy_and_takes_nothing(
 def test_a_full_store_takes_one_commit_for_a_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its slots are free by the commit before, also where a batch is more than a sixteenth."""
+    """Its slots are free by the commit before, also where a batch is more than an eighth."""
     commits: list[str] = []
 
     def counted(name: str, call: Any) -> Any:
@@ -49,11 +49,11 @@ def test_a_full_store_takes_one_commit_for_a_batch(
     monkeypatch.setattr(IndexFile, "put", counted("put", IndexFile.put))
     monkeypatch.setattr(IndexFile, "delete", counted("delete", IndexFile.delete))
     store = SsdStore(tmp_path, SMALL, capacity_for(1024))
-    keys = make_keys(1024 + 2 * 120)
-    for start in range(0, len(keys), 120):
-        assert all(put(store, keys[start : start + 120]))
+    keys = make_keys(1024 + 2 * 165)
+    for start in range(0, len(keys), 165):
+        assert all(put(store, keys[start : start + 165]))
     assert store.stats().evicted_blocks >= len(keys) - 1024
-    assert commits == ["put"] * len(range(0, len(keys), 120))
+    assert commits == ["put"] * len(range(0, len(keys), 165))
     store.close(SECONDS)
 
 

@@ -16,7 +16,7 @@ import os
 import platform
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,18 @@ _PREADV, _PWRITEV = 7, 8
 _libc = ctypes.CDLL(None, use_errno=True)
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
+
+
+class Pieces(NamedTuple):
+    """The `num` buffers of a request, all of them writable: `laid` has where each begins and how
+    long it is, `views` gives them to who cannot use that."""
+
+    laid: array[int]
+    num: int
+    views: Callable[[], Sequence[memoryview]]
+
+
+Vector = Sequence[memoryview] | Pieces
 
 
 class AioContext:
@@ -74,22 +86,20 @@ class AioContext:
         self._call(numbers.setup, ctypes.c_long(depth), ctypes.byref(self._context))
 
     def prepare(
-        self,
-        number: int,
-        descriptor: int,
-        is_write: bool,
-        vector: Sequence[memoryview],
-        offset: int,
+        self, number: int, descriptor: int, is_write: bool, vector: Vector, offset: int
     ) -> None:
         """A request for the next `submit`. The buffers are writable, and stay until it has ended;
         its number is not under way."""
-        pieces = array("Q")
-        for view in vector:
-            pieces.append(ctypes.addressof(ctypes.c_char.from_buffer(view)))
-            pieces.append(view.nbytes)
+        if isinstance(vector, Pieces):
+            pieces, count = vector.laid, vector.num
+        else:
+            pieces, count = array("Q"), len(vector)
+            for view in vector:
+                pieces.append(ctypes.addressof(ctypes.c_char.from_buffer(view)))
+                pieces.append(view.nbytes)
         self._pieces[number] = pieces
         place = _REQUEST.size * number
-        address, count = pieces.buffer_info()[0], len(vector)
+        address = pieces.buffer_info()[0]
         opcode = _PWRITEV if is_write else _PREADV
         _REQUEST.pack_into(
             self._requests,
@@ -172,7 +182,7 @@ class DiskQueue(Protocol):
     def is_blocking(self) -> bool:
         """Whether its thread waits for each request, so that only threads make several at once."""
 
-    def start(self, number: int, is_write: bool, vector: Sequence[memoryview], offset: int) -> None:
+    def start(self, number: int, is_write: bool, vector: Vector, offset: int) -> None:
         """Have the buffers filled from, or written to, the file at `offset`. Never waits for the
         disk where that can be helped; may begin as late as `submit`. The number is free again once
         `finished` has told it. The buffers must stay until then, and are held."""
@@ -209,7 +219,7 @@ class BlockingQueue:
         self._descriptors = [buffered] if direct is None else [direct, buffered]
         self._done: list[tuple[int, Result]] = []
 
-    def start(self, number: int, is_write: bool, vector: Sequence[memoryview], offset: int) -> None:
+    def start(self, number: int, is_write: bool, vector: Vector, offset: int) -> None:
         self._done.append((number, _move(self._descriptors, is_write, vector, offset)))
 
     def submit(self) -> None:
@@ -232,11 +242,12 @@ class AioQueue:
         self._context = context
         self._direct = direct
         self._buffered = buffered
-        self._flying: dict[int, tuple[bool, Sequence[memoryview], int]] = {}
+        self._flying: dict[int, tuple[bool, Vector, int]] = {}
         self._done: list[tuple[int, Result]] = []
 
-    def start(self, number: int, is_write: bool, vector: Sequence[memoryview], offset: int) -> None:
-        if any(view.readonly for view in vector):  # whose address nobody is told
+    def start(self, number: int, is_write: bool, vector: Vector, offset: int) -> None:
+        # Nobody is told the address of a buffer that is read-only.
+        if not isinstance(vector, Pieces) and any(view.readonly for view in vector):
             descriptors = [self._direct, self._buffered]
             self._done.append((number, _move(descriptors, is_write, vector, offset)))
             return
@@ -264,10 +275,10 @@ class AioQueue:
         self._context.close()
 
 
-def _move(
-    descriptors: Sequence[int], is_write: bool, vector: Sequence[memoryview], offset: int
-) -> Result:
+def _move(descriptors: Sequence[int], is_write: bool, vector: Vector, offset: int) -> Result:
     """One call on the first descriptor that takes the buffers."""
+    if isinstance(vector, Pieces):
+        vector = vector.views()
     call = os.pwritev if is_write else os.preadv
     result: Result = 0
     for descriptor in descriptors:

@@ -13,16 +13,18 @@ pass through a `Scratch`, so what lies in a buffer behind the payload is never r
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import mmap
 import os
+from array import array
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from ...block import ALIGNMENT, BlockLayout
-from .disk_queue import DiskQueue, open_queue
+from .disk_queue import DiskQueue, Pieces, Vector, open_queue
 from .space import HEADER_PAGE_BYTES
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,12 @@ class Scratch:
     def __init__(self, records: int, slot_bytes: int) -> None:
         self._slot_bytes = slot_bytes
         memory = memoryview(mmap.mmap(-1, 2 * records * ALIGNMENT))
+        self._held = ctypes.c_char.from_buffer(memory)
+        self.address = ctypes.addressof(self._held)  # of the header pages
+        # Where header page and payload of each record begin and how long they are, and of how many
+        # records that is known.
+        self.laid = array("Q", bytes(32 * records))
+        self.num_laid = 0
         pages = [memory[i * ALIGNMENT : (i + 1) * ALIGNMENT] for i in range(2 * records)]
         self.headers = pages[:records]
         self.tails = pages[records:]
@@ -118,7 +126,18 @@ class SlotFile:
         if self._tail:
             for payload, tail in zip(payloads, scratch.tails, strict=False):
                 tail[: self._tail] = payload[self._whole :]
-        disk.start(number, True, self._vector(payloads, scratch), slot * self.record_bytes)
+        vector: Vector
+        if scratch.num_laid == len(payloads):
+            views = partial(self._vector, payloads, scratch)
+            vector = Pieces(scratch.laid, 2 * len(payloads), views)
+        else:
+            vector = self._vector(payloads, scratch)
+        disk.start(number, True, vector, slot * self.record_bytes)
+
+    @property
+    def can_be_laid(self) -> bool:
+        """Whether a record is its header page and its payload, which is a whole number of pages."""
+        return self._whole > 0 and not self._tail
 
     def start_read_encoded(
         self, disk: DiskQueue, number: int, slot: int, size: int, scratch: Scratch

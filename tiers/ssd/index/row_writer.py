@@ -17,8 +17,8 @@ from .slot_index import Entry
 
 ROWS_PER_COMMIT = 4096
 # At most this part of the slots is freed before it is needed. A sixteenth may be less than a batch,
-# which then takes a second commit: an eighth, unless there are few slots anyway.
-_AHEAD_SHARE, _LARGER_SHARE = 16, 8
+# which then takes a second commit: a sixth, unless there are few slots anyway.
+_AHEAD_SHARE, _LARGER_SHARE = 16, 6
 _FEW_SLOTS = 1024
 # Last uses go with the rows of new blocks, but not with each commit: the same block would be used,
 # written and used again. A power cut or a kill takes those of so many seconds, and no block.
