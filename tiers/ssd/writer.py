@@ -181,6 +181,7 @@ class Writer:
             self._work.notify()  # what is still queued is abandoned
         end = max(deadline, time.monotonic()) + GRACE_SECONDS
         self._thread.join(end - time.monotonic())
+        self._ender.join(max(0.0, end - time.monotonic()))
         is_held = self._thread.is_alive() or self._ender.is_alive()
         return self._records.close(end) and not is_held
 
@@ -190,7 +191,7 @@ class Writer:
         self._to_end.put(False)
         stop_at = self._stop_at or 0.0
         # It has nothing to do, unless what nobody foresaw ended the loop while the disk holds it.
-        self._ender.join(max(0.0, stop_at + GRACE_SECONDS - time.monotonic()))
+        self._ender.join(max(0.0, stop_at - time.monotonic()) + GRACE_SECONDS)
         owed = [self._commit_offered, lambda: self._rows.write_last_uses(stop_at)]
         # One thread at a time uses the index.
         for last in (self._abandon_queue, *(owed if not self._ender.is_alive() else ())):
