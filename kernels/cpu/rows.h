@@ -109,9 +109,9 @@ template <class E, class A> struct Heads {
     }
     void send_for(int64_t, int64_t) const {}
     void end(int64_t panel) const {
+        if ((panel + 1) % unit && panel + 1 < panels_of<A>(matrix)) return;
         const int64_t dim = pass.head_dim, first = panel / unit * together;
         const int64_t count = at_most(together, matrix.outs / dim - first);
-        if ((panel + 1) % unit && panel + 1 < panels_of<A>(matrix)) return;
         const Step &step = pass.steps[layer.view];
         for (int64_t i = 0; i < rows; i++) {
             const int64_t row = of_step ? of_step[first_row + i] : first_row + i;

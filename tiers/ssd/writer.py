@@ -182,8 +182,8 @@ class Writer:
         end = max(deadline, time.monotonic()) + GRACE_SECONDS
         self._thread.join(end - time.monotonic())
         self._ender.join(max(0.0, end - time.monotonic()))
-        is_held = self._thread.is_alive() or self._ender.is_alive()
-        return self._records.close(end) and not is_held
+        is_over = self._records.close(end)
+        return is_over and not (self._thread.is_alive() or self._ender.is_alive())
 
     def _run(self) -> None:
         while self._goes_on():
@@ -192,9 +192,10 @@ class Writer:
         stop_at = self._stop_at or 0.0
         # It has nothing to do, unless what nobody foresaw ended the loop while the disk holds it.
         self._ender.join(max(0.0, stop_at - time.monotonic()) + GRACE_SECONDS)
-        owed = [self._commit_offered, lambda: self._rows.write_last_uses(stop_at)]
-        # One thread at a time uses the index.
-        for last in (self._abandon_queue, *(owed if not self._ender.is_alive() else ())):
+        last_ones: list[Callable[[], None]] = [self._abandon_queue]
+        if not self._ender.is_alive():  # one thread at a time uses the index
+            last_ones += [self._commit_offered, lambda: self._rows.write_last_uses(stop_at)]
+        for last in last_ones:
             try:
                 last()
             except Exception as error:  # noqa: BLE001 - the others are still owed
