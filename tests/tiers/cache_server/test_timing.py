@@ -36,7 +36,8 @@ from .rig import (
 
 SAMPLES = (500, 10_000)  # of each kind; in CI, and in a long run
 NOTHING_TOLD, ALL_TOLD = (0.42, 0.58), 0.9
-ATTEMPTS = 4  # to tell one's own
+# One's own: what the machine does beside is not in the quickest of several answers.
+QUICKEST_OF, ATTEMPTS = 5, 4
 # 4 MiB a block, so that one's own take longer than a miss.
 BLOCKS = 8
 LAYOUT = BlockLayout(num_layers=32, block_size=16, num_kv_heads=8, head_dim=128, kv_dtype="float32")
@@ -158,13 +159,17 @@ def test_blocks_of_others_take_as_long_as_none(
 def test_ones_own_blocks_can_be_told(
     server: ServerProcess, way: str, scale: str, rng: random.Random
 ) -> None:
-    """Or the test above would see nothing. A machine that is busy elsewhere hides it at times."""
+    """Or the test above would see nothing."""
     eve = server.stub(token_of("eve"))
     own, anns = make_keys(BLOCKS, "eve"), make_keys(BLOCKS, "ann")
     kinds = [(lambda: rng.choice(own), State.HIT), (lambda: rng.choice(anns), State.MISS)]
     ask, told = WAYS[way](server, eve), list[float]()
     while len(told) < ATTEMPTS and max(told, default=0.0) <= ALL_TOLD:
-        hits, misses = times_of(ask, kinds, SAMPLES[scale == "long"], rng)
+        times = times_of(ask, kinds, SAMPLES[scale == "long"], rng)
+        hits, misses = (
+            [min(several) for several in zip(*[iter(kind)] * QUICKEST_OF, strict=True)]
+            for kind in times
+        )
         told.append(area(hits, misses))
     print(f"{way}: {told}")
     assert max(told) > ALL_TOLD
