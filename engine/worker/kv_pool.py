@@ -7,12 +7,12 @@ and so holds zeros for ever.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 import torch
 
-from ...kernels.cpu.huge_pages import ask_for_huge_pages
 from ...tiers.block import BlockLayout
 from ...tiers.host_memory import available_memory_bytes
 from ...tiers.settings.sizes import rough_size
@@ -20,15 +20,16 @@ from ...tiers.settings.values import MAX_BLOCKS, MIB, ConfigError
 from ..cache.group_spec import CacheGroups
 from ..models.checkpoint.checkpoint import CPU
 from ..models.dtypes import pool_dtype
+from .pool_memory import zeroed_memory
 
 SHARE_FLAG = "--gpu-memory-utilization"
 
 
 class KvPool:
     """`tensor` is `[num_blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]`,
-    contiguous, zeroed; its pages are in memory when the constructor returns. `kernel_tensor` is the
-    same memory as attention sees it, and `kernel_layout` how a block lies there: as above, unless
-    attention reads smaller blocks, of which a block holds several."""
+    contiguous, zeroed (on the CPU by `pool_memory.py`). `kernel_tensor` is the same memory as
+    attention sees it, and `kernel_layout` how a block lies there: as above, unless attention reads
+    smaller blocks, of which a block holds several."""
 
     def __init__(
         self,
@@ -49,13 +50,14 @@ class KvPool:
             _check_memory(layout.page_bytes, num_blocks)
         self.layout = layout
         self.num_blocks = num_blocks
-        shape = (num_blocks, *block_shape(layout))
+        shape, dtype = (num_blocks, *block_shape(layout)), pool_dtype(layout.kv_dtype)
         try:
-            self.tensor = torch.empty(shape, dtype=pool_dtype(layout.kv_dtype), device=device)
             if device.type == "cpu":
-                ask_for_huge_pages(self.tensor)
-            self.tensor.zero_()
-        except RuntimeError as error:  # what torch raises when an allocation fails
+                memory = zeroed_memory(math.prod(shape) * dtype.itemsize)
+                self.tensor = memory.view(dtype).view(shape)
+            else:
+                self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        except (RuntimeError, OSError) as error:  # what torch and the system raise without memory
             flags = "--kv-cache-memory-bytes"
             if device.type != "cpu":
                 flags += f", --num-blocks or {SHARE_FLAG}"

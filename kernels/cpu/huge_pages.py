@@ -8,7 +8,7 @@ import threading
 
 import torch
 
-_HUGE_PAGE_BYTES = 2 << 20
+HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
 # What is smaller than half of this lies in one piece with others.
 _PIECE_BYTES = 16 << 20
@@ -19,8 +19,8 @@ def ask_for_huge_pages(tensor: torch.Tensor) -> None:
     """Before its memory is touched. With small pages nearly every block of a pool costs walks of
     the page tables: attention in place read one 1.4 times as fast with huge ones. A system that
     has none to give goes on with small ones."""
-    start = -(-tensor.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-    size = (tensor.data_ptr() + tensor.nbytes - start) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    start = -(-tensor.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    size = (tensor.data_ptr() + tensor.nbytes - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is not None and size > 0:
         madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_HUGEPAGE)
@@ -35,8 +35,8 @@ def memory_in_huge_pages(num_bytes: int) -> torch.Tensor:
 
 
 def _aligned(num_bytes: int) -> torch.Tensor:
-    memory = torch.empty(num_bytes + _HUGE_PAGE_BYTES, dtype=torch.uint8)
-    start = -memory.data_ptr() % _HUGE_PAGE_BYTES
+    memory = torch.empty(num_bytes + HUGE_PAGE_BYTES, dtype=torch.uint8)
+    start = -memory.data_ptr() % HUGE_PAGE_BYTES
     ask_for_huge_pages(memory[start:])
     return memory[start : start + num_bytes]
 
