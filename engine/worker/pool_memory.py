@@ -14,48 +14,50 @@ import os
 import threading
 import weakref
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...kernels.cpu.huge_pages import HUGE_PAGE_BYTES, ask_for_huge_pages
+from ...kernels.cpu.library import CpuLibrary, cpu_library
 from ...tiers.settings.values import MIB
 
-AT_ONCE_BYTES = 128 * MIB  # as much is there in some hundredths of a second
-_PIECE_BYTES = 16 * MIB
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
+AT_ONCE_BYTES = 128 * MIB
+# Of a larger pool: what the first requests write before the thread has gone far.
+_FIRST_BYTES = 32 * MIB
 _LOWEST_PRIORITY = 19
 
 
 def zeroed_memory(num_bytes: int) -> Tensor:
     """`[num_bytes]` uint8 zeros, in huge pages where the system has some. Of more than
-    AT_ONCE_BYTES the pages are taken by a thread that ends when that is done, or the memory is
-    gone. Raises OSError or RuntimeError where the memory cannot be had."""
-    if num_bytes < HUGE_PAGE_BYTES:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+    AT_ONCE_BYTES the first pages are there at once. The others are taken by a thread of the lowest
+    priority, which ends when that is done or the memory is gone; without the compiled library each
+    comes when it is first used. Raises OSError or RuntimeError where the memory cannot be had."""
+    if num_bytes <= AT_ONCE_BYTES:  # by malloc, which may have pages of an earlier pool
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        ask_for_huge_pages(memory)
+        return memory.zero_()
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     mapped = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=private)
-    whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    lent = np.frombuffer(mapped, np.uint8)  # lives as long as any tensor over this memory
+    ends = ctypes.c_int64(0)
+    weakref.finalize(lent, setattr, ends, "value", 1)
+    whole = torch.from_numpy(lent)
     start = -whole.data_ptr() % HUGE_PAGE_BYTES
     memory = whole[start : start + num_bytes]
     ask_for_huge_pages(memory)
-    if num_bytes <= AT_ONCE_BYTES:
-        return memory.zero_()
-    arguments = (weakref.ref(mapped), memory.data_ptr(), num_bytes)
-    threading.Thread(
-        target=_take_pages, args=arguments, name="stratakv-pool-pages", daemon=True
-    ).start()
+    memory[:_FIRST_BYTES].zero_()
+    library = cpu_library()
+    if isinstance(library, CpuLibrary):
+        arguments = (library, mapped, memory.data_ptr(), num_bytes, ends)
+        name = "stratakv-pool-pages"
+        threading.Thread(target=_take_pages, args=arguments, name=name, daemon=True).start()
     return memory
 
 
-def _take_pages(mapped: weakref.ref[mmap.mmap], address: int, num_bytes: int) -> None:
-    """Piece by piece; an older kernel gives each page when it is first used."""
-    madvise = ctypes.CDLL(None).madvise  # without the GIL, which the module's keeps
+def _take_pages(
+    library: CpuLibrary, mapped: mmap.mmap, address: int, num_bytes: int, ends: ctypes.c_int64
+) -> None:
+    """`mapped` is kept meanwhile, or the memory could be another's."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-    for offset in range(0, num_bytes, _PIECE_BYTES):
-        held = mapped()  # or the memory could be another's meanwhile
-        if held is None:
-            return
-        size = ctypes.c_size_t(min(_PIECE_BYTES, num_bytes - offset))
-        if madvise(ctypes.c_void_p(address + offset), size, _MADV_POPULATE_WRITE):
-            return
-        del held
+    library.take_pages(address, num_bytes, ctypes.byref(ends))

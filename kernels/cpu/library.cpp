@@ -166,3 +166,13 @@ EXPORTED int64_t stratakv_cpu_ban(float *logits, int64_t row, int64_t num_tokens
     }
     return 0;
 }
+
+// Has the system give each page of zeros that it has promised, from `memory` on, until `*ends` is
+// not 0. Nothing is changed: what another thread writes there meanwhile stays. A page is taken by
+// touching it, which holds up no other thread; `madvise` would keep those waiting that map memory.
+EXPORTED int64_t stratakv_cpu_take_pages(char *memory, int64_t bytes, const int64_t *ends) {
+    constexpr int64_t PAGE = 4096;
+    for (int64_t at = 0; at < bytes && !__atomic_load_n(ends, __ATOMIC_RELAXED); at += PAGE)
+        __asm__ volatile("lock orb $0, %0" : "+m"(memory[at]));
+    return 0;
+}

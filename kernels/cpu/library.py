@@ -28,7 +28,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "libstratakv_cpu.so"
-ABI = 6  # STRATAKV_ABI of step.h
+ABI = 7  # STRATAKV_ABI of step.h
 VARIABLE = "STRATAKV_CPU_KERNELS"
 # Where the table of sections begins, which linkers write last; size and number of its entries.
 _ELF_HEADER = struct.Struct("<40xQ10xHH2x")
@@ -135,6 +135,7 @@ class CpuLibrary:
     run_pass: Callable[[Any, int], int]  # as `attend`; 2 a position, 3 a wanted row out of bounds
     # float32 logits, their row, tokens; words, their number in a row; indices or None, rows
     ban: Callable[[int, int, int, int, int, int | None, int], int]
+    take_pages: Callable[[int, int, Any], int]  # memory, bytes, an int64 that ends it
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +209,8 @@ def _variant(library: ctypes.CDLL, variant: str) -> CpuLibrary:
     panel.argtypes = together.argtypes = (size, size)
     ban = _function(library, "ban")
     ban.argtypes = (address, size, size, address, size, address, size)
+    take_pages = _function(library, "take_pages")
+    take_pages.argtypes = (address, size, address)
 
     def measured(name: str) -> Callable[[Any, int], int]:
         function = _function(library, name)
@@ -233,6 +236,7 @@ def _variant(library: ctypes.CDLL, variant: str) -> CpuLibrary:
         pass_workspace=measured("pass_workspace"),
         run_pass=called("pass"),
         ban=ban,
+        take_pages=take_pages,
     )
 
 

@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import mmap
 import threading
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,72 +17,112 @@ import torch
 from stratakv.engine.worker import pool_memory
 from stratakv.engine.worker.pool_memory import zeroed_memory
 from stratakv.kernels.cpu.huge_pages import HUGE_PAGE_BYTES
+from stratakv.kernels.cpu.library import CpuLibrary, Missing, cpu_library
 
+FIRST = HUGE_PAGE_BYTES
 SIZE = 3 * HUGE_PAGE_BYTES + 100
 SECONDS = 30.0
 
 
 @pytest.fixture
 def behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every memory is taken by a thread, a huge page at a time."""
+    """Every memory is taken by a thread, but for its first huge page."""
     monkeypatch.setattr(pool_memory, "AT_ONCE_BYTES", 0)
-    monkeypatch.setattr(pool_memory, "_PIECE_BYTES", HUGE_PAGE_BYTES)
+    monkeypatch.setattr(pool_memory, "_FIRST_BYTES", FIRST)
+
+
+@pytest.fixture
+def library() -> CpuLibrary:
+    found = cpu_library()
+    if isinstance(found, Missing):
+        pytest.skip(f"needs the compiled kernels: {found.reason}")
+    return found
 
 
 def taker() -> threading.Thread | None:
     return next((t for t in threading.enumerate() if t.name == "stratakv-pool-pages"), None)
 
 
-def pages_in_memory(memory: torch.Tensor) -> tuple[int, int]:
-    """Those that the system has given, and all of them."""
-    count = -(-memory.nbytes // mmap.PAGESIZE)
-    found = (ctypes.c_ubyte * count)()
-    place, size = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
-    assert ctypes.CDLL(None).mincore(place, size, found) == 0
-    return sum(state & 1 for state in found), count
-
-
-def test_pages_are_taken_by_a_thread_that_changes_nothing(behind: None) -> None:
-    memory = zeroed_memory(SIZE)
-    memory[::4096] = 7  # while it is at it
+def no_taker() -> bool:
     if (thread := taker()) is not None:
         thread.join(SECONDS)
-    assert taker() is None
-    taken, count = pages_in_memory(memory)
-    assert taken == count
+    return taker() is None
+
+
+def pages_in_memory(memory: torch.Tensor) -> tuple[int, int]:
+    """Those that the system has given, and all of them. A page that was only read is none."""
+    first = memory.data_ptr() // mmap.PAGESIZE
+    count = -(-(memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE) - first
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
+        file.seek(8 * first)
+        found = torch.frombuffer(bytearray(file.read(8 * count)), dtype=torch.int64)
+    is_there, is_only_here = found < 0, (found >> 56) & 1  # the page of zeros is everybody's
+    return int((is_there & (is_only_here == 1)).sum()), count
+
+
+def test_pages_are_taken_by_a_thread_that_changes_nothing(
+    behind: None, library: CpuLibrary
+) -> None:
+    memory = zeroed_memory(SIZE)
+    memory[::4096] = 7  # while it is at it
+    assert no_taker()
     assert int(memory.sum()) == 7 * -(-SIZE // 4096)
 
 
-def test_the_thread_ends_with_the_memory(behind: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    gate, entered = threading.Event(), threading.Event()
-
-    class Library:
-        def madvise(self, *_: object) -> int:
-            asked.append(1)
-            entered.set()
-            gate.wait(SECONDS)
-            return 0
-
-    monkeypatch.setattr(pool_memory.ctypes, "CDLL", lambda _name: Library())
-    monkeypatch.setattr(pool_memory, "ask_for_huge_pages", lambda _memory: None)
+def test_every_page_is_there_when_the_thread_has_ended(behind: None, library: CpuLibrary) -> None:
     memory = zeroed_memory(SIZE)
-    thread = taker()
-    assert thread is not None and entered.wait(SECONDS)
+    assert no_taker()
+    taken, count = pages_in_memory(memory)
+    assert taken == count
+    assert not memory.any()
+
+
+def test_the_thread_ends_with_the_memory(
+    behind: None, library: CpuLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[ctypes.c_int64] = []
+    has_begun = threading.Event()
+
+    def take(address: int, num_bytes: int, ends: Any) -> int:
+        told.append(ends._obj)
+        has_begun.set()
+        end = time.monotonic() + SECONDS
+        while not told[0].value and time.monotonic() < end:
+            time.sleep(0.001)
+        return library.take_pages(address, num_bytes, ctypes.byref(ctypes.c_int64(0)))  # mapped
+
+    slow = dataclasses.replace(library, take_pages=take)
+    monkeypatch.setattr(pool_memory, "cpu_library", lambda: slow)
+    memory = zeroed_memory(SIZE)
+    part = memory.view(-1)[:10].view(torch.int16)
+    assert has_begun.wait(SECONDS)
     del memory
-    gate.set()
-    thread.join(SECONDS)
-    assert not thread.is_alive() and asked == [1]
+    assert told[0].value == 0, "a part of it lives"
+    del part
+    assert told[0].value == 1
+    assert no_taker()
 
 
-def test_an_older_kernel_gives_pages_when_they_are_used(
+def test_taking_pages_ends_when_it_is_told_to(library: CpuLibrary) -> None:
+    mapped = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(mapped, dtype=torch.uint8)
+    assert not memory.any()
+    library.take_pages(memory.data_ptr(), SIZE, ctypes.byref(ctypes.c_int64(1)))
+    assert pages_in_memory(memory)[0] == 0
+    library.take_pages(memory.data_ptr(), SIZE, ctypes.byref(ctypes.c_int64(0)))
+    taken, count = pages_in_memory(memory)
+    assert taken == count
+
+
+def test_without_the_library_pages_come_when_they_are_used(
     behind: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_memory, "_MADV_POPULATE_WRITE", 12345)  # which it does not know
+    monkeypatch.setattr(pool_memory, "cpu_library", lambda: Missing("of a test"))
     memory = zeroed_memory(SIZE)
-    if (thread := taker()) is not None:
-        thread.join(SECONDS)
-    assert taker() is None and not memory.any()
+    assert taker() is None
+    taken, _ = pages_in_memory(memory)
+    assert taken == FIRST // mmap.PAGESIZE
+    assert not memory.any()
 
 
 @pytest.mark.parametrize("size", [1, 4096, HUGE_PAGE_BYTES, SIZE])
@@ -86,10 +130,8 @@ def test_little_memory_is_there_at_once(size: int) -> None:
     memory = zeroed_memory(size)
     assert (memory.shape, memory.dtype) == ((size,), torch.uint8)
     assert taker() is None and not memory.any()
-    if size >= HUGE_PAGE_BYTES:
-        assert memory.data_ptr() % HUGE_PAGE_BYTES == 0
-        taken, count = pages_in_memory(memory)
-        assert taken == count
+    taken, count = pages_in_memory(memory)
+    assert taken == count
 
 
 def test_memory_that_cannot_be_had_is_an_error() -> None:
