@@ -53,8 +53,7 @@ Layout lay_out(const Step &step, int64_t threads, char *base, bool is_crew = fal
         else
             tiled_rows += request.rows;
     }
-    layout.threads =
-        is_crew ? threads : at_least(1, at_most(threads, products / WORTH_A_THREAD));
+    layout.threads = is_crew ? threads : threads_for(products, step.worth_a_thread, threads);
     const int64_t most = at_most(TILE_VECTORS, TILE_NUMBERS / dim);
     int64_t rows = at_least(most / group, 1);
     while (rows * group > MIN_TILE_VECTORS && rows > 1 &&

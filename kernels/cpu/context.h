@@ -19,13 +19,15 @@ constexpr int64_t TILE_VECTORS = 768, TILE_NUMBERS = 3 << 14;
 constexpr int64_t MIN_TILE_VECTORS = 24;
 constexpr int64_t BLOCK_ROWS = VECTOR_BYTES == 64 ? 12 : 6;  // of a block of accumulators
 constexpr int64_t SCORED_VECTORS = 4 * BLOCK_ROWS;  // of a tile, whose scores there are at a time
-// Below, waking another thread costs more than it does: products for each thread, numbers to copy.
-constexpr int64_t WORTH_A_THREAD = 1 << 19;
-constexpr int64_t WORTH_A_COPY = 1 << 18;
+constexpr int64_t WORTH_A_COPY = 1 << 18;  // numbers for which another thread is woken
 
 constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 inline int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+// Of `threads`, those that have so many products each.
+inline int64_t threads_for(int64_t products, int64_t worth_a_thread, int64_t threads) {
+    return at_least(1, at_most(threads, products / at_least(1, worth_a_thread)));
+}
 
 // One request's rows and what they see.
 struct Request {

@@ -23,10 +23,6 @@ struct Crew {
     int64_t threads;
 };
 
-// What a thread must save for it to be woken: products that one thread does in about 0.3 ms, or as
-// long as it takes to read as many weights.
-constexpr int64_t WORTH_A_CREW = int64_t(3) << 20;
-
 // Where the others do not come within some 20 us, the core is wanted by somebody else.
 constexpr int PATIENCE = 1000;
 

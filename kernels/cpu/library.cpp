@@ -2,6 +2,7 @@
 // The functions of the library, which `library.py` calls. This file runs on any processor; the
 // variants do the work.
 #include <cpuid.h>
+#include <time.h>
 
 #include "step.h"
 
@@ -175,4 +176,28 @@ EXPORTED int64_t stratakv_cpu_take_pages(char *memory, int64_t bytes, const int6
     for (int64_t at = 0; at < bytes && !__atomic_load_n(ends, __ATOMIC_RELAXED); at += PAGE)
         __asm__ volatile("lock orb $0, %0" : "+m"(memory[at]));
     return 0;
+}
+
+static int64_t nanoseconds() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * int64_t(1000000000) + now.tv_nsec;
+}
+
+static void arrive(void *data) {
+    int64_t *last = (int64_t *)data;
+    const int64_t now = nanoseconds();
+    int64_t before = __atomic_load_n(last, __ATOMIC_RELAXED);
+    while (before < now && !__atomic_compare_exchange_n(last, &before, now, false,
+                                                        __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+}
+
+// Nanoseconds from the call until the last of the threads has come; 0 where there is but one.
+EXPORTED int64_t stratakv_cpu_wake(int64_t, const void *, Parallel parallel, int64_t threads) {
+    if (!parallel || threads < 2) return 0;
+    const int64_t called = nanoseconds();
+    int64_t last = called;
+    parallel(arrive, &last, unsigned(threads), 0);
+    return last - called;
 }

@@ -57,6 +57,7 @@ class Step(ctypes.Structure):
         ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),
         ("element", ctypes.c_int64),
+        ("worth_a_thread", ctypes.c_int64),
     )  # fmt: skip
 
 
@@ -80,6 +81,7 @@ class Product(ctypes.Structure):
         )],
         ("wanted", ctypes.c_void_p),
         ("wanted_words", ctypes.c_int64),
+        ("worth_a_thread", ctypes.c_int64),
         ("matrix", Matrix),
     )  # fmt: skip
 
@@ -108,7 +110,7 @@ class Pass(ctypes.Structure):
         *[(name, ctypes.c_int64) for name in (
             "workspace_bytes", "num_layers", "num_views", "num_tokens", "num_wanted",
             "num_positions", "hidden", "intermediate", "heads", "kv_heads", "head_dim",
-            "activation", "element",
+            "activation", "element", "worth_a_thread",
         )],
         ("eps", ctypes.c_double),
     )  # fmt: skip
@@ -136,6 +138,7 @@ class CpuLibrary:
     # float32 logits, their row, tokens; words, their number in a row; indices or None, rows
     ban: Callable[[int, int, int, int, int, int | None, int], int]
     take_pages: Callable[[int, int, Any], int]  # memory, bytes, an int64 that ends it
+    wake: Callable[[None, int], int]  # None, threads: nanoseconds until the last of them came
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +240,7 @@ def _variant(library: ctypes.CDLL, variant: str) -> CpuLibrary:
         run_pass=called("pass"),
         ban=ban,
         take_pages=take_pages,
+        wake=called("wake"),
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..choice import KernelRefused
 from .huge_pages import memory_in_huge_pages
 from .library import ELEMENTS, CpuLibrary, Matrix, Missing, Product, cpu_library
+from .thresholds import worth_a_thread
 from .workspace import ResultMemory, Workspace
 
 SILU, GELU_TANH = 0, 1
@@ -79,7 +80,12 @@ class PackedMatrix:
         for number, weight in enumerate(weights):
             weight = weight if weight.stride(1) == 1 else weight.contiguous()
             library.pack(weight.data_ptr(), weight.stride(0), address, number, element)
-        self._product = Product(activation=activation, element=element, matrix=self.matrix)
+        self._product = Product(
+            activation=activation,
+            element=element,
+            matrix=self.matrix,
+            worth_a_thread=worth_a_thread().product,
+        )
         self._address = ctypes.addressof(self._product)
         self._results = ResultMemory()
 

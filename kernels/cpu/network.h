@@ -58,7 +58,7 @@ inline int64_t crew_of(const Pass &pass, int64_t threads) {
     // One row is multiplied about as fast as four.
     const int64_t rows = at_least(pass.num_tokens, 4) / 4;
     const int64_t products = pass.num_layers * (rows * weights + seen / 4 * q_size(pass));
-    return at_least(1, at_most(threads, products / WORTH_A_CREW));
+    return threads_for(products, pass.worth_a_thread, threads);
 }
 
 template <class E, class T, class A>

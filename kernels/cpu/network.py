@@ -23,6 +23,7 @@ from ..choice import KernelRefused
 from .library import ELEMENTS, CpuLibrary, Layer, Pass, Step, cpu_library
 from .matrix import SILU, PackedMatrix
 from .paged_attention import CpuAttentionStep, reason_against
+from .thresholds import worth_a_thread
 from .workspace import Workspace
 
 MAX_VIEWS = 8  # MOST_VIEWS of network.h
@@ -144,6 +145,7 @@ class CpuNetwork:
             head_dim=head_dim,
             activation=activation,
             element=ELEMENTS[dtype],
+            worth_a_thread=worth_a_thread().network,
             eps=eps,
         )
         self._address = ctypes.addressof(self._pass)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..choice import KernelRefused
 from .library import ELEMENTS, CpuLibrary, Missing, Step, cpu_library
+from .thresholds import worth_a_thread
 from .workspace import Workspace
 
 MAX_HEAD_DIM = 512  # what a thread keeps of a tile then no longer fits into its cache
@@ -105,6 +106,7 @@ class CpuAttentionStep:
             scale=scale,
             softcap=softcap or 0.0,
             element=ELEMENTS[pool.dtype],
+            worth_a_thread=worth_a_thread().attention,
         )
         self._address = ctypes.addressof(step)
         wrong = library.check(ctypes.byref(step))

@@ -26,7 +26,7 @@ template <class E> inline int64_t product_threads(const Product &product, int64_
     const Wanted<A> wanted = {product.wanted, product.wanted_words};
     const int64_t outs = wanted.of(panels_of<A>(product.matrix)) * PANEL<A>;
     const int64_t products = at_least(product.rows, 4) / 4 * product.matrix.ins * outs;
-    return at_least(1, at_most(threads, products / (WORTH_A_CREW / 4)));
+    return threads_for(products, product.worth_a_thread, threads);
 }
 
 template <class E> void work_on(void *data) {

@@ -38,6 +38,7 @@ struct Step {
     double scale;     // of scores
     double softcap;   // c: a score s becomes c * tanh(s / c); 0: it does not
     int64_t element;  // ElementType of q, out, k, v and the pool
+    int64_t worth_a_thread;  // products for each thread, from which on another one is woken
 };
 
 // A team of OpenMP: calls `work(data)` on up to `threads` threads and returns when all have.
@@ -66,6 +67,7 @@ struct Product {
     // for their outputs. Outputs beyond the words have none. Null: all are computed.
     const uint32_t *wanted;
     int64_t wanted_words;
+    int64_t worth_a_thread;  // as in a Step; four rows count as one, and the same below
     struct Matrix matrix;
 };
 
@@ -107,6 +109,7 @@ struct Pass {
     int64_t hidden, intermediate, heads, kv_heads, head_dim;
     int64_t activation;  // 0 SiLU, 1 GELU by tanh
     int64_t element;
+    int64_t worth_a_thread;
     double eps;
 };
 

@@ -17,6 +17,7 @@ from stratakv.kernels.choice import AUTO, NATIVE, KernelRefused
 from stratakv.kernels.cpu import library, paged_attention
 from stratakv.kernels.cpu.library import VARIABLE, VARIANTS, CpuLibrary, Missing, open_library
 from stratakv.kernels.cpu.paged_attention import CpuAttentionStep
+from stratakv.kernels.cpu.thresholds import Worth
 from stratakv.kernels.cpu.workspace import Workspace
 
 from .decode_batches import assert_right, make_case
@@ -40,11 +41,13 @@ CASES = [
 
 @pytest.fixture(params=VARIANTS)
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """One variant of the library, as the variable would choose it."""
+    """One variant of the library, as the variable would choose it. However little there is to do,
+    all threads are used."""
     found = open_library(PATH, request.param)
     if isinstance(found, Missing):
         pytest.skip(found.reason)
     monkeypatch.setattr(paged_attention, "cpu_library", lambda: found)
+    monkeypatch.setattr(paged_attention, "worth_a_thread", lambda: Worth(1, 1, 1))
     name: str = request.param
     return name
 
@@ -85,7 +88,6 @@ def bits_of(case: object, threads: int) -> torch.Tensor:
 def test_a_requests_bits_depend_neither_on_threads_nor_on_other_requests(
     variant: str, dtype: torch.dtype
 ) -> None:
-    """Enough work that several threads are used where there are several."""
     case = make_case(CPU, [3000, 700, 2100, 5], group=2, kv_heads=2, dtype=dtype)
     alone, together = bits_of(case, 1), bits_of(case, 3)
     assert torch.equal(alone, together)

@@ -20,6 +20,7 @@ from stratakv.kernels.cpu.library import VARIANTS, Missing, open_library
 from stratakv.kernels.cpu.matrix import GELU_TANH, SILU, PackedMatrix
 from stratakv.kernels.cpu.network import CpuNetwork, NetworkLayer, last_rows
 from stratakv.kernels.cpu.paged_attention import CpuAttentionStep
+from stratakv.kernels.cpu.thresholds import Worth
 from stratakv.kernels.cpu.workspace import ResultMemory
 
 PATH = Path(library.__file__).with_name(library.FILE_NAME)
@@ -30,12 +31,14 @@ NEAR = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.f
 
 @pytest.fixture(params=VARIANTS, autouse=True)
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """One variant of the library, as the variable would choose it."""
+    """One variant of the library, as the variable would choose it. However little there is to do,
+    all threads are used."""
     found = open_library(PATH, request.param)
     if isinstance(found, Missing):
         pytest.skip(found.reason)
     for module in (matrix, network, paged_attention):
         monkeypatch.setattr(module, "cpu_library", lambda: found)
+        monkeypatch.setattr(module, "worth_a_thread", lambda: Worth(1, 1, 1))
     name: str = request.param
     return name
 
@@ -400,7 +403,6 @@ def test_a_request_is_read_from_its_first_wanted_row_on(
 
 
 def test_several_threads_compute_the_bits_of_one() -> None:
-    """Enough work that more than one thread is used where there are more."""
     model, before = Model(torch.float32, SILU, True, hidden=200, inner=600), torch.get_num_threads()
     run = model.in_library().run
     x, counts = draw(174, 200, dtype=torch.float32), [58, 58, 58]

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From how much work on another thread is woken: measured once in a process, before its first step.
+
+What a thread saves must be several times what waking it costs. Both are the machine's: how long a
+thread takes to come, and how fast one goes through the weights of a matrix.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import time
+from dataclasses import astuple, dataclass
+
+import torch
+
+from .library import ELEMENTS, CpuLibrary, Matrix, Product, cpu_library
+
+logger = logging.getLogger(__name__)
+
+# What each thread must do, in times of what it does while another one wakes. With less a pass of
+# the embedded model took longer with two threads than with one, for they wait for each other in
+# every layer.
+_TIMES = 5
+_MOST_CHANGE = 8  # of a threshold, to either side
+_SAMPLES, _FEWEST = 12, 4
+_SECONDS = 0.008  # for each of the two measurements
+_PAUSE_SECONDS = 1e-4  # in which a thread that has come goes back to sleep
+# One that comes sooner had not gone to sleep, as where OpenMP has its threads spin for long.
+_AWAKE_SECONDS = 2e-6
+_OUTS, _INS = 512, 1024  # of a float32 matrix, which lies in the second cache or the third
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """Products for each thread, from which on another one is woken. The defaults were found on one
+    machine, two cores of an AMD EPYC, and hold where nothing was measured."""
+
+    network: int = 3 << 20  # weights, for every four rows
+    product: int = 3 << 18  # the same of one matrix
+    attention: int = 1 << 19
+
+
+def chosen(wake_seconds: float, weights_per_second: float) -> Worth:
+    """What holds where a thread comes in so long and one goes through so many weights."""
+    share = _TIMES * wake_seconds * weights_per_second / Worth().network
+    share = min(max(share, 1 / _MOST_CHANGE), _MOST_CHANGE)
+    return Worth(*(round(share * products) for products in astuple(Worth())))
+
+
+def worth_a_thread() -> Worth:
+    """Measured when it is first asked for with this number of threads."""
+    threads = torch.get_num_threads()
+    return Worth() if threads == 1 else _of_threads(threads)
+
+
+@functools.cache
+def _of_threads(threads: int) -> Worth:
+    library = cpu_library()
+    return measured(library, threads) if isinstance(library, CpuLibrary) else Worth()
+
+
+def measured(library: CpuLibrary, threads: int) -> Worth:
+    """Takes some milliseconds. The least of several samples counts, since other work on the machine
+    only adds to it; where there are too few, or threads do not sleep, the defaults hold."""
+    wake = _seconds_to_wake(library, threads)
+    if wake is None:
+        logger.debug("what waking %d threads takes was not measured", threads)
+        return Worth()
+    speed = _weights_per_second(library)
+    found = chosen(wake, speed)
+    logger.debug(
+        "%d threads come within %.0f us and one goes through %.1f G weights/s: a pass wakes "
+        "another one for %.2f M weights each",
+        *(threads, wake * 1e6, speed / 1e9, found.network / 1e6),
+    )
+    return found
+
+
+def _seconds_to_wake(library: CpuLibrary, threads: int) -> float | None:
+    library.wake(None, threads)  # which makes them
+    samples: list[float] = []
+    end = time.monotonic() + _SECONDS
+    while len(samples) < _SAMPLES and time.monotonic() < end:
+        time.sleep(_PAUSE_SECONDS)
+        samples.append(library.wake(None, threads) / 1e9)
+        if samples[-1] < _AWAKE_SECONDS:
+            return None
+    return min(samples) if len(samples) >= _FEWEST else None
+
+
+def _weights_per_second(library: CpuLibrary) -> float:
+    weights, x, out = torch.zeros(_OUTS * _INS), torch.zeros(_INS), torch.empty(_OUTS)
+    product = Product(
+        x=x.data_ptr(),
+        out=out.data_ptr(),
+        rows=1,
+        x_row=_INS,
+        out_row=_OUTS,
+        element=ELEMENTS[torch.float32],
+        worth_a_thread=Worth().product,
+        matrix=Matrix(packed=weights.data_ptr(), ins=_INS, outs=_OUTS),
+    )
+    address = ctypes.addressof(product)
+    memory = torch.empty(library.product_workspace(address, 1), dtype=torch.uint8)
+    product.workspace, product.workspace_bytes = memory.data_ptr(), memory.numel()
+    samples: list[float] = []
+    end = time.monotonic() + _SECONDS
+    while len(samples) < _SAMPLES and (not samples or time.monotonic() < end):
+        before = time.perf_counter()
+        library.multiply(address, 1)
+        samples.append(time.perf_counter() - before)
+    return weights.numel() / min(samples)
