@@ -41,13 +41,13 @@ CASES = [
 
 @pytest.fixture(params=VARIANTS)
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """One variant of the library, as the variable would choose it. However little there is to do,
-    all threads are used."""
+    """One variant of the library, as the variable would choose it, and from when on several threads
+    are used where nothing was measured."""
     found = open_library(PATH, request.param)
     if isinstance(found, Missing):
         pytest.skip(found.reason)
     monkeypatch.setattr(paged_attention, "cpu_library", lambda: found)
-    monkeypatch.setattr(paged_attention, "worth_a_thread", lambda: Worth(1, 1, 1))
+    monkeypatch.setattr(paged_attention, "worth_a_thread", Worth)
     name: str = request.param
     return name
 
@@ -86,11 +86,15 @@ def bits_of(case: object, threads: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_requests_bits_depend_neither_on_threads_nor_on_other_requests(
-    variant: str, dtype: torch.dtype
+    variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Enough work that several threads are used where there are several, and as soon as there is
+    anything to do."""
     case = make_case(CPU, [3000, 700, 2100, 5], group=2, kv_heads=2, dtype=dtype)
     alone, together = bits_of(case, 1), bits_of(case, 3)
     assert torch.equal(alone, together)
+    monkeypatch.setattr(paged_attention, "worth_a_thread", lambda: Worth(1, 1, 1))
+    assert torch.equal(alone, bits_of(case, 3))
     single = paged_decode(
         case.q[1:2], case.kv, case.block_tables[1:2], case.seq_lens[1:2], kernel=NATIVE,
         **case.options,

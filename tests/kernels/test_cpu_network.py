@@ -31,14 +31,14 @@ NEAR = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.f
 
 @pytest.fixture(params=VARIANTS, autouse=True)
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """One variant of the library, as the variable would choose it. However little there is to do,
-    all threads are used."""
+    """One variant of the library, as the variable would choose it, and from when on several threads
+    are used where nothing was measured."""
     found = open_library(PATH, request.param)
     if isinstance(found, Missing):
         pytest.skip(found.reason)
     for module in (matrix, network, paged_attention):
         monkeypatch.setattr(module, "cpu_library", lambda: found)
-        monkeypatch.setattr(module, "worth_a_thread", lambda: Worth(1, 1, 1))
+        monkeypatch.setattr(module, "worth_a_thread", Worth)
     name: str = request.param
     return name
 
@@ -402,14 +402,17 @@ def test_a_request_is_read_from_its_first_wanted_row_on(
         assert found.step.num_tokens == len(found.rows) == found.starts[-1]
 
 
-def test_several_threads_compute_the_bits_of_one() -> None:
+def test_several_threads_compute_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough work that more than one thread is used where there are more, and as soon as there is
+    anything to do."""
     model, before = Model(torch.float32, SILU, True, hidden=200, inner=600), torch.get_num_threads()
-    run = model.in_library().run
     x, counts = draw(174, 200, dtype=torch.float32), [58, 58, 58]
     given = (x, model.positions([0, 0, 0], counts), model.steps([0, 0, 0], counts))
     found = []
     try:
-        for threads in (1, 2, 3):
+        for threads, worth in ((1, Worth()), (2, Worth()), (3, Worth()), (2, Worth(1, 1, 1))):
+            monkeypatch.setattr(network, "worth_a_thread", lambda worth=worth: worth)
+            run = model.in_library().run
             torch.set_num_threads(threads)
             found += [run(*given, None)[0], run(*given, torch.tensor([57, 57, 3]))[0]]
             assert len(run(*given, torch.empty(0, dtype=torch.int64))[0]) == 0
