@@ -50,7 +50,7 @@ def zeroed_memory(num_bytes: int) -> Tensor:
     library = cpu_library()
     if isinstance(library, CpuLibrary):
         arguments = (library, mapped, memory.data_ptr(), num_bytes, ends)
-        name = "stratakv-pool-pages"
+        name = "pool-pages"
         threading.Thread(target=_take_pages, args=arguments, name=name, daemon=True).start()
     return memory
 

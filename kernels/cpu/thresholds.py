@@ -65,10 +65,10 @@ def measured(library: CpuLibrary, threads: int) -> Worth:
     """Takes some milliseconds. The least of several samples counts, since other work on the machine
     only adds to it; where there are too few, or threads do not sleep, the defaults hold."""
     wake = _seconds_to_wake(library, threads)
-    if wake is None:
+    speed = _weights_per_second(library)
+    if wake is None or speed is None:
         logger.debug("what waking %d threads takes was not measured", threads)
         return Worth()
-    speed = _weights_per_second(library)
     found = chosen(wake, speed)
     logger.debug(
         "%d threads come within %.0f us and one goes through %.1f G weights/s: a pass wakes "
@@ -90,7 +90,7 @@ def _seconds_to_wake(library: CpuLibrary, threads: int) -> float | None:
     return min(samples) if len(samples) >= _FEWEST else None
 
 
-def _weights_per_second(library: CpuLibrary) -> float:
+def _weights_per_second(library: CpuLibrary) -> float | None:
     weights, x, out = torch.zeros(_OUTS * _INS), torch.zeros(_INS), torch.empty(_OUTS)
     product = Product(
         x=x.data_ptr(),
@@ -107,8 +107,8 @@ def _weights_per_second(library: CpuLibrary) -> float:
     product.workspace, product.workspace_bytes = memory.data_ptr(), memory.numel()
     samples: list[float] = []
     end = time.monotonic() + _SECONDS
-    while len(samples) < _SAMPLES and (not samples or time.monotonic() < end):
-        before = time.perf_counter()
+    while len(samples) < _SAMPLES and time.monotonic() < end:
+        before = time.monotonic()
         library.multiply(address, 1)
-        samples.append(time.perf_counter() - before)
-    return weights.numel() / min(samples)
+        samples.append(time.monotonic() - before)
+    return weights.numel() / min(samples) if len(samples) >= _FEWEST else None

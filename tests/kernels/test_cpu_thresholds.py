@@ -123,8 +123,34 @@ def test_measured_once_where_there_are_several_threads(
         assert low <= products <= high
 
 
-def test_the_speed_is_that_of_real_products(library: CpuLibrary) -> None:
-    assert 1e7 < thresholds._weights_per_second(library) < 1e13
+def products_that_take(
+    seconds: list[float], library: CpuLibrary, monkeypatch: pytest.MonkeyPatch
+) -> CpuLibrary:
+    """On a clock of their own. They are computed."""
+    now, left = [0.0], itertools.cycle(seconds)
+
+    def multiply(address: int, threads: int) -> int:
+        now[0] += next(left)
+        return library.multiply(address, threads)
+
+    monkeypatch.setattr(thresholds, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return dataclasses.replace(library, multiply=multiply)
+
+
+def test_the_quickest_product_tells_how_fast_a_thread_is(
+    library: CpuLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = products_that_take([1e-3, 5e-5, 9e-4], library, monkeypatch)
+    assert thresholds._weights_per_second(usual) == pytest.approx(512 * 1024 / 5e-5)
+
+
+def test_a_process_that_gets_no_processor_leaves_the_defaults(
+    library: CpuLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a container's quota is used up: a single product, of 90 ms."""
+    starved = products_that_take([0.09], library, monkeypatch)
+    monkeypatch.setattr(thresholds, "_seconds_to_wake", lambda *_: 2e-5)
+    assert measured(starved, 2) == DEFAULT
 
 
 def test_a_product_and_attention_take_the_threads_that_are_worth_it(

@@ -40,7 +40,7 @@ def library() -> CpuLibrary:
 
 
 def taker() -> threading.Thread | None:
-    return next((t for t in threading.enumerate() if t.name == "stratakv-pool-pages"), None)
+    return next((t for t in threading.enumerate() if t.name == "pool-pages"), None)
 
 
 def no_taker() -> bool:
