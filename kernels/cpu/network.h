@@ -204,7 +204,7 @@ template <class E> struct Walk {
         step.keys = layer.keys;
         step.values = layer.values;
         char *own = layout.scratch + seat * layout.scratch_bytes;
-        const int64_t tasks = layout.first_task[step.num_requests];
+        const int64_t tasks = layout.num_tasks;
         // From the last on: those of a prompt's last rows are the longest.
         go_through(crew, phase++, tasks,
                    [&](int64_t i) { do_task<E>(step, layout, tasks - 1 - i, own); });
