@@ -43,11 +43,10 @@ template <class E> void work_through(void *data) {
     Team &team = *(Team *)data;
     const int64_t seat = __atomic_fetch_add(&team.seats, 1, __ATOMIC_RELAXED);
     char *scratch = team.layout.scratch + seat * team.layout.scratch_bytes;
-    // From the last on: those of a prompt's last rows are the longest.
     for (;;) {
         const int64_t done = __atomic_fetch_add(&team.taken, 1, __ATOMIC_RELAXED);
         if (done >= team.layout.num_tasks) return;
-        do_task<E>(*team.step, team.layout, team.layout.num_tasks - 1 - done, scratch);
+        do_task<E>(*team.step, team.layout, team.layout.task_in_turn(done), scratch);
     }
 }
 

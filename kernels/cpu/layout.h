@@ -59,6 +59,10 @@ struct Layout {
     int64_t threads;
     int64_t bytes;
 
+    bool has_tiles;
+
+    // The longest ones first: those of a prompt's last rows, or those that many requests share.
+    int64_t task_in_turn(int64_t turn) const { return has_tiles ? num_tasks - 1 - turn : turn; }
     int64_t parts(int64_t request) const {
         return first_member[request + 1] - first_member[request];
     }
@@ -190,6 +194,7 @@ Layout lay_out(const Step &step, int64_t threads, char *base, bool is_crew = fal
            tiled_rows / rows * step.kv_heads < 3 * layout.threads)
         rows = (rows + 1) / 2;
     layout.tile_rows = rows;
+    layout.has_tiles = tiled_rows > 0;
     layout.shared_vectors = SHARED_BYTES / PartScratch<A>::bytes_of_a_vector(dim);
     if (layout.threads > 1)
         layout.shared_vectors = at_most(layout.shared_vectors, all_vectors / (3 * layout.threads));
