@@ -46,6 +46,7 @@ class Case:
 CASES = {
     "limit_decode_1": Case("decode", "scan_weights", "sum_weights", Gate(least=0.6), "GB/s"),
     "limit_attention": Case("attention", "scan_kv", "sum_kv", Gate(least=0.6), "GB/s"),
+    "alike": Case("alike", "apart", "sum_kv", Gate(least=1.5), "GB/s"),
     "limit_prefill": Case("prefill", "matrices", "matrices_torch", Gate(least=0.7), "G products/s"),
 }
 _UNUSED = ("model", "workload", "requests", "request_rate", "output_tokens", "peer_python")

@@ -7,6 +7,8 @@
 
     decode          bytes of weights that the steps of one request have read
     attention       bytes of K and V that one request's token has read in all layers
+    apart, alike    bytes of K and V that the tokens of 16 requests see in 4 layers, in blocks of
+                    their own, or all but the last 64 of each in the same blocks
     prefill         products of the matrices that a prompt has gone through
     scan_weights    a buffer of the weights' size, by the C library's memchr, one piece a thread
     sum_weights     the same by torch's sum of float32
@@ -47,6 +49,7 @@ from .phases_process import StrataKvSide, WrongWork, answer
 
 BLOCK_TOKENS = 16
 DECODE_PROMPT_TOKENS = 8
+ALIKE_REQUESTS, ALIKE_CONTEXT, ALIKE_LAYERS, OWN_TOKENS = 16, 1024, 4, 64
 DTYPE = torch.bfloat16
 Work = Callable[[], float]  # how much was done; what it does first is not timed
 
@@ -115,32 +118,39 @@ class Reading:
 
 
 class Attention:
-    """One request's token over a context, in every layer of a pool whose blocks lie anywhere."""
+    """A token of each request over its context, in layers of a pool whose blocks lie anywhere."""
 
-    def __init__(self, spec: ModelSpec, context: int) -> None:
-        blocks = -(-context // BLOCK_TOKENS)
-        shape = (blocks, spec.num_layers, 2, BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
+    def __init__(self, spec: ModelSpec, context: int, num_layers: int, requests: int = 1) -> None:
+        blocks = -(-context // BLOCK_TOKENS) * requests
+        shape = (blocks, num_layers, 2, BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
         pool = torch.empty(shape, dtype=DTYPE)
         ask_for_huge_pages(pool)
         pool.normal_()
-        self._layers = [pool[:, layer] for layer in range(spec.num_layers)]
-        self.num_bytes = context * pool[0, :, :, 0].nbytes
-        self._q = torch.randn(1, spec.num_heads, spec.head_dim).to(DTYPE)
+        self._layers = [pool[:, layer] for layer in range(num_layers)]
+        self.num_bytes = requests * context * pool[0, :, :, 0].nbytes
+        self._q = torch.randn(requests, spec.num_heads, spec.head_dim).to(DTYPE)
         self._out = torch.empty_like(self._q)
-        self._step = CpuAttentionStep(
-            self._layers[0],
-            torch.randperm(blocks).to(torch.int32).view(1, -1),
-            torch.tensor([context], dtype=torch.int32),
-            None,
-            num_tokens=1,
-            num_heads=spec.num_heads,
-            scale=spec.attention_scale,
-            workspace=Workspace(),
+        apart = torch.randperm(blocks).to(torch.int32).view(requests, -1)
+        alike = apart.clone()
+        alike[:, : -OWN_TOKENS // BLOCK_TOKENS] = apart[0, : -OWN_TOKENS // BLOCK_TOKENS]
+        lengths = torch.full((requests,), context, dtype=torch.int32)
+        self._apart, self._alike = (
+            CpuAttentionStep(
+                self._layers[0],
+                tables,
+                lengths,
+                None,
+                num_tokens=requests,
+                num_heads=spec.num_heads,
+                scale=spec.attention_scale,
+                workspace=Workspace(),
+            )
+            for tables in (apart, alike)
         )
 
-    def run(self) -> float:
+    def run(self, is_alike: bool = False) -> float:
         for layer in self._layers:
-            self._step.run(self._q, layer, self._out)
+            (self._alike if is_alike else self._apart).run(self._q, layer, self._out)
         return float(self.num_bytes)
 
 
@@ -201,12 +211,16 @@ class Works:
         )
         torch.set_num_threads(plan["threads"])
         self.variant = library.variant
-        attention, matrices = Attention(spec, plan["context"]), Matrices(spec, prompt)
+        attention = Attention(spec, plan["context"], spec.num_layers)
+        several = Attention(spec, ALIKE_CONTEXT, ALIKE_LAYERS, ALIKE_REQUESTS)
+        matrices = Matrices(spec, prompt)
         self.weight_bytes, self.kv_bytes = weight_bytes(spec), attention.num_bytes
         read, kv = footprint_bytes(self.weight_bytes), footprint_bytes(self.kv_bytes)
         reading = Reading(max(read, kv), plan["threads"])
         self._works: dict[str, Work] = {
             "attention": attention.run,
+            "apart": several.run,
+            "alike": lambda: several.run(is_alike=True),
             "scan_weights": lambda: reading.scan(read),
             "sum_weights": lambda: reading.sum(read),
             "scan_kv": lambda: reading.scan(kv),

@@ -13,6 +13,8 @@ constexpr int64_t SPLIT = 256;        // tokens of a part of a context
 constexpr int64_t CHUNK = 16, CHUNK_BYTES = 16 << 10;
 constexpr int64_t AHEAD = 16;  // tokens between what is computed and what is sent for
 constexpr int64_t FEW_VECTORS = 32;   // heads of a group times rows, up to which context is split
+// Scratch of a part that several requests share, at most.
+constexpr int64_t SHARED_BYTES = 256 << 10;
 constexpr int64_t TILE_KEYS = 128;  // keys against which many rows are multiplied at once
 // Heads of a group times rows for which a tile is made ready, at most, and numbers of their heads.
 constexpr int64_t TILE_VECTORS = 768, TILE_NUMBERS = 3 << 14;

@@ -204,10 +204,8 @@ template <class E> struct Walk {
         step.keys = layer.keys;
         step.values = layer.values;
         char *own = layout.scratch + seat * layout.scratch_bytes;
-        const int64_t tasks = layout.first_task[step.num_requests];
-        // From the last on: those of a prompt's last rows are the longest.
-        go_through(crew, phase++, tasks,
-                   [&](int64_t i) { do_task<E>(step, layout, tasks - 1 - i, own); });
+        go_through(crew, phase++, layout.num_tasks,
+                   [&](int64_t i) { do_task<E>(step, layout, layout.task_in_turn(i), own); });
     }
 
     // Attention's results as inputs, and in the last layer only those of the wanted rows and their

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Few rows of a request: a part of its context, all heads in it; and what parts become together.
+// Few rows of a request, or of several: a part of their context, all heads in it; and what the parts
+// of a request become together.
 #pragma once
 
-#include "softmax.h"
+#include "layout.h"
 
 namespace {
 
@@ -200,28 +201,83 @@ inline void weigh_group(const E *const *values, int64_t offset, int64_t count,
 #undef WEIGH
 }
 
-// How much lies where, of so many rows times heads.
-template <class A> struct PartScratch {
-    int64_t vectors, dim;
-
-    int64_t of_rows() const { return vectors * dim; }
-    int64_t of_scores() const { return vectors * SPLIT; }
-    int64_t of_sums() const { return round_up(vectors, LANES<A>) + SPARE<A>; }
-    int64_t bytes() const {
-        return (2 * of_rows() + of_scores() + 3 * of_sums()) * int64_t(sizeof(A)) +
-               (2 * SPLIT + AHEAD) * int64_t(sizeof(void *));
+// The parts of a request become its result; `partials` are in their order.
+template <class E>
+void join_parts(const Step &step, const Request &request, int64_t parts,
+                typename Wide<E>::A *partials) {
+    typedef typename Wide<E>::A A;
+    const int64_t dim = step.head_dim, vectors = request.rows * (step.heads / step.kv_heads);
+    const int64_t count = step.kv_heads * vectors, size = count * (dim + 2);
+    for (int64_t v = 0; v < count; v++) {
+        A top = -__builtin_inf();
+        for (int64_t p = 0; p < parts; p++)
+            top = larger(top, partials[p * size + count * dim + v]);
+        const A taken = top == -(A)__builtin_inf() ? A(0) : top;
+        A total = 0;
+        A *out = partials + v * dim;  // the first part's place
+        for (int64_t p = 0; p < parts; p++) {
+            const A *part = partials + p * size;
+            const A share = weight_of(all_of(part[count * dim + v] - taken))[0];
+            total += share * part[count * dim + count + v];
+            for (int64_t d = 0; d < dim; d += LANES<A>) {
+                V<A> more = share * load(part + v * dim + d);
+                store(out + d, p ? load(out + d) + more : more);
+            }
+        }
+        give(out, total, dim, out_of<E>(step, request, v / vectors, v % vectors));
     }
-};
+}
 
-// What one part of a request's context gives, for all its rows and heads: results, largest scores
-// and sums of weights go to `partial`; or, where it is null, the results to their place in the end.
+// What a member of a task has of its results `[kv heads * vectors, dim]`, from vector `before` on,
+// goes where it belongs. Returns how many vectors it has under each head.
+template <class E, class A>
+int64_t give_part(const Step &step, const Layout &layout, const Member &member, int64_t vectors,
+                  int64_t before, const A *out, const A *tops, const A *totals) {
+    const int64_t group = step.heads / step.kv_heads, dim = step.head_dim;
+    const Request request = request_of(step, member.request);
+    const int64_t own = request.rows * group, count = step.kv_heads * own;
+    const int64_t parts = layout.parts(member.request);
+    if (parts == 1) {
+        for (int64_t head = 0; head < step.kv_heads; head++)
+            for (int64_t m = 0; m < own; m++) {
+                const int64_t v = head * vectors + before + m;
+                give(out + v * dim, totals[v], dim, out_of<E>(step, request, head, m));
+            }
+        return own;
+    }
+    A *partials = (A *)layout.partials + layout.first_partial[member.request];
+    A *partial = partials + member.number * count * (dim + 2);
+    for (int64_t head = 0; head < step.kv_heads; head++) {
+        const int64_t from = head * vectors + before, to = head * own;
+        if (out != partial)
+            __builtin_memcpy(partial + to * dim, out + from * dim, size_t(own * dim) * sizeof(A));
+        for (int64_t m = 0; m < own; m++) {
+            partial[count * dim + to + m] = tops[from + m];
+            partial[count * (dim + 1) + to + m] = totals[from + m];
+        }
+    }
+    int32_t &remaining = layout.remaining[member.request];
+    if (__atomic_sub_fetch(&remaining, 1, __ATOMIC_ACQ_REL) == 0) {
+        join_parts<E>(step, request, parts, partials);
+        remaining = int32_t(parts);  // for the next layer
+    }
+    return own;
+}
+
+// Adds up one part of a context for all rows and heads of a task's requests. Results, largest scores
+// and sums of weights go to the partial results of each; those of a request without other parts to
+// their place in the end.
 template <class E, class F>
-void attend_part(const Step &step, int64_t index, const Request &request, int64_t part,
-                 char *scratch, typename Wide<E>::A *partial) {
+void attend_part(const Step &step, const Layout &layout, const Task &task, char *scratch) {
     typedef typename Wide<E>::A A;
     typedef typename F::Number Number;
     const int64_t group = step.heads / step.kv_heads, dim = step.head_dim, depth = dim / F::DEPTH;
-    const int64_t vectors = request.rows * group, all = step.kv_heads * vectors;
+    const int64_t vectors = task.vectors / step.kv_heads, all = task.vectors;
+    const Member &leader = layout.members[task.first];
+    const bool is_shared = task.first != task.last;
+    const int64_t index = leader.request;  // whose blocks are read
+    const Request request = request_of(step, index);
+    const int64_t part = first_part(step, request) + leader.number;
     const int64_t first = at_least(part * SPLIT, request.first_key(0, step.window));
     const int64_t count = at_least(at_most((part + 1) * SPLIT, request.length) - first, 0);
     const int64_t width = round_up(count, LANES<A>);
@@ -236,14 +292,23 @@ void attend_part(const Step &step, int64_t index, const Request &request, int64_
     // Rows of keys, of values, and places to send for behind them.
     const E **keys = (const E **)(q + size.of_rows());
     const E **values = keys + width;
-    A *out = partial ? partial : own;
+    A *out = is_shared || layout.parts(index) == 1
+                 ? own
+                 : (A *)layout.partials + layout.first_partial[index] +
+                       leader.number * all * (dim + 2);
 
-    for (int64_t head = 0; head < step.kv_heads; head++)
-        for (int64_t m = 0; m < vectors; m++) {
-            const E *from = (const E *)step.q + (request.first_row + m / group) * step.q_row +
-                            (head * group + m % group) * step.q_head;
-            F::keep_elements(from, dim, q + (head * vectors + m) * depth);
-        }
+    // Vectors of all requests under one head, then those under the next one.
+    int64_t before = 0;
+    for (int64_t at = task.first; at >= 0; at = layout.members[at].next) {
+        const Request of = request_of(step, layout.members[at].request);
+        for (int64_t head = 0; head < step.kv_heads; head++)
+            for (int64_t m = 0; m < of.rows * group; m++) {
+                const E *from = (const E *)step.q + (of.first_row + m / group) * step.q_row +
+                                (head * group + m % group) * step.q_head;
+                F::keep_elements(from, dim, q + (head * vectors + before + m) * depth);
+            }
+        before += of.rows * group;
+    }
     for (int64_t t = 0; t < count;) {
         const int64_t token = first + t, place = token % step.block_size;
         const int64_t here = at_most(step.block_size - place, count - t);
@@ -271,7 +336,7 @@ void attend_part(const Step &step, int64_t index, const Request &request, int64_
     for (int64_t v = 0; v < all; v += LANES<A>)
         softmax.template weigh<F>(
             scores + v * SPLIT, SPLIT, v, at_most(LANES<A>, all - v), width,
-            request.rows == 1 && count == width, [&](int64_t i) {
+            is_shared || (request.rows == 1 && count == width), [&](int64_t i) {
                 const int64_t row = (v + i) % vectors / group;
                 return Seen{at_least(request.first_key(row, step.window) - first, 0),
                             at_least(at_most(request.end_key(row) - first, count), 0)};
@@ -287,41 +352,10 @@ void attend_part(const Step &step, int64_t index, const Request &request, int64_
                            vectors, dim, ahead, out + head * vectors * dim);
     }
     in_order(F(), out, all * dim);
-    if (partial)
-        for (int64_t v = 0; v < all; v++) {
-            partial[all * dim + v] = tops[v];
-            partial[all * (dim + 1) + v] = totals[v];
-        }
-    else
-        for (int64_t v = 0; v < all; v++)
-            give(out + v * dim, totals[v], dim,
-                 out_of<E>(step, request, v / vectors, v % vectors));
-}
-
-// The parts of a request become its result; `partials` are in their order.
-template <class E>
-void join_parts(const Step &step, const Request &request, int64_t parts,
-                typename Wide<E>::A *partials) {
-    typedef typename Wide<E>::A A;
-    const int64_t dim = step.head_dim, vectors = request.rows * (step.heads / step.kv_heads);
-    const int64_t count = step.kv_heads * vectors, size = count * (dim + 2);
-    for (int64_t v = 0; v < count; v++) {
-        A top = -__builtin_inf();
-        for (int64_t p = 0; p < parts; p++)
-            top = larger(top, partials[p * size + count * dim + v]);
-        const A taken = top == -(A)__builtin_inf() ? A(0) : top;
-        A total = 0;
-        A *out = partials + v * dim;  // the first part's place
-        for (int64_t p = 0; p < parts; p++) {
-            const A *part = partials + p * size;
-            const A share = weight_of(all_of(part[count * dim + v] - taken))[0];
-            total += share * part[count * dim + count + v];
-            for (int64_t d = 0; d < dim; d += LANES<A>) {
-                V<A> more = share * load(part + v * dim + d);
-                store(out + d, p ? load(out + d) + more : more);
-            }
-        }
-        give(out, total, dim, out_of<E>(step, request, v / vectors, v % vectors));
+    before = 0;
+    for (int64_t at = task.first; at >= 0; at = layout.members[at].next) {
+        const Member &member = layout.members[at];
+        before += give_part<E>(step, layout, member, vectors, before, out, tops, totals);
     }
 }
 

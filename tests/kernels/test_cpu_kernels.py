@@ -7,9 +7,11 @@ from __future__ import annotations
 import itertools
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from stratakv.kernels.attention import attention_checks
 from stratakv.kernels.attention.paged_decode import paged_decode
@@ -55,7 +57,7 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(("dtype", "shape", "options"), CASES)
 def test_decode_is_right(variant: str, dtype: torch.dtype, shape: tuple, options: dict) -> None:
     group, kv_heads, head_dim, block_size = shape
-    lengths = [2 * block_size + 3, block_size + 1, 0, 1, block_size, 257]
+    lengths = [2 * block_size + 3, block_size + 1, 0, 1, block_size, 600]
     case = make_case(
         CPU, lengths, group=group, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size,
         dtype=dtype, **options,
@@ -106,17 +108,67 @@ def test_a_requests_bits_depend_neither_on_threads_nor_on_other_requests(
     assert torch.equal(bits_of(long, 1).nan_to_num(9.0), bits_of(long, 3).nan_to_num(9.0))
 
 
-def step_of(**changes: torch.Tensor) -> CpuAttentionStep:
+def step_of(**changes: Any) -> CpuAttentionStep:
     arguments = {
+        "pool": torch.zeros(4, 2, 16, 2, 16),
+        "num_tokens": 2,
+        "num_heads": 4,
         "block_tables": torch.tensor([[1, 2]], dtype=torch.int32),
         "seq_lens": torch.tensor([20], dtype=torch.int32),
         "query_starts": torch.tensor([0, 2], dtype=torch.int32),
         "slots": torch.tensor([18, 19]),
     }
-    return CpuAttentionStep(
-        torch.zeros(4, 2, 16, 2, 16), num_tokens=2, num_heads=4, scale=1.0, workspace=Workspace(),
-        **{**arguments, **changes},
-    )  # fmt: skip
+    return CpuAttentionStep(scale=1.0, workspace=Workspace(), **{**arguments, **changes})
+
+
+# Requests that begin alike: rows, length, the request whose blocks it has, and how many tokens of
+# them. Parts of a context have 256 tokens.
+ALIKE = (
+    (1, 900, 0, 0), (1, 700, 0, 512), (1, 901, 0, 900), (1, 500, 0, 300), (1, 600, 4, 0),
+    (1, 256, 0, 256), (1, 800, 1, 700), (3, 514, 0, 512), (3, 513, 0, 513), (40, 600, 0, 512),
+    (1, 0, 0, 0), (2, 770, 2, 768), (1, 257, 4, 256), *[(1, 530 + n, 0, 512) for n in range(40)],
+    (1, 600, 0, 512), (1, 656, 0, 512), (1, 600, 0, 255), (12, 600, -5, 0), (1, 560, -5, 512),
+    (1, 256, -3, 0), (1, 900, -3, 256), (1, 900, -2, 512),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block_size"),
+    [(torch.float32, 16), (torch.bfloat16, 48), (torch.float64, 256), (torch.float16, 300)],
+)
+def test_requests_that_begin_alike_have_the_bits_of_requests_apart(
+    variant: str, dtype: torch.dtype, block_size: int
+) -> None:
+    width = -(-max(length for _, length, _, _ in ALIKE) // block_size)
+    apart = torch.arange(len(ALIKE) * width, dtype=torch.int32).view(-1, width)
+    pool = torch.randn(apart.numel(), 2, block_size, 2, 16).to(dtype)
+    together = apart.clone()
+    for request, (_, _, origin, alike) in enumerate(ALIKE):
+        whole, rest = divmod(alike, block_size)
+        pool[apart[request, :whole].long()] = pool[apart[origin, :whole].long()]
+        if rest:
+            blocks = apart[[request, origin], whole].long()
+            pool[blocks[0], :, :rest] = pool[blocks[1], :, :rest]
+        together[request, :whole] = together[origin, :whole]
+    starts = torch.tensor([0, *(rows for rows, _, _, _ in ALIKE)]).cumsum(0).int()
+    lengths = torch.tensor([length for _, length, _, _ in ALIKE]).int()
+    q = torch.randn(int(starts[-1]), 6, 16).to(dtype)
+    found: list[Tensor] = []
+    before = torch.get_num_threads()
+    try:
+        for options in ({}, {"window": 400}, {"softcap": 3.0}):
+            for tables, threads in ((apart, 1), (together, 1), (together, 3)):
+                torch.set_num_threads(threads)
+                step = step_of(
+                    pool=pool, block_tables=tables, query_starts=starts, seq_lens=lengths,
+                    num_tokens=len(q), num_heads=6, slots=None, **options,
+                )  # fmt: skip
+                found.append(torch.full_like(q, torch.nan))
+                step.run(q, pool, found[-1])
+            assert torch.equal(found[-3], found[-2])
+            assert torch.equal(found[-3], found[-1])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_step_writes_and_then_attends(variant: str) -> None:

@@ -296,9 +296,13 @@ class Model:
             x = x + added
         return self.norm(x, self.last_norm), [*states, x]
 
-    def steps(self, before: list[int], counts: list[int]) -> list[CpuAttentionStep]:
-        """Requests with so many tokens there and to compute; each has 15 blocks."""
+    def steps(
+        self, before: list[int], counts: list[int], shared: int = 0
+    ) -> list[CpuAttentionStep]:
+        """Requests with so many tokens there and to compute; each has 15 blocks, of which the
+        first `shared` are those of the first request."""
         tables = torch.arange(15 * len(counts)).flip(0).view(len(counts), 15).int()
+        tables[:, :shared] = tables[0, :shared]
         slots = [
             int(tables[row, place // BLOCK]) * BLOCK + place % BLOCK
             for row, (begin, count) in enumerate(zip(before, counts, strict=True))
@@ -355,6 +359,29 @@ def test_a_network_is_right_in_chunks_and_token_by_token(
         torch.testing.assert_close(found[layer].double(), between, **near)
     normed = model.norm(found[LAYERS].double(), model.last_norm)
     torch.testing.assert_close(hidden.double(), normed, **near)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_contexts_of_several_parts_are_right_in_every_layer_where_requests_share_them_too(
+    monkeypatch: pytest.MonkeyPatch, threads: None, dtype: torch.dtype
+) -> None:
+    monkeypatch.setitem(globals(), "BLOCK", 64)
+    monkeypatch.setitem(globals(), "POSITIONS", 700)
+    model, alike, counts = Model(dtype, SILU, True), 512, [600, 540, 530]
+    run = model.in_library().run
+    inputs = [draw(count, model.hidden, dtype=dtype, seed=count) for count in counts]
+    for other in inputs[1:]:
+        other[:alike] = inputs[0][:alike]
+    before = [0, alike, alike]  # the first request computes what all of them begin with
+    for done in ([599, 539, 529], counts):
+        taken = [end - begin for begin, end in zip(before, done, strict=True)]
+        parts = zip(inputs, before, done, strict=True)
+        x = torch.cat([each[begin:end] for each, begin, end in parts])
+        steps = model.steps(before, taken, shared=alike // 64)
+        hidden, _ = run(x, model.positions(before, taken), steps, None)
+        before = done
+    expected = torch.stack([model.by_definition(x)[0][-1] for x in inputs])
+    torch.testing.assert_close(hidden.double(), expected, rtol=NEAR[dtype], atol=NEAR[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
