@@ -486,9 +486,7 @@ def test_steps_that_were_laid_down_for_something_else_are_refused(what: str) -> 
     }  # fmt: skip
     step = CpuAttentionStep(**{**given, **others[what]})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="laid down over this pool"):
-        model.in_library().run(
-            torch.zeros(2, model.hidden), torch.tensor([0, 1]), [step] * 2, None
-        )
+        model.in_library().run(torch.zeros(2, model.hidden), torch.tensor([0, 1]), [step] * 2, None)
 
 
 def test_matrices_of_another_model_are_refused() -> None:

@@ -175,8 +175,8 @@ class RecordWriter:
         return self.encoder is not None
 
     def start(self, batch: Batch) -> None:
-        """Have what is placed written. Never waits. Raises TierClosed after `close`: no thread would
-        write it."""
+        """Have what is placed written. Never waits. Raises TierClosed after `close`, as no thread
+        would write it."""
         slots = [entry.slot for _, entry in batch.placed]
         with self.state.lock:  # or a run could end before it is counted
             if self._is_over:

@@ -18,6 +18,8 @@ from stratakv.tiers.ssd import SsdStore, writer
 from stratakv.tiers.ssd.check import check_store
 from stratakv.tiers.ssd.disk.slot_file import SlotFile
 from stratakv.tiers.ssd.index.index_file import IndexFile
+from stratakv.tiers.ssd.record_writer import WriteQueue
+from stratakv.tiers.ssd.state import Job
 
 from ..blocks import SMALL, filled_buffers, make_buffers, make_keys, payload_of
 from ..store_contract import SECONDS, fetch, put, wait_until
@@ -136,6 +138,25 @@ def test_a_block_dropped_on_its_way_in_is_not_kept(
         store = open_store()
 
 
+def test_a_block_that_was_dropped_and_stored_again_is_written_once_more() -> None:
+    """The end of its first write is not that of the second one, for which a third call waits."""
+    queue, [key] = WriteQueue(), make_keys(1)
+    jobs: list[Job[Stored]] = [Job([Stored.KEPT]) for _ in range(3)]
+    block = (key, *filled_buffers([key], SMALL), None, 0)
+    for job in jobs:
+        job.waiting_for = 1
+    queue.add([block], jobs[0])
+    assert queue.cancel(key)
+    queue.add([block], jobs[1])
+    first, second = queue.take(2)
+    assert queue.settle([first], {id(first)}) == ([jobs[0]], 1)
+    assert key in queue
+    queue.add([block], jobs[2])
+    assert len(queue) == 0
+    assert queue.settle([second], {id(second)}) == (jobs[1:], 0)
+    assert key not in queue and not queue.num_blocks
+
+
 def test_only_so_many_batches_are_under_way(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,8 +216,10 @@ def test_close_abandons_what_the_time_does_not_allow(
 def test_what_waits_at_the_end_is_abandoned_though_the_disk_hangs(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a second close, which has more time, begins nothing that no thread would write."""
+    """And a second close, which has more time, begins nothing that no thread would write. Files
+    stay open while one thread is in the kernel, though the others have ended."""
     monkeypatch.setattr(writer, "BATCHES_IN_FLIGHT", 1)
+    monkeypatch.setattr(writer, "GRACE_SECONDS", 0.05)
     store = open_store()
     keys = make_keys(3)
     gate, entered, real = threading.Event(), threading.Event(), SlotFile.sync
@@ -213,6 +236,8 @@ def test_what_waits_at_the_end_is_abandoned_though_the_disk_hangs(
     store.close(0.0)
     with pytest.raises(TierClosed):
         second.result(SECONDS / 2)
+    wait_until(lambda: store._writer._records.close(0.0))
+    store.close(0.0)
     assert not first.done() and store.has_open_files
     gate.set()
     store.close(SECONDS)
