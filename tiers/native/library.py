@@ -161,9 +161,7 @@ class ProvenRecords:
         self._keys, self._generations = b"".join(keys), array("Q", generations)
         self._tags, self._digests = b"".join(tags), b"".join(digests)
         lengths = len(self._keys), len(self._tags), len(self._digests)
-        expected = tuple(
-            len(payloads) * size for size in (KEY_BYTES, _DIGEST_BYTES, _DIGEST_BYTES)
-        )
+        expected = tuple(len(payloads) * size for size in (KEY_BYTES, _DIGEST_BYTES, _DIGEST_BYTES))
         if lengths != expected:  # those of the next blocks would be taken for them
             raise ValueError(
                 f"expected keys of {KEY_BYTES} bytes, tags and digests of {_DIGEST_BYTES}, for "
