@@ -91,6 +91,10 @@ class WriteQueue:
         for write in self._pending.values():
             write.dropped = True
 
+    def dropped_keys(self) -> list[bytes]:
+        """Blocks on their way that were forgotten; their rows may be on the disk by now."""
+        return [key for key, write in self._pending.items() if write.dropped]
+
     def take(self, count: int) -> list[Write]:
         """Up to `count` blocks, to be written now; each ends with `settle` or `abandon`."""
         return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]

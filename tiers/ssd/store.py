@@ -338,6 +338,7 @@ class SsdStore(StoreTier):
         everything."""
         with self._state.lock:
             keys, are_all = self._state.index.dropped_keys()
+            keys += self._writer.queue.dropped_keys()
             return keys, self._writer.has_clear_to_note or not are_all
 
     @property

@@ -298,14 +298,17 @@ def test_a_block_dropped_on_its_way_in_leaves_no_record_though_its_batch_fails(
     keys = make_keys(3)
     owner, name = (SlotFile, "sync") if fault == "sync" else (IndexFile, "put")
 
+    seen: list[object] = []
+
     def drop_and_fail(*_arguments: object) -> None:
-        assert store.drop(keys[:2]) == 2
+        seen.append((store.drop(keys[:2]), *store.not_yet_forgotten()))
         raise OSError(errno.EIO, "as asked")
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, drop_and_fail)
         stored = store.store(keys, filled_buffers(keys, SMALL))
         assert stored.result(SECONDS) == [Stored.REFUSED] * 3
+    assert seen == [(2, keys[:2], False)], "what a commit that fails may bring to the disk"
     assert store.wait_forgotten(SECONDS)
     store.close(SECONDS)
     assert check_store(tmp_path / "ssd").orphans == 1  # the third one was not to be forgotten
