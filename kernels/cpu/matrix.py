@@ -56,9 +56,10 @@ class PackedMatrix:
         library = cpu_library()
         if why is not None or not isinstance(library, CpuLibrary):
             raise KernelRefused(f"kernels of the CPU cannot run: {why}; use the plain ones")
-        if first.dim() != 2 or any((w.shape, w.dtype) != (first.shape, dtype) for w in weights):
+        is_alike = all((w.shape, w.dtype) == (first.shape, dtype) for w in weights)
+        if first.dim() != 2 or not is_alike or 0 in first.shape:
             shapes = [tuple(weight.shape) for weight in weights]
-            raise KernelRefused(f"expected matrices of one shape and type, got {shapes}")
+            raise KernelRefused(f"expected matrices of one shape and type, not empty, got {shapes}")
         self._library = library
         self.dtype, (self.outs, self.ins) = dtype, first.shape
         element = ELEMENTS[dtype]

@@ -117,6 +117,10 @@ class CpuNetwork:
             (intermediate, self._hidden),
             (self._hidden, intermediate),
         )
+        if any(layer.keys_and_values.stride() != pool.stride()
+               or layer.keys_and_values.shape != pool.shape for layer in layers):  # fmt: skip
+            raise KernelRefused("expected layers whose pools have one shape and one set of strides")
+        self._shape_of_pool = (dtype, pool.shape, pool.stride())
         self._kept: list[object] = [*layers]
         laid_down = (Layer * len(layers))()
         for to, layer in zip(laid_down, layers, strict=True):
@@ -176,6 +180,8 @@ class CpuNetwork:
                 f"expected {self._dtype} [tokens, {self._hidden}] and {self._num_views} steps, got "
                 f"{x.dtype} {list(x.shape)} and {len(steps)}"
             )
+        states = tuple(states)
+        self._check(num_tokens, positions, steps, wanted, states)
         x, positions = x.contiguous(), positions.contiguous()
         num_wanted = num_tokens if wanted is None else len(wanted)
         result = torch.empty((num_wanted, self._hidden), dtype=self._dtype)
@@ -212,6 +218,39 @@ class CpuNetwork:
         if wrong:
             raise ValueError(f"expected {_WRONG[wrong]}, got others")
         return result, found
+
+    def _check(
+        self,
+        num_tokens: int,
+        positions: Tensor,
+        steps: Sequence[CpuAttentionStep],
+        wanted: Tensor | None,
+        states: Sequence[int],
+    ) -> None:
+        """Raises ValueError for what the library would read as something else, or past its end."""
+        for name, tensor, size in (
+            ("positions", positions, num_tokens),
+            ("wanted", wanted, 0 if wanted is None else len(wanted)),
+        ):
+            if tensor is not None and (tensor.dtype != torch.int64 or tensor.shape != (size,)):
+                raise ValueError(
+                    f"expected {name} of torch.int64 [{size}], got {tensor.dtype} "
+                    f"{list(tensor.shape)}"
+                )
+        expected = (*self._shape_of_pool, num_tokens, self._pass.heads, True)
+        for step in steps:
+            of = step.laid_down
+            found = (*step.pool, of.num_tokens, of.heads, bool(of.slots or not num_tokens))
+            if found != expected:
+                raise ValueError(
+                    "expected steps with slots, laid down over this pool for these tokens: type, "
+                    f"shape and strides of the pool, tokens, heads, slots: {expected}, got {found}"
+                )
+        if any(not 0 <= layer <= self.num_layers for layer in states):
+            raise ValueError(
+                f"expected states from 0 to {self.num_layers}, the number of layers, got "
+                f"{list(states)}"
+            )
 
     def _lay_down(self, to: Layer, layer: NetworkLayer) -> None:
         to.qkv, to.out = layer.qkv.matrix, layer.out.matrix

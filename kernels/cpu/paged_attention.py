@@ -73,7 +73,8 @@ class CpuAttentionStep:
         `[num_tokens]`, needed where K and V are written; -1 writes nothing. Without a `workspace`
         the step is only for a `CpuNetwork`, not for `run`.
 
-        Raises KernelRefused for what is out of bounds, and where the library cannot be used.
+        Raises KernelRefused for what is out of bounds or of another shape or type, and where the
+        library cannot be used.
         """
         why = reason_against(pool.dtype, pool.shape[-1])
         library = cpu_library()
@@ -81,8 +82,14 @@ class CpuAttentionStep:
             raise KernelRefused(f"kernels of the CPU cannot run: {why}; use the plain ones")
         if not scale > 0:
             raise KernelRefused(f"expected a scale above 0, got {scale}")
+        if window is not None and window < 1:
+            raise KernelRefused(f"expected a window of 1 token or more, got {window}")
+        _check_shapes(num_tokens, num_heads, pool, block_tables, seq_lens, query_starts, slots)
         self._library = library
         self._kept = (pool, block_tables, seq_lens, query_starts, slots)
+        self._of_rows = (num_tokens, num_heads, pool.shape[4])
+        self._of_written = (num_tokens, *pool.shape[3:])
+        self.pool = (pool.dtype, pool.shape, pool.stride())
         num_blocks, _, block_size, kv_heads, head_dim = pool.shape
         block_stride, self._plane_stride, token_stride, head_stride, _ = pool.stride()
         step = self._step = Step(
@@ -94,7 +101,7 @@ class CpuAttentionStep:
             k=None if slots is None else slots.data_ptr(),
             num_tokens=num_tokens,
             num_requests=len(seq_lens),
-            table_stride=block_tables.stride(0) if len(seq_lens) > 1 else block_tables.shape[1],
+            table_stride=block_tables.shape[1],
             block_stride=block_stride,
             token_stride=token_stride,
             head_stride=head_stride,
@@ -141,8 +148,14 @@ class CpuAttentionStep:
     ) -> None:
         """Write K and V of `written`, each `[tokens, kv heads, head_dim]`, into their slots of
         `pool`, then attend `q` `[tokens, heads, head_dim]` into `out`. `pool` is a layer's, of the
-        shape and strides that the step was laid down for; last axes are contiguous."""
+        shape and strides that the step was laid down for; last axes are contiguous. Raises
+        KernelRefused for others."""
         step = self._step
+        self._check("pool", pool, self.pool[1])
+        if pool.stride() != self.pool[2]:
+            raise KernelRefused(f"expected a pool of strides {self.pool[2]}, got {pool.stride()}")
+        self._check("q", q, self._of_rows)
+        self._check("out", out, self._of_rows)
         step.q, step.out = q.data_ptr(), out.data_ptr()
         step.q_row, step.q_head, _ = q.stride()
         step.out_row, step.out_head, _ = out.stride()
@@ -152,11 +165,57 @@ class CpuAttentionStep:
             step.k = None
         else:
             k, v = written
+            self._check("k", k, self._of_written)
+            self._check("v", v, self._of_written)
             step.k, step.v = k.data_ptr(), v.data_ptr()
             step.k_row, step.k_head, _ = k.stride()
             step.v_row, step.v_head, _ = v.stride()
         if self._library.attend(self._address, self._threads):
             raise RuntimeError("the workspace of a step was measured too small")
+
+    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        """Raises KernelRefused for another shape or type, or a last axis with gaps."""
+        dtype = self.pool[0]
+        if tensor.shape != shape or tensor.dtype != dtype or tensor.stride(-1) != 1:
+            raise KernelRefused(
+                f"expected {name} of {dtype} {list(shape)}, its last axis contiguous, got "
+                f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}"
+            )
+
+
+def _check_shapes(
+    num_tokens: int,
+    num_heads: int,
+    pool: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    starts: Tensor | None,
+    slots: Tensor | None,
+) -> None:
+    """Raises KernelRefused for what the library would read as something else, or past its end."""
+    if pool.dim() != 5 or pool.shape[1] != 2 or 0 in pool.shape or pool.stride(4) != 1:
+        raise KernelRefused(
+            "expected a pool of [num_blocks, 2, block_size, kv heads, head_dim], not empty, its "
+            f"last axis contiguous, got {list(pool.shape)} with strides {pool.stride()}"
+        )
+    if num_heads < 1 or num_heads % pool.shape[3]:
+        raise KernelRefused(
+            f"expected heads as a multiple of the {pool.shape[3]} kv heads, got {num_heads}"
+        )
+    count = len(lengths)
+    for name, tensor, dtype, shape in (
+        ("block_tables", tables, torch.int32, (count, tables.shape[-1])),
+        ("seq_lens", lengths, torch.int32, (count,)),
+        ("query_starts", starts, torch.int32, (count + 1,)),
+        ("slots", slots, torch.int64, (num_tokens,)),
+    ):
+        if tensor is None:
+            continue
+        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+            raise KernelRefused(
+                f"expected {name} of {dtype} {list(shape)}, contiguous, got {tensor.dtype} "
+                f"{list(tensor.shape)} with strides {tensor.stride()}"
+            )
 
 
 def paged_attention_cpu(

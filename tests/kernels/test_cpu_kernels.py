@@ -191,6 +191,24 @@ def test_a_step_writes_and_then_attends(variant: str) -> None:
         ({"seq_lens": torch.tensor([33], dtype=torch.int32)}, "lengths that the block tables hold"),
         ({"query_starts": torch.tensor([0, 3], dtype=torch.int32)}, "query_starts that ascend"),
         ({"query_starts": torch.tensor([2, 0], dtype=torch.int32)}, "query_starts that ascend"),
+        # What the library would read as something else, or past its end.
+        (
+            {
+                "block_tables": torch.ones(2, 9, dtype=torch.int32)[:, :2],
+                "seq_lens": torch.tensor([140, 20], dtype=torch.int32),
+                "query_starts": torch.tensor([0, 1, 2], dtype=torch.int32),
+            },
+            r"block_tables of .* \[2, 2\], contiguous",
+        ),
+        ({"block_tables": torch.ones(1, 2, dtype=torch.int64)}, "block_tables of torch.int32"),
+        ({"seq_lens": torch.tensor([20])}, "seq_lens of torch.int32"),
+        ({"query_starts": torch.tensor([0], dtype=torch.int32)}, r"query_starts of .* \[2\]"),
+        ({"slots": torch.tensor([18])}, r"slots of torch.int64 \[2\]"),
+        ({"slots": torch.tensor([18, 19], dtype=torch.int32)}, "slots of torch.int64"),
+        ({"num_heads": 3}, "a multiple of the 2 kv heads"),
+        ({"num_heads": 1}, "a multiple of the 2 kv heads"),
+        ({"window": 0}, "a window of 1 token or more"),
+        ({"pool": torch.zeros(4, 2, 16, 2, 32)[..., ::2]}, "its last axis contiguous"),
     ],
 )
 def test_what_is_out_of_bounds_is_refused(
@@ -198,6 +216,22 @@ def test_what_is_out_of_bounds_is_refused(
 ) -> None:
     with pytest.raises(KernelRefused, match=expected):
         step_of(**changes)
+
+
+def test_what_a_step_was_not_laid_down_for_is_refused(variant: str) -> None:
+    pool, q, kv = torch.zeros(4, 2, 16, 2, 16), torch.randn(2, 4, 16), torch.randn(2, 2, 16)
+    right = {"q": q, "pool": pool, "out": torch.empty_like(q), "written": (kv, kv)}
+    wrong = {
+        "q": (q[:1], q.half(), q.transpose(1, 2).contiguous().transpose(1, 2)),
+        "pool": (pool[:3], pool.double(), torch.zeros(4, 3, 16, 2, 16)[:, :2]),
+        "out": (torch.empty(2, 4, 32), torch.empty(2, 4, 16).double()),
+        "written": ((kv[:1], kv), (kv, q)),
+    }
+    for name, others in wrong.items():
+        for other in others:
+            with pytest.raises(KernelRefused, match="expected"):
+                step_of().run(**{**right, name: other})
+    step_of().run(**right)
 
 
 @NATIVE_ONLY

@@ -182,6 +182,8 @@ def test_a_rows_bits_depend_neither_on_threads_nor_on_other_rows(dtype: torch.dt
 
 
 def test_matrices_that_cannot_be_multiplied_are_refused() -> None:
+    with pytest.raises(KernelRefused, match="not empty"):
+        PackedMatrix((torch.zeros(0, 4),))
     with pytest.raises(KernelRefused, match="of one shape and type"):
         PackedMatrix((torch.zeros(4, 3), torch.zeros(4, 2)))
     with pytest.raises(KernelRefused, match=r"16-bit types on the CPU, not torch.int8"):
@@ -487,6 +489,36 @@ def test_what_is_out_of_bounds_is_refused() -> None:
             run(x, places, steps, wanted)
     with pytest.raises(ValueError, match=r"\[tokens, 40\] and 2 steps"):
         run(x, places, steps[:1], None)
+    for name, given in (("positions", (places.int(), steps, None)),
+                        ("positions", (places[:1], steps, None)),
+                        ("wanted", (places, steps, places.int()))):  # fmt: skip
+        with pytest.raises(ValueError, match=f"expected {name} of torch.int64"):
+            run(x, *given)
+    for state in (-1, LAYERS + 1):
+        with pytest.raises(ValueError, match="expected states from 0 to"):
+            run(x, places, steps, torch.zeros(9, dtype=torch.int64), [state])
+
+
+@pytest.mark.parametrize("what", ["tokens", "slots", "heads", "pool", "strides"])
+def test_steps_that_were_laid_down_for_something_else_are_refused(what: str) -> None:
+    """The library would read, and write, where there is nothing of the kind."""
+    model = Model(torch.float32, SILU, False)
+    pool = model.pool[:, 0]
+    others: dict[str, dict[str, object]] = {
+        "tokens": {"num_tokens": 200, "slots": torch.arange(200)},
+        "slots": {"slots": None},
+        "heads": {"num_heads": 2 * HEADS},
+        "pool": {"pool": pool.new_zeros(500, *pool.shape[1:])},
+        "strides": {"pool": pool.contiguous()},
+    }
+    given = {
+        "pool": pool, "block_tables": torch.zeros(1, 1).int(), "seq_lens": torch.tensor([2]).int(),
+        "query_starts": torch.tensor([0, 2]).int(), "num_tokens": 2, "num_heads": HEADS,
+        "slots": torch.tensor([0, 1]), "scale": 0.25, "workspace": None,
+    }  # fmt: skip
+    step = CpuAttentionStep(**{**given, **others[what]})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="laid down over this pool"):
+        model.in_library().run(torch.zeros(2, model.hidden), torch.tensor([0, 1]), [step] * 2, None)
 
 
 def test_matrices_of_another_model_are_refused() -> None:

@@ -96,6 +96,17 @@ def test_records_are_those_of_python_and_damage_is_told() -> None:
 
 
 @needs_library
+@pytest.mark.parametrize(("key", "tag", "digest"), [(39, 16, 16), (40, 15, 16), (40, 16, 17)])
+def test_what_would_be_taken_for_the_next_records_is_refused(
+    key: int, tag: int, digest: int
+) -> None:
+    payloads = [memoryview(bytearray(4096)) for _ in range(2)]
+    fields = [bytes(40), bytes(key)], [1, 2], [bytes(16), bytes(tag)], [bytes(16), bytes(digest)]
+    with pytest.raises(ValueError, match="expected keys of 40 bytes, tags and digests of 16"):
+        native.ProvenRecords(bytes(112), payloads, *fields)
+
+
+@needs_library
 def test_rows_are_copied_with_the_digests_of_their_bytes() -> None:
     size, of_step, to_step = 98_304 + 5, 98_400, 102_400
     source = np.frombuffer(os.urandom(4 * of_step), np.uint8).reshape(4, of_step)

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from ..block import KEY_BYTES
+
 log = logging.getLogger(__name__)
 
 FILE_NAME = "libstratakv_bytes.so"  # as in setup.py
@@ -156,9 +158,15 @@ class ProvenRecords:
     ) -> None:
         self._head = head
         self._held = _Places(payloads)
-        self._key_bytes = len(keys[0])
         self._keys, self._generations = b"".join(keys), array("Q", generations)
         self._tags, self._digests = b"".join(tags), b"".join(digests)
+        lengths = len(self._keys), len(self._tags), len(self._digests)
+        expected = tuple(len(payloads) * size for size in (KEY_BYTES, _DIGEST_BYTES, _DIGEST_BYTES))
+        if lengths != expected:  # those of the next blocks would be taken for them
+            raise ValueError(
+                f"expected keys of {KEY_BYTES} bytes, tags and digests of {_DIGEST_BYTES}, for "
+                f"{len(payloads)} payloads {expected} in all, got {lengths}"
+            )
 
     def make(self, run: range, pages: int, pieces: int) -> list[int]:
         """Hash the payloads of a run and write their headers to the pages at an address, and for
@@ -168,12 +176,12 @@ class ProvenRecords:
         found, count = library(), len(run)
         assert found is not None
         start, stop = run.start, run.stop
-        key_bytes, marks = self._key_bytes, slice(start * _DIGEST_BYTES, stop * _DIGEST_BYTES)
+        marks = slice(start * _DIGEST_BYTES, stop * _DIGEST_BYTES)
         places, generations = self._held.of(start, stop), self._generations[start:stop]
         damaged = _Written(count)
         found.make_records(
             places.buffer_info()[0], count, self._held.size, self._head,
-            self._keys[start * key_bytes : stop * key_bytes], generations.buffer_info()[0],
+            self._keys[start * KEY_BYTES : stop * KEY_BYTES], generations.buffer_info()[0],
             self._tags[marks], self._digests[marks], pages, pieces, damaged.address,
         )  # fmt: skip
         if not any(damaged.bytes):

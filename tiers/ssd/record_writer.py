@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from ..base import Stored
 from ..codecs.base import Codec
+from ..errors import TierClosed
 from ..native.library import ProvenRecords, has_digests
 from ..record import HEADER_BYTES
 from ..tag import Proof, payload_digest
@@ -90,6 +91,10 @@ class WriteQueue:
         for write in self._pending.values():
             write.dropped = True
 
+    def dropped_keys(self) -> list[bytes]:
+        """Blocks on their way that were forgotten; their rows may be on the disk by now."""
+        return [key for key, write in self._pending.items() if write.dropped]
+
     def take(self, count: int) -> list[Write]:
         """Up to `count` blocks, to be written now; each ends with `settle` or `abandon`."""
         return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
@@ -141,6 +146,7 @@ class Batch:
     began: float
     placed: list[Placed] = field(default_factory=list)
     failed_syncs: int = 0  # before its writing began
+    unsure: set[int] = field(default_factory=set)  # slots whose rows may be on the disk
     # Changed under the lock by the threads that write it.
     blocks_left: int = 0
     written: list[int] = field(default_factory=list)  # positions in `placed`
@@ -163,6 +169,7 @@ class RecordWriter:
         self.state = state
         self.encoder = None if codec is None else EncodingWriter(state, codec)
         self._notify = notify
+        self._is_over = False
         flight_bytes = max(FLIGHT_BYTES, io_threads * state.slot_file.run_bytes)
         self._pool = IoPool(state.slot_file, io_threads, "stratakv-ssd-write", flight_bytes)
 
@@ -172,9 +179,12 @@ class RecordWriter:
         return self.encoder is not None
 
     def start(self, batch: Batch) -> None:
-        """Have what is placed written. Never waits."""
+        """Have what is placed written. Never waits. Raises TierClosed after `close`, as no thread
+        would write it."""
         slots = [entry.slot for _, entry in batch.placed]
         with self.state.lock:  # or a run could end before it is counted
+            if self._is_over:
+                raise TierClosed("the SSD tier was closed before this batch was begun")
             # Only once it is encoded is known how long a block becomes.
             self._pool.start(
                 slots,
@@ -185,7 +195,9 @@ class RecordWriter:
             batch.blocks_left = len(slots)
 
     def close(self, deadline: float) -> bool:
-        """False if a thread has not ended by `deadline` (monotonic). No `start` may follow."""
+        """False if a thread has not ended by `deadline` (monotonic)."""
+        with self.state.lock:
+            self._is_over = True
         return self._pool.close(deadline)
 
     def end(self, batch: Batch, ended: int, written: Sequence[int]) -> None:

@@ -253,6 +253,8 @@ class SsdStore(StoreTier):
     ) -> Future[list[Stored]]:
         payloads = self._payloads(keys, buffers, writable=False)
         given = [None] * len(keys) if proofs is None else proofs
+        if len(given) != len(keys):  # or some of the buffers would be in use, and nobody told
+            raise InvalidBlock(f"every block takes a proof or None: {len(keys)}, not {len(given)}")
         job = Job([Stored.KEPT] * len(keys))
         with self._state.lock:
             self._check_open()
@@ -336,6 +338,7 @@ class SsdStore(StoreTier):
         everything."""
         with self._state.lock:
             keys, are_all = self._state.index.dropped_keys()
+            keys += self._writer.queue.dropped_keys()
             return keys, self._writer.has_clear_to_note or not are_all
 
     @property

@@ -296,6 +296,9 @@ class Writer:
         batch = Batch(writes, time.monotonic())
         try:
             batch.placed = self._place(writes)
+            if not batch.placed and self._is_late():
+                self._abandon(writes)  # behind what the disk holds they had no end
+                return
             batch.failed_syncs = self._failed_syncs
             self._records.start(batch)
         except Exception as error:  # noqa: BLE001 - the thread and the futures must go on
@@ -304,7 +307,8 @@ class Writer:
             self._flying.append(batch)
 
     def _place(self, writes: Sequence[Write]) -> list[Placed]:
-        """Give each block of a batch a free slot, as far as there are any; evicts for it."""
+        """Give each block of a batch a free slot, as far as there are any; evicts for it. Where the
+        time to close is over first, none gets one."""
         with self._state.lock:  # so that a clear comes before or after all of it
             wanted = [write for write in writes if not write.dropped]
             generations = range(self._generation + 1, self._generation + 1 + len(wanted))
@@ -314,7 +318,9 @@ class Writer:
             # What could make room may be in the batches under way, which nothing evicts yet.
             with self._state.lock:
                 self._state.index.give_back(slots)
-                self._work.wait_for(self._flying[0].is_written)
+                self._work.wait_for(lambda: self._flying[0].is_written() or self._is_late())
+            if not self._flying[0].is_written():
+                return []
             self._end_written()
             slots = self._take_slots(len(wanted))
         return [
@@ -375,9 +381,8 @@ class Writer:
         with self._state.lock:
             self._state.index.keep_leaving(entries)
             self._woken = True
-        unsure = {id(entry) for entry in entries}
         for batch in batches:
-            batch.placed = [each for each in batch.placed if id(each[1]) not in unsure]
+            batch.unsure.update(entry.slot for entry in entries)
 
     def _sync(self, entries: Sequence[Entry]) -> bool:
         """Sync the records; False where that fails, and nobody knows what is on the disk."""
@@ -467,7 +472,7 @@ class Writer:
         with self._state.lock:
             self._flying.popleft()
             try:
-                self._publish(batch.placed, kept)
+                self._publish(batch, kept)
             except Exception:  # whatever it is, the calls that wait must end
                 log.exception("blocks that were written cannot be offered")
                 kept = []
@@ -480,15 +485,16 @@ class Writer:
         for job in done:
             job.complete()
 
-    def _publish(self, placed: Sequence[Placed], kept: Sequence[Placed]) -> None:
+    def _publish(self, batch: Batch, kept: Sequence[Placed]) -> None:
         index, stats = self._state.index, self._state.stats
         index.publish([entry for _, entry in kept])
-        for write, entry in kept:
-            if write.dropped:  # forgotten while it was being written
-                index.forget(entry, by_name=True)
-                self._woken = True
-        used = {entry.slot for _, entry in kept}
-        index.give_back(entry.slot for _, entry in placed if entry.slot not in used)
+        for write, entry in batch.placed:
+            # Forgotten while it was being written: where it is not kept its record may be there.
+            if write.dropped and not index.forget(entry, by_name=True):
+                index.note_dropped(entry)
+            self._woken |= write.dropped
+        used = batch.unsure.union([entry.slot for _, entry in kept])
+        index.give_back(entry.slot for _, entry in batch.placed if entry.slot not in used)
         stats.stored_blocks += len(kept)
         stats.stored_bytes += len(kept) * self._state.layout.page_bytes
         if self._records.encodes:
@@ -499,6 +505,10 @@ class Writer:
         """The time to close is over: end the calls whose blocks were not written."""
         with self._state.lock:
             writes = self.queue.take(len(self.queue))
+        self._abandon(writes)
+
+    def _abandon(self, writes: Sequence[Write]) -> None:
+        with self._state.lock:
             self._state.stats.dropped_stores += len(writes)
             done = self.queue.abandon(writes)
         for job in done:

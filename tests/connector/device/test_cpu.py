@@ -53,6 +53,23 @@ def test_every_dtype_keeps_its_bits(name: str) -> None:
     slab.close()
 
 
+def test_pages_that_lie_apart(slab: CpuSlab) -> None:
+    """Whole pages with gaps between them: where one begins is not told by how long it is."""
+    device = CpuCopyDevice()
+    device.register_slab(slab)
+    device.make_digests()
+    size = slab.layout.page_bytes
+    memory = np.random.default_rng(1).integers(0, 256, (5, 3 * size), np.uint8)
+    pages = memory[:, size : 2 * size]
+    device.register_parts([pages])
+    stored = device.copy_held([4, 0, 1], [2, 0, 3])
+    assert stored.done() and stored.error() is None
+    for block, slot in ((4, 2), (0, 0), (1, 3)):
+        assert bytes(slab.buffer(slot)[:size]) == pages[block].tobytes()
+    assert device.digests(stored) == [payload_digest(pages[i].tobytes()) for i in (4, 0, 1)]
+    assert device.close(WAIT_SECONDS)
+
+
 def test_pages_that_lie_in_several_places(slab: CpuSlab) -> None:
     """Three quarters of a page are rows of another array each, and a quarter is in one piece."""
     device = CpuCopyDevice()

@@ -12,11 +12,13 @@ from stratakv.tiers.admission import AdmissionFilter
 from stratakv.tiers.base import Answer
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import TierBusy
+from stratakv.tiers.hierarchy.guarded_store import DAMAGED
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.hierarchy.write_back import BATCHES_IN_FLIGHT
 from stratakv.tiers.memory import MemoryStore
+from stratakv.tiers.tag import Proof, payload_digest
 
-from ..rig import LAYOUT, WAIT_SECONDS, Rig, key, keys, with_rig
+from ..rig import LAYOUT, WAIT_SECONDS, Rig, content, key, keys, with_rig
 
 
 def test_eviction_loses_nothing_where_the_disk_keeps_up(rig: Rig) -> None:
@@ -41,6 +43,35 @@ def test_a_used_block_is_written_later(rig: Rig) -> None:
     rig.get(11)
     rig.put(12)
     assert rig.store.written[0] == key(10)
+
+
+def test_a_block_forgotten_while_it_is_written_goes_when_it_arrives(rig: Rig) -> None:
+    rig.store.hold_stores = True
+    rig.put(*range(13))
+    gone, stays = rig.store.written[:2]
+    rig.hierarchy.drop([gone])
+    rig.store.hold_stores = False
+    rig.store.release()
+    rig.hierarchy.poll()
+    assert rig.store.lookup([gone, stays]) == [Answer.MISS, Answer.HIT]
+
+
+def test_blocks_go_down_with_their_proofs_and_damaged_ones_are_forgotten(rig: Rig) -> None:
+    """One slot changes after its block came. Nobody is served it, from the slab either."""
+    names = keys(*range(13))
+    proofs = [Proof(name[:16], payload_digest(content(name))) for name in names]
+    ticket = rig.hierarchy.begin_store(names)
+    for name, slot in zip(ticket.keys, ticket.slots, strict=True):
+        rig.slab.buffer(slot)[: LAYOUT.page_bytes] = content(name)
+    rig.slab.buffer(ticket.slots[-1])[7] ^= 1
+    rig.hierarchy.end_store(ticket, ok=True, proofs=proofs)
+    for _ in range(2):
+        rig.hierarchy.poll()
+    assert key(12) in rig.store.written and rig.tiers(12) == []
+    assert rig.errors() == {DAMAGED: 1}
+    below = rig.store.written[1]
+    buffer = memoryview(bytearray(LAYOUT.slot_bytes))
+    assert rig.store.load([below], [buffer]).result(0) == [proofs[names.index(below)]]
 
 
 def test_a_slow_disk_delays_nobody_and_the_loss_is_counted(rig: Rig) -> None:

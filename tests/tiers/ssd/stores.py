@@ -6,13 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from stratakv.tiers.base import Stored
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.disk.space import plan_space
 from stratakv.tiers.ssd.index.index_file import Row, RowBatch
+from stratakv.tiers.tag import Tagger
 
-from ..blocks import SMALL
+from ..blocks import SMALL, filled_buffers
+from ..store_contract import SECONDS
 
 BIG = BlockLayout(num_layers=4, block_size=16, num_kv_heads=2, head_dim=64, kv_dtype="float32")
 Open = Callable[..., SsdStore]
@@ -38,6 +41,16 @@ def batch_of(rows: Sequence[Row]) -> RowBatch:
 
 def store_keys(store: SsdStore) -> list[bytes]:
     return store._state.index.keys()
+
+
+def put_proven(store: SsdStore, keys: Sequence[bytes]) -> list[bool]:
+    """`put` as engines do, which have proofs: where the library can, it makes the records."""
+    layout, buffers = store.layout, filled_buffers(keys, store.layout)
+    tagger = Tagger(layout.layout_id(), layout.page_bytes)
+    pairs = zip(keys, buffers, strict=True)
+    proofs = [tagger.prove(key, buffer[: layout.page_bytes]) for key, buffer in pairs]
+    outcomes = store.store(keys, buffers, proofs).result(SECONDS)
+    return [outcome is Stored.KEPT for outcome in outcomes]
 
 
 def damage_records(folder: Path) -> None:

@@ -24,7 +24,7 @@ from stratakv.tiers.tag import Tagger
 
 from ..blocks import ODD, SMALL, filled_buffers, make_buffers, make_keys, payload_of
 from ..store_contract import SECONDS, fetch, put
-from .stores import capacity_for
+from .stores import Open, capacity_for
 
 CAPACITY = 16 * 1024**2
 # Bytes of a record that mean something, by what they mean, and the defects they may be called.
@@ -271,3 +271,16 @@ def test_of_proven_blocks_the_damaged_ones_are_not_kept(
     for place in set(range(40)) - damaged:
         assert bytes(into[place][: layout.page_bytes]) == payload_of(keys[place], layout)
     store.close(SECONDS)
+
+
+def test_what_the_library_laid_down_is_not_written_again(open_store: Open) -> None:
+    """A run of proven blocks, then one as long in the same pages that brings no proofs."""
+    store = open_store(io_threads=1)
+    keys = make_keys(8)
+    buffers = filled_buffers(keys, SMALL)
+    tagger = Tagger(SMALL.layout_id(), SMALL.page_bytes)
+    proofs = [tagger.prove(key, payload_of(key, SMALL)) for key in keys[:4]]
+    for half, given in ((slice(4), proofs), (slice(4, 8), None)):
+        stored = store.store(keys[half], buffers[half], given)
+        assert stored.result(SECONDS) == [Stored.KEPT] * 4
+    assert None not in fetch(store, keys)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,11 @@ from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.block import ALIGNMENT
 from stratakv.tiers.errors import TierBusy, TierClosed
 from stratakv.tiers.ssd import SsdStore, writer
+from stratakv.tiers.ssd.check import check_store
 from stratakv.tiers.ssd.disk.slot_file import SlotFile
 from stratakv.tiers.ssd.index.index_file import IndexFile
+from stratakv.tiers.ssd.record_writer import WriteQueue
+from stratakv.tiers.ssd.state import Job
 
 from ..blocks import SMALL, filled_buffers, make_buffers, make_keys, payload_of
 from ..store_contract import SECONDS, fetch, put, wait_until
@@ -133,6 +138,25 @@ def test_a_block_dropped_on_its_way_in_is_not_kept(
         store = open_store()
 
 
+def test_a_block_that_was_dropped_and_stored_again_is_written_once_more() -> None:
+    """The end of its first write is not that of the second one, for which a third call waits."""
+    queue, [key] = WriteQueue(), make_keys(1)
+    jobs: list[Job[Stored]] = [Job([Stored.KEPT]) for _ in range(3)]
+    block = (key, *filled_buffers([key], SMALL), None, 0)
+    for job in jobs:
+        job.waiting_for = 1
+    queue.add([block], jobs[0])
+    assert queue.cancel(key)
+    queue.add([block], jobs[1])
+    first, second = queue.take(2)
+    assert queue.settle([first], {id(first)}) == ([jobs[0]], 1)
+    assert key in queue
+    queue.add([block], jobs[2])
+    assert len(queue) == 0
+    assert queue.settle([second], {id(second)}) == (jobs[1:], 0)
+    assert key not in queue and not queue.num_blocks
+
+
 def test_only_so_many_batches_are_under_way(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,8 +216,10 @@ def test_close_abandons_what_the_time_does_not_allow(
 def test_what_waits_at_the_end_is_abandoned_though_the_disk_hangs(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a second close, which has more time, begins nothing that no thread would write."""
+    """And a second close, which has more time, begins nothing that no thread would write. Files
+    stay open while one thread is in the kernel, though the others have ended."""
     monkeypatch.setattr(writer, "BATCHES_IN_FLIGHT", 1)
+    monkeypatch.setattr(writer, "GRACE_SECONDS", 0.05)
     store = open_store()
     keys = make_keys(3)
     gate, entered, real = threading.Event(), threading.Event(), SlotFile.sync
@@ -210,12 +236,82 @@ def test_what_waits_at_the_end_is_abandoned_though_the_disk_hangs(
     store.close(0.0)
     with pytest.raises(TierClosed):
         second.result(SECONDS / 2)
+    wait_until(lambda: store._writer._records.close(0.0))
+    store.close(0.0)
     assert not first.done() and store.has_open_files
     gate.set()
     store.close(SECONDS)
     assert first.result(0) == [Stored.KEPT]
     assert not store.has_open_files
     assert open_store().lookup(keys) == [Answer.HIT, Answer.MISS, Answer.MISS]
+
+
+def test_a_batch_without_slots_is_abandoned_though_the_disk_hangs(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for slots that a batch under way has, and those behind it wait for it. When the
+    disk comes back nothing is begun that no thread would write: the store ends."""
+    monkeypatch.setattr(writer, "BATCH_BLOCKS", 2)
+    monkeypatch.setattr(writer, "GRACE_SECONDS", 0.05)
+    store = open_store(slots=2)
+    gate, entered, real = threading.Event(), threading.Event(), SlotFile.start_write
+
+    def wait(self: SlotFile, *arguments: object) -> None:
+        entered.set()
+        gate.wait(SECONDS)
+        real(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SlotFile, "start_write", wait)
+    keys = make_keys(6)
+    first, *others = [
+        store.store(keys[i : i + 2], filled_buffers(keys[i : i + 2], SMALL)) for i in (0, 2, 4)
+    ]
+    assert entered.wait(SECONDS)
+    wait_until(lambda: len(store._writer.queue) == 2)  # the second one was taken, and waits
+    store.close(0.0)
+    for other in others:
+        with pytest.raises(TierClosed):
+            other.result(SECONDS / 2)
+    assert not first.done() and store.has_open_files
+    gate.set()
+    store.close(SECONDS)
+    assert first.result(0) == [Stored.KEPT] * 2
+    assert not store.has_open_files
+    assert open_store(slots=2).lookup(keys) == [Answer.HIT] * 2 + [Answer.MISS] * 4
+
+
+def test_no_batch_is_begun_behind_the_last_thread(open_store: Open) -> None:
+    """As one whose slots took the disk longer than there was time to close."""
+    store = open_store()
+    keys = make_keys(1)
+    assert store._writer._records.close(time.monotonic() + SECONDS)
+    assert store.store(keys, filled_buffers(keys, SMALL)).result(SECONDS) == [Stored.REFUSED]
+    assert store.stats().errors == {"TierClosed": 1}
+
+
+@pytest.mark.parametrize("fault", ["sync", "commit"])
+def test_a_block_dropped_on_its_way_in_leaves_no_record_though_its_batch_fails(
+    open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Or an index that is made again from the records would bring it back."""
+    store = open_store()
+    keys = make_keys(3)
+    owner, name = (SlotFile, "sync") if fault == "sync" else (IndexFile, "put")
+
+    seen: list[object] = []
+
+    def drop_and_fail(*_arguments: object) -> None:
+        seen.append((store.drop(keys[:2]), *store.not_yet_forgotten()))
+        raise OSError(errno.EIO, "as asked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, drop_and_fail)
+        stored = store.store(keys, filled_buffers(keys, SMALL))
+        assert stored.result(SECONDS) == [Stored.REFUSED] * 3
+    assert seen == [(2, keys[:2], False)], "what a commit that fails may bring to the disk"
+    assert store.wait_forgotten(SECONDS)
+    store.close(SECONDS)
+    assert check_store(tmp_path / "ssd").orphans == 1  # the third one was not to be forgotten
 
 
 def test_close_abandons_reads_that_have_not_begun_in_time(

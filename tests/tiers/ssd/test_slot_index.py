@@ -105,6 +105,22 @@ def test_a_row_of_a_failed_commit_is_one_that_leaves() -> None:
     assert not index.has_leaving_after(77)
 
 
+def test_what_was_dropped_unpublished_is_known_until_its_record_is_gone() -> None:
+    """Its slot is not told of while another block is written there, nor once one is."""
+    index, (key, other) = SlotIndex(2), make_keys(2)
+    [slot] = index.allocate(1)
+    index.note_dropped(Entry(key, slot, 7))
+    assert index.dropped_keys() == ([key], True)
+    assert index.take_dropped(0) == []
+    index.give_back([slot])
+    assert index.take_dropped(0) == [slot]
+    assert index.allocate(1) == [slot]
+    index.note_dropped(Entry(key, slot, 8))
+    index.publish([Entry(other, slot, 9)])
+    assert index.dropped_keys() == ([], True)
+    assert index.take_dropped(0) == []
+
+
 def test_the_plan_uses_what_it_is_given() -> None:
     for layout in (SMALL, ODD, BlockLayout(6, 16, 4, 32, "float32")):
         for capacity in (10**6, 2**24, 20 * 2**30, 10**13):

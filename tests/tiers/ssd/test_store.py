@@ -184,6 +184,9 @@ def test_what_no_caller_should_give_is_refused(open_store: Open) -> None:
         store.store([b"short"], make_buffers(1, SMALL))
     with pytest.raises(InvalidBlock, match="read-only"):
         store.load(make_keys(1), [memoryview(bytes(SMALL.page_bytes))])
+    with pytest.raises(InvalidBlock, match="a proof or None: 2, not 1"):
+        store.store(make_keys(2), filled_buffers(make_keys(2), SMALL), [None])
+    assert store.lookup(make_keys(2)) == [Answer.MISS] * 2
 
 
 def test_many_threads_and_a_full_store_serve_nothing_wrong(open_store: Open) -> None:

@@ -287,6 +287,12 @@ class SlotIndex:
         self._leave((slot,))
         return True
 
+    def note_dropped(self, entry: Entry) -> None:
+        """A block in an allocated slot, which will not be published, was forgotten by name; its
+        record may be there. See `take_dropped`."""
+        self._keys[entry.slot], self._generations[entry.slot] = entry.key, entry.generation
+        self._dropped.append((entry.slot, entry.generation))
+
     def forget_up_to(self, generation: int) -> None:
         """Take out of sight what was written up to this generation."""
         generations = self._generations
