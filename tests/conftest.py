@@ -194,8 +194,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        place = item.path.relative_to(TESTS).as_posix()
-        if place.startswith(SLOW_PLACES):
+        if _place(item.nodeid).startswith(SLOW_PLACES):
             item.add_marker(pytest.mark.slow)
     # The files with slow tests come first, so that all processes end at about the same time.
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
@@ -285,8 +284,12 @@ def _no_thread_stays() -> Iterator[None]:
 
 
 def _runs_alone(nodeid: str) -> bool:
-    """Nodes are named by their path below the root."""
-    return nodeid.removeprefix(f"{TESTS.name}/").startswith(ALONE_PLACES)
+    return _place(nodeid).startswith(ALONE_PLACES)
+
+
+def _place(nodeid: str) -> str:
+    """A node is named by its path below the root; this is its name below this folder."""
+    return nodeid.removeprefix(f"{TESTS.name}/")
 
 
 def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
