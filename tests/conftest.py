@@ -207,7 +207,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def small_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model that computes a token in a moment: two layers of 32 numbers."""
+    """A random model that computes a token in a moment: two layers of 32 numbers, and heads
+    that the compiled kernels take."""
     from .tiny_models import make_llama  # torch, which most tests do without
 
     return make_llama(
@@ -217,6 +218,7 @@ def small_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=16,
     )
 
 

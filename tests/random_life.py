@@ -255,7 +255,9 @@ class Life:
         budget = num_seqs + rng.choice([0, 1, 5, 30, 150]) if chunked else MAX_MODEL_LEN + 3
         config = EngineConfig(
             model=ModelConfig(self._world.model, "tiny", dtype="float64",
-                              max_model_len=MAX_MODEL_LEN),
+                              max_model_len=MAX_MODEL_LEN,
+                              # By the compiled kernels where there are some, and without.
+                              attention_backend="auto" if self._seed % 4 else "gather"),
             cache=CacheConfig(
                 block_size=size,
                 # From just enough for one request to plenty for all.
@@ -284,7 +286,7 @@ class Life:
             async_scheduling=self._runs_ahead,
         )  # fmt: skip
         # Below what an operator may ask for, so that everything is evicted all the time.
-        slot_bytes = 4096 * -(-size * 512 // 4096)
+        slot_bytes = 4096 * -(-size * 1024 // 4096)
         slots = MAX_MODEL_LEN // size
         for part, wanted in (
             (

@@ -38,7 +38,7 @@ TREES = {"ci": 60, "long": 10_000}
 TREES_OF_OTHER_PROCESSES = {"ci": 3, "long": 1_000}
 PARTS = 6  # so that a failing tree does not hide the others
 RATES = (0.0, 0.1, 1.0)
-TOKEN_BYTES = 2 * 2 * 2 * 8 * 8  # of `small_llama`: K and V, layers, heads, head size, float64
+TOKEN_BYTES = 2 * 2 * 2 * 16 * 8  # of `small_llama`: K and V, layers, heads, head size, float64
 
 SOME = ("lookup:error={r},lookup:miss={r},load:error={r},load:miss={r},load:partial={r},"
         "load:busy={r},load:delay=0.0..0.02,load:reorder={r},store:error={r},store:miss={r},"
