@@ -77,7 +77,7 @@ def test_preemption(is_recorded: bool, model: Path, texts: Any) -> None:
 def test_blocks_from_the_tiers(is_recorded: bool, model: Path, tmp_path: Path) -> None:
     documents = [prompt(100 + number, 170) for number in range(4)]
     expected = [greedy_reference(model, text, OUTPUT_TOKENS) for text in documents]
-    offload = {"tiers": ("cpu", "ssd"), "cpu_bytes": 2**20, "ssd_path": tmp_path / "ssd",
+    offload = {"tiers": ("cpu", "ssd"), "cpu_bytes": 2**21, "ssd_path": tmp_path / "ssd",
                "ssd_bytes": 64 * 2**20, "load": "always"}  # fmt: skip
     for life in range(2):
         with running_core(
@@ -97,7 +97,7 @@ def fp8_answers(core: EngineCore, documents: list[list[int]], tag: str) -> list[
 def test_an_fp8_pool_answers_the_same_from_every_tier(model: Path, tmp_path: Path) -> None:
     """Not what transformers answers: K and V are rounded. But always the same."""
     documents = [prompt(100 + number, 170) for number in range(4)]
-    offload = {"tiers": ("cpu", "ssd"), "cpu_bytes": 2**20, "ssd_path": tmp_path / "ssd",
+    offload = {"tiers": ("cpu", "ssd"), "cpu_bytes": 2**21, "ssd_path": tmp_path / "ssd",
                "ssd_bytes": 64 * 2**20, "load": "always"}  # fmt: skip
     cache = {"num_blocks": 36, "kv_cache_dtype": FP8_KV}
     with running_core(model, cache={"num_blocks": 400} | {"kv_cache_dtype": FP8_KV}) as core:
@@ -111,7 +111,7 @@ def test_an_fp8_pool_answers_the_same_from_every_tier(model: Path, tmp_path: Pat
 
 
 def test_pools_of_other_types_never_find_an_fp8_pools_blocks(model: Path, tmp_path: Path) -> None:
-    offload = {"tiers": ("cpu", "ssd"), "cpu_bytes": 2**20, "ssd_path": tmp_path / "ssd",
+    offload = {"tiers": ("cpu", "ssd"), "cpu_bytes": 2**21, "ssd_path": tmp_path / "ssd",
                "ssd_bytes": 64 * 2**20}  # fmt: skip
     with running_core(model, cache={"kv_cache_dtype": FP8_KV}, offload=offload):
         pass
