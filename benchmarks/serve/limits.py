@@ -193,14 +193,15 @@ def _spread(quarters: Sequence[float]) -> str:
 def plot_limits(report: Report, path: Path) -> Path:
     """A bar for each case, by the clock and of processors."""
     figure, [[axes]] = plots.new_figure(1, 1, 3.4)
-    names = [name.removeprefix("limit_") for name in CASES]
+    cases = {name: case for name, case in CASES.items() if name in report.ratios}  # of older ones
+    names = [name.removeprefix("limit_") for name in cases]
     found = report.figures["contests"]
     bars = {
-        "by the clock": [report.ratios[name] for name in CASES],
-        "of processor seconds": [found[name]["processor_ratio"] for name in CASES],
+        "by the clock": [report.ratios[name] for name in cases],
+        "of processor seconds": [found[name]["processor_ratio"] for name in cases],
     }
     plots.draw_bars(axes, names, bars, (plots.COLOURS[0], plots.PLAIN), "%.2f", 8)
-    marks = {float(at): case.gate.least for at, case in enumerate(CASES.values())}
+    marks = {float(at): case.gate.least for at, case in enumerate(cases.values())}
     plots.mark_gates(axes, marks, 0.84, plots.GATE)
     threads = report.figures["plan"]["threads"]
     plots.caption(
