@@ -6,6 +6,7 @@ Reads private fields of every part, so that the parts need no methods for tests.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from stratakv.engine.core.executor import InProcessExecutor
 from stratakv.engine.scheduler.scheduler import Scheduler
 from stratakv.engine.worker.model_runner import ModelRunner
 from stratakv.tiers.base import Answer, SlabTier
+
+from .stepping import PAUSE_SECONDS, WAIT_SECONDS
 
 # What follows the pool's name of a block in a key: shard 0 of 1.
 SHARD = bytes([0, 0, 1, 0, 0, 0])
@@ -37,6 +40,19 @@ def is_busy(core: EngineCore) -> bool:
         or hierarchy._promotions
         or hierarchy._write_backs.in_flight
     )
+
+
+def settle(core: EngineCore, seconds: float = WAIT_SECONDS) -> None:
+    """Step until every request has ended and every block that a tier took has reached the next one.
+
+    A slow disk would otherwise meet a full slab, which evicts blocks that are not written yet.
+    """
+    deadline = time.monotonic() + seconds
+    core.step()
+    while core.has_work() or is_busy(core):  # in this order: the first takes in what ended
+        assert time.monotonic() < deadline, f"requests or transfers did not end in {seconds:g} s"
+        time.sleep(PAUSE_SECONDS)
+        core.step()
 
 
 def check_references(core: EngineCore) -> None:

@@ -24,7 +24,7 @@ from stratakv.tiers.ssd.index import index_file
 from stratakv.tiers.ssd.store import SsdStore
 
 from .checked_logprobs import check_logprobs
-from .leftovers import check_nothing_left, is_busy
+from .leftovers import check_nothing_left, settle
 from .stepping import step_outputs
 from .test_exactness import ask, documents, prompt, rejected_records, running_core, tiers
 from .tiny_models import greedy_reference, make_llama
@@ -64,9 +64,7 @@ def pool(num_blocks: int, num_groups: int = 2) -> dict[str, Any]:
 
 
 def check_end(core: EngineCore) -> None:
-    core.step()
-    while core.has_work() or is_busy(core):
-        core.step()
+    settle(core)
     if core.config.executor == "uni":
         check_nothing_left(core)
 
@@ -137,6 +135,7 @@ def test_blocks_from_the_ssd_after_a_restart(
                 assert answer.token_ids == expected
                 if life:
                     assert answer.cached["ssd"] >= PREFIX
+                settle(core)
             check_end(core)
 
 
@@ -167,6 +166,7 @@ def test_a_prefix_ends_where_one_group_lacks_a_block(
     with running_core(model, cache=pool(36), offload=offload) as core:
         for index, (text, _) in enumerate(texts):
             ask(core, [text], tag=f"0-{index}-")
+            settle(core)
         layout = core._groups.layout
         lost = [pack_key(digests_of(core, text)[10], group) for text, _ in texts]
     if harm == "damaged":

@@ -22,6 +22,7 @@ from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.wire import AddRequest, TokenOutput
 
+from .leftovers import settle
 from .offload_config import offload_config
 from .stepping import step_outputs
 from .tiny_models import VARIANTS, VOCAB, greedy_reference, make_llama
@@ -212,6 +213,7 @@ def test_blocks_from_the_ssd_after_a_restart(model: Path, tmp_path: Path) -> Non
                 assert answer.token_ids == expected
                 if life:
                     assert answer.cached["ssd"] >= 160
+                settle(core)
 
 
 def test_damaged_blocks_are_computed_again(model: Path, tmp_path: Path) -> None:
@@ -220,6 +222,7 @@ def test_damaged_blocks_are_computed_again(model: Path, tmp_path: Path) -> None:
     with running_core(model, cache={"num_blocks": 36}, offload=offload) as core:
         for index, (text, _) in enumerate(texts):
             ask(core, [text], tag=f"0-{index}-")
+            settle(core)
     damage_everything(tmp_path / "ssd")
     with running_core(model, cache={"num_blocks": 36}, offload=offload) as core:
         for index, (text, expected) in enumerate(texts):

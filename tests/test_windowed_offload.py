@@ -20,6 +20,7 @@ from stratakv.tiers.record import decode_header
 from stratakv.tiers.settings.values import ConfigError
 from stratakv.tiers.ssd.disk.space import HEADER_PAGE_BYTES
 
+from .leftovers import settle
 from .test_exactness import running_core, tiers
 from .test_windowed_models import BLOCK, WINDOW, check_exact, model, small_pool, texts
 from .tiers.cache_server.rig import server_process
@@ -38,6 +39,7 @@ def two_lives(model: Path, texts: Texts, offload: dict[str, Any], tier: str) -> 
                 if life and len(text[0]) > WINDOW:
                     found.update(answer.cached)
                     assert sum(answer.cached.values()) > 2 * WINDOW
+                settle(core)
     assert found[tier] > 2 * WINDOW
 
 

@@ -14,7 +14,7 @@ from stratakv.connector import prefill_waits
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.wire import RequestExtras, TokenOutput
 
-from ...leftovers import check_nothing_left, is_busy
+from ...leftovers import check_nothing_left, settle
 from ...tiers.cache_server.rig import WAIT_SECONDS, ServerProcess, server_process
 from .conftest import MakeCore, Reference, prompt_of, request
 
@@ -117,11 +117,7 @@ def come(core: EngineCore) -> int:
 
 def check_left(*cores: EngineCore) -> None:
     for core in cores:
-        deadline = time.monotonic() + WAIT_SECONDS
-        core.step()  # tells the worker who is gone
-        while core.has_work() or is_busy(core):  # in this order: the first takes in what ended
-            assert time.monotonic() < deadline, "something never ends"
-            core.step()
+        settle(core)  # and tell the worker who is gone
         check_nothing_left(core)
 
 
