@@ -24,14 +24,22 @@ class AloneAtTheEnd(LoadFileScheduling):
         self._runs_alone = runs_alone
 
     def remove_node(self, node: WorkerController) -> str | None:
-        # Of a process that crashed, what it had ended would come first, and end nothing again.
+        """What `node` has not ended goes to others, but for the test in which it crashed: that one
+        would crash them too."""
         unfinished = {
-            scope: unit
+            scope: tests
             for scope, unit in self.assigned_work[node].items()
-            if not all(unit.values())
+            if (tests := {name: False for name, ended in unit.items() if not ended})
         }
+        crashed_in = None
+        if unfinished:
+            scope = next(iter(unfinished))
+            crashed_in = next(iter(unfinished[scope]))
+            del unfinished[scope][crashed_in]
+            if not unfinished[scope]:
+                del unfinished[scope]
         self.assigned_work[node] = unfinished
-        crashed_in = super().remove_node(node)
+        super().remove_node(node)
         for other in self.nodes:
             self._reschedule(other)
         return crashed_in

@@ -50,16 +50,23 @@ def test_alone():
     pass
 
 def test_another_alone():
-    if {crashes}:
+    if {crashes} == "alone":
         os._exit(3)
+
+def test_after():
+    if {crashes} == "beside others":
+        os._exit(3)
+
+def test_last():
+    pass
 """
 
 
-def run(folder: Path, *, crashes: bool, processes: int = 2) -> tuple[int, str, list[list[str]]]:
+def run(folder: Path, *, crashes: str = "", processes: int = 2) -> tuple[int, str, list[list[str]]]:
     """The exit status, the closing line and what the tests wrote down."""
     (folder / "conftest.py").write_text(CONFTEST)
     for number in range(4):
-        content = FILE.format(seconds=0.01 * number, crashes=crashes and number == 1)
+        content = FILE.format(seconds=0.01 * number, crashes=repr(crashes if number == 1 else ""))
         (folder / f"test_{number}.py").write_text(content)
     pytest_script = Path(sys.executable).with_name("pytest")
     done = subprocess.run(
@@ -76,17 +83,20 @@ def run(folder: Path, *, crashes: bool, processes: int = 2) -> tuple[int, str, l
 
 @pytest.mark.parametrize("processes", [2, 3])
 def test_what_runs_alone_runs_when_all_others_have_ended(tmp_path: Path, processes: int) -> None:
-    status, closing, log = run(tmp_path, crashes=False, processes=processes)
-    assert status == 0 and closing.startswith("24 passed")
+    status, closing, log = run(tmp_path, processes=processes)
+    assert status == 0 and closing.startswith("32 passed")
     alone = [line for line in log if line[2].endswith("alone")]
     others = [line for line in log if line not in alone]
-    assert len(alone) == 8 and len(others) == 16
+    assert len(alone) == 8 and len(others) == 24
     assert max(float(line[4]) for line in others) <= min(float(line[3]) for line in alone)
     assert len({line[0] for line in alone}) == 1
     for number in range(4):
         assert len({line[0] for line in others if line[1] == f"test_{number}.py"}) == 1
 
 
-def test_a_process_that_ends_while_it_is_alone_is_a_failure_and_no_hang(tmp_path: Path) -> None:
-    status, closing, _ = run(tmp_path, crashes=True)
-    assert status != 0 and "failed" in closing
+@pytest.mark.parametrize("place", ["alone", "beside others"])
+def test_a_test_that_ends_its_process_fails_once_and_all_others_run(
+    tmp_path: Path, place: str
+) -> None:
+    status, closing, _ = run(tmp_path, crashes=place)
+    assert status != 0 and closing.startswith("1 failed, 31 passed")

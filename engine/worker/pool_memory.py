@@ -8,6 +8,7 @@ on: a thread takes the pages while the engine starts and runs, and changes nothi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -59,5 +60,6 @@ def _take_pages(
     library: CpuLibrary, mapped: mmap.mmap, address: int, num_bytes: int, ends: ctypes.c_int64
 ) -> None:
     """`mapped` is kept meanwhile, or the memory could be another's."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+    with contextlib.suppress(OSError):  # a sandbox may refuse it: the pages are wanted all the same
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
     library.take_pages(address, num_bytes, ctypes.byref(ends))

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import errno
 import mmap
+import os
 import threading
 import time
 from pathlib import Path
@@ -67,6 +69,19 @@ def test_pages_are_taken_by_a_thread_that_changes_nothing(
     memory[::4096] = 7  # while it is at it
     assert no_taker()
     assert int(memory.sum()) == 7 * -(-SIZE // 4096)
+
+
+def test_pages_are_taken_where_a_sandbox_refuses_a_lower_priority(
+    behind: None, library: CpuLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "setpriority", refuses)
+    memory = zeroed_memory(SIZE)
+    assert no_taker()
+    there, of = pages_in_memory(memory)
+    assert there == of
 
 
 def test_every_page_is_there_when_the_thread_has_ended(behind: None, library: CpuLibrary) -> None:
