@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PLACE = ROOT / "build" / "sanitized"
 LIBRARY_FOLDER = Path("kernels") / "cpu"
-TESTS = ("test_cpu_kernels.py", "test_cpu_network.py")
+TESTS = ("test_cpu_kernels.py", "test_cpu_network.py", "test_cpu_products.py")
 SANITIZERS = "-fsanitize=address,undefined"
 FLAGS = f"-g {SANITIZERS} -fno-sanitize-recover=all -fno-omit-frame-pointer"
 PARTS = ("build", "planted", *TESTS)

@@ -22,15 +22,16 @@ from stratakv.kernels.cpu.paged_attention import CpuAttentionStep
 from stratakv.kernels.cpu.thresholds import Worth
 from stratakv.kernels.cpu.workspace import Workspace
 
+from .cpu_variants import DTYPES, PATH, variant
 from .decode_batches import assert_right, make_case
 from .prefill_batches import Case, make_batch
 
+__all__ = ["variant"]  # a fixture
+
 CPU = torch.device("cpu")
-PATH = Path(library.__file__).with_name(library.FILE_NAME)
 NATIVE_ONLY = pytest.mark.skipif(
     isinstance(open_library(PATH), Missing), reason=f"needs the library: {open_library(PATH)}"
 )
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Query heads of a kv head, kv heads, head size, block size.
 SHAPES = ((1, 1, 16, 1), (2, 2, 64, 16), (7, 1, 128, 32), (4, 2, 80, 5), (17, 1, 48, 4))
 OPTIONS = ({}, {"window": 7}, {"window": 300}, {"softcap": 3.0}, {"softcap": 3.0, "window": 20})
@@ -39,19 +40,6 @@ CASES = [
     (dtype, shape, OPTIONS[number % len(OPTIONS)])
     for number, (dtype, shape) in enumerate(itertools.product(DTYPES, SHAPES))
 ]
-
-
-@pytest.fixture(params=VARIANTS)
-def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """One variant of the library, as the variable would choose it, and from when on several threads
-    are used where nothing was measured."""
-    found = open_library(PATH, request.param)
-    if isinstance(found, Missing):
-        pytest.skip(found.reason)
-    monkeypatch.setattr(paged_attention, "cpu_library", lambda: found)
-    monkeypatch.setattr(paged_attention, "worth_a_thread", Worth)
-    name: str = request.param
-    return name
 
 
 @pytest.mark.parametrize(("dtype", "shape", "options"), CASES)
