@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import struct
 import subprocess
 import sys
 import threading
@@ -19,10 +18,7 @@ from typing import Any
 import pytest
 
 from stratakv.benchmarks.harness.comparison import Comparison, take_rounds
-from stratakv.benchmarks.harness.plots import DPI, WIDTH_INCHES
-from stratakv.benchmarks.harness.report import Report, environment, median
-from stratakv.benchmarks.offload import command as offload
-from stratakv.benchmarks.redraw import draw
+from stratakv.benchmarks.harness.report import environment, median
 from stratakv.benchmarks.tiers import disk_limit
 from stratakv.benchmarks.tiers.scale import MIB, QUICK, layout_of
 from stratakv.benchmarks.tiers.store_case import StoreCase
@@ -56,69 +52,10 @@ from ..nursery_site import nursery_client
 pytestmark = pytest.mark.regression
 
 ROOT = Path(__file__).parents[2]
-MOST_BYTES = 120_000  # of a picture
-RESULTS = ROOT / "benchmarks" / "results"
-OFFLOAD = RESULTS / "2026-11-21-offload-cpu-2-cores.json"
 LAYOUT = BlockLayout(16, 2, 2, 8, "float32")
 
 
-# Pictures (U2) and tables without them (U4).
-
-
-def test_u02_whiskers_reach_only_where_something_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import numpy
-    from matplotlib.axes import Axes
-
-    drawn: list[Any] = []
-    plain = Axes.errorbar
-
-    def errorbar(self: Axes, x: Any, y: Any, yerr: Any = None, **options: Any) -> Any:
-        drawn.append((list(y), numpy.broadcast_to(numpy.asarray(yerr), (2, len(y)))))
-        return plain(self, x, y, yerr=yerr, **options)
-
-    monkeypatch.setattr(Axes, "errorbar", errorbar)
-    report = Report.read(OFFLOAD)
-    offload.show(report, tmp_path / "offload.json")
-    ((medians, (below, above)),) = drawn
-    phases = report.figures["phases"].values()
-    assert list(below) == [0.0] * len(medians), "nothing below the median was measured"
-    highs = [1e3 * phase["ttft_p99_seconds"] for phase in phases]
-    assert [m + a for m, a in zip(medians, above, strict=True)] == pytest.approx(highs)
-
-
-@pytest.mark.parametrize(
-    "name",
-    sorted(path.stem for path in RESULTS.glob("*.json") if path.with_suffix(".png").exists()),
-)
-def test_u02_every_picture_names_machine_date_and_version(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from matplotlib.figure import Figure
-    from matplotlib.text import Text
-
-    said: list[str] = []
-    plain = Figure.savefig
-
-    def savefig(self: Figure, *words: Any, **options: Any) -> None:
-        said.extend(text.get_text() for text in self.findobj(Text))
-        plain(self, *words, **options)
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
-    report = Report.read(RESULTS / f"{name}.json")
-    draw(report, tmp_path / "picture.png")
-    machine = report.environment
-    version = machine.get("version", "")  # reports of before 2026-11-22 have none
-    build = " ".join(filter(None, ("StrataKV", version, f"({machine['commit']})")))
-    foot = [text for text in said if build in text]
-    assert len(foot) == 1
-    for part in (machine["cpu"], f"{machine['cores']} cores", machine["date"]):
-        assert part in foot[0]
-    for picture in (tmp_path / "picture.png", RESULTS / f"{name}.png"):
-        png = picture.read_bytes()
-        assert png.startswith(b"\x89PNG") and 10_000 < len(png) < MOST_BYTES
-        assert struct.unpack(">I", png[16:20])[0] == DPI * WIDTH_INCHES
+# A report's version (U2) and tables without pictures (U4).
 
 
 def test_u02_a_report_knows_its_version() -> None:
