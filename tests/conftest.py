@@ -25,6 +25,10 @@ from hypothesis import HealthCheck, settings
 from .nursery_site.nursery_client import VARIABLE, Nursery, OwnNursery
 from .threads import check_threads
 
+# The processes that share the tests have more threads than there are processors. Those of OpenMP
+# spin for milliseconds after each parallel loop unless they are told otherwise before it is loaded.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 # A long run repeats what CI does once, often a thousand times.
 LONG_TIMEOUT_SECONDS = 7200
 DEFAULT_SEED = 20260
