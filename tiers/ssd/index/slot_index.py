@@ -25,126 +25,14 @@ import gc
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
-from itertools import chain, islice, repeat, takewhile
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice, takewhile
+from typing import NamedTuple
 
 from ...holds import Holds
 from ...policies.base import EvictionPolicy
 from .index_file import Row, RowBatch
-
-_NOWHERE = 2**32 - 1
-
-
-class SlotList:
-    """Slots in an order that changes with every use: some of 0 to `num_slots - 1`, each at most
-    once. A linked list in two arrays: eight bytes a slot whether it is listed or not, every change
-    O(1), no memory taken or given back. One thread at a time."""
-
-    def __init__(self, num_slots: int) -> None:
-        self._end = num_slots  # stands before the first slot and after the last one
-        self._after = array("I", b"\xff" * 4 * (num_slots + 1))
-        self._before = array("I", self._after)
-        self._after[self._end] = self._before[self._end] = self._end
-
-    def __contains__(self, slot: int) -> bool:
-        return self._after[slot] != _NOWHERE
-
-    def __iter__(self) -> Iterator[int]:
-        """The slots from first to last; the list must not change meanwhile."""
-        slot = self._after[self._end]
-        while slot != self._end:
-            yield slot
-            slot = self._after[slot]
-
-    def extend(self, slots: Sequence[int]) -> None:
-        """Append slots that are not listed yet. Without a Python loop, for a million."""
-        end, last = [self._end], [self._before[self._end]]
-        _scatter(self._after, chain(last, slots), chain(slots, end))
-        _scatter(self._before, chain(slots, end), chain(last, slots))
-
-    def move_all_to_end(self, slots: Iterable[int]) -> None:
-        """Make each of the slots the last one, whether it is listed or not."""
-        after, before, end = self._after, self._before, self._end
-        for slot in slots:
-            behind = after[slot]
-            if behind != _NOWHERE:
-                in_front = before[slot]
-                after[in_front] = behind
-                before[behind] = in_front
-            last = before[end]
-            after[last] = before[end] = slot
-            before[slot] = last
-            after[slot] = end
-
-    def discard_all(self, slots: Iterable[int]) -> None:
-        """Remove those of the slots that are listed."""
-        after, before = self._after, self._before
-        for slot in slots:
-            behind = after[slot]
-            if behind != _NOWHERE:
-                in_front = before[slot]
-                after[in_front] = behind
-                before[behind] = in_front
-                after[slot] = _NOWHERE
-
-
-_FREE = b"\1"
-
-
-class FreeSlots:
-    """Which of the slots 0 to `num_slots - 1` are free, one byte each; all of them at first. The
-    lowest are given out first, so neighbours where there are any. A search for the next free byte
-    runs at the speed of memory, so a batch costs one pass over what is taken below it (a million
-    slots: 30 µs), and a slot that comes back costs nothing to put in order."""
-
-    def __init__(self, num_slots: int) -> None:
-        self._flags = bytearray(_FREE * num_slots)
-        self._lowest = 0  # no slot below is free
-        self._count = num_slots
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __contains__(self, slot: int) -> bool:
-        return bool(self._flags[slot])
-
-    def take(self, count: int) -> list[int]:
-        """Up to `count` slots, the lowest, ascending."""
-        slots: list[int] = []
-        slot = self._lowest
-        for _ in range(min(count, self._count)):
-            slot = self._flags.find(_FREE, slot)
-            self._flags[slot] = 0
-            slots.append(slot)
-            slot += 1
-        self._lowest = slot
-        self._count -= len(slots)
-        return slots
-
-    def take_range(self, start: int, stop: int) -> None:
-        """Does what `take_these` does, for all from `start` to before `stop`."""
-        self._flags[start:stop] = bytes(stop - start)
-        self._count -= stop - start
-
-    def take_these(self, slots: Sequence[int]) -> None:
-        """Take these slots, all of which must be free."""
-        deque(map(self._flags.__setitem__, slots, repeat(0)), maxlen=0)
-        self._count -= len(slots)
-
-    def add(self, slot: int) -> None:
-        """A slot that was taken is free."""
-        self.add_these((slot,))
-
-    def add_these(self, slots: Sequence[int]) -> None:
-        """All of these are."""
-        if slots:
-            deque(map(self._flags.__setitem__, slots, repeat(1)), maxlen=0)
-            self._lowest = min(self._lowest, *slots)
-            self._count += len(slots)
-
-
-_T = TypeVar("_T")
+from .slot_sets import FreeSlots, SlotList, scatter
 
 # Counting sort of the uses at the start takes four bytes for each number between the oldest and
 # the newest one; beyond this many numbers a block, an ordinary sort does.
@@ -481,11 +369,11 @@ class SlotIndex:
             uses[start:stop] = last_uses
             self._free.take_range(start, stop)
             return
-        _scatter(self._keys, slots, keys)
-        _scatter(self._generations, slots, generations)
+        scatter(self._keys, slots, keys)
+        scatter(self._generations, slots, generations)
         if any(encoded_bytes):
-            _scatter(self._encoded_bytes, slots, encoded_bytes)
-        _scatter(uses, slots, last_uses)
+            scatter(self._encoded_bytes, slots, encoded_bytes)
+        scatter(uses, slots, last_uses)
         self._free.take_these(slots)
 
     def _leave_older_rows(self, uses: array[int]) -> None:
@@ -526,14 +414,9 @@ def _by_use(slots: Mapping[bytes, int], uses: array[int]) -> Sequence[int]:
             if use:
                 places[use - first] = slot
     else:
-        _scatter(places, uses, range(len(uses)))
+        scatter(places, uses, range(len(uses)))
         places[0] = nobody  # where all that are not in use went
     order = [slot for slot in places if slot != nobody]
     if len(order) == len(slots):
         return order
     return sorted(slots.values(), key=uses.__getitem__)
-
-
-def _scatter(into: MutableSequence[_T], slots: Iterable[int], values: Iterable[_T]) -> None:
-    """`into[slot] = value` for all of them, without a Python loop."""
-    deque(map(into.__setitem__, slots, values), maxlen=0)
