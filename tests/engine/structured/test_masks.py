@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The masks of a step: who makes which row, and what a grammar that hangs leaves to the others."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from stratakv.engine.structured.base import Grammar, Matcher, Words
+from stratakv.engine.structured.masks import (
+    HANGS,
+    QUICK_SECONDS,
+    TOO_MANY_HANG,
+    Follower,
+    MaskJob,
+    MaskMaker,
+)
+
+from .test_limits import Spinner, spec
+from .waiting import SHORT, wait_for
+
+
+def test_one_that_does_not_stop_in_a_step_fails_alone(threads_end: None) -> None:
+    backend = Spinner(compiles=True)
+    maker = MaskMaker(40, SHORT)
+    try:
+        for last in ("", TOO_MANY_HANG):  # each round leaves two threads behind
+            rows_of = (("a", ()), ("spin", ()), ("b", (1,)), ("spin", (2,)), ("c", ()))
+            maker.begin([
+                MaskJob(Follower(backend.compile(spec(text))), [1, 2], drafts)
+                for text, drafts in rows_of
+            ])  # fmt: skip
+            done, rows = collected(maker)
+            assert [job.error for job in done] == ["", HANGS, "", HANGS, last]
+            assert rows.shape == (7, 2)
+            assert (rows[[0, 2, 3] if last else [0, 2, 3, 6]] == 7).all()
+        maker.begin([MaskJob(Follower(backend.compile(spec("a"))), [])])
+        [job], _ = collected(maker)
+        assert job.error == TOO_MANY_HANG
+        backend.stop.set()
+        wait_for(lambda: not maker._left.are_too_many)
+        maker.begin([MaskJob(Follower(backend.compile(spec("a"))), [])])
+        [job], rows = collected(maker)
+        assert job.error == "" and (rows == 7).all()
+    finally:
+        backend.stop.set()
+        maker.close()
+
+
+def collected(maker: MaskMaker) -> tuple[Sequence[MaskJob], Words]:
+    jobs, rows, num_rows = maker.collect()
+    return jobs, rows.words[:num_rows]
+
+
+class Noting(Matcher):
+    """Notes which thread makes its rows."""
+
+    may_end = False
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+
+    def accept(self, token_id: int) -> bool:
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        pass
+
+    def fill(self, words: Words) -> None:
+        self.threads.append(threading.current_thread())
+        words[:] = 7
+
+
+class NotingGrammar(Grammar):
+    num_bytes = 1
+
+    def __init__(self, *, is_bounded: bool) -> None:
+        self.is_bounded = is_bounded
+        self.made = Noting()
+
+    def matcher(self) -> Matcher:
+        return self.made
+
+
+def test_quick_rows_are_made_by_the_caller_and_others_by_the_thread(threads_end: None) -> None:
+    maker = MaskMaker(40)
+    bounded, free = NotingGrammar(is_bounded=True), NotingGrammar(is_bounded=False)
+    first = np.full(2, 5, np.int32)
+    followers = [Follower(bounded, first), Follower(free)]
+    made = [each.made.threads for each in (bounded, free)]
+
+    def rows(new: list[int], *, costs: float) -> list[list[int]]:
+        for follower in followers:
+            if new:
+                follower.row_seconds = costs
+        maker.begin([MaskJob(follower, new) for follower in followers])
+        jobs, rows = collected(maker)
+        assert [job.error for job in jobs] == ["", ""]
+        return rows.tolist()
+
+    def by_caller() -> list[bool]:
+        return [by_caller_of(threads) for threads in made]
+
+    try:
+        assert rows([], costs=0.0) == [[5, 5], [7, 7]]  # the first one was there
+        assert not made[0] and not by_caller_of(made[1])
+        assert rows([1], costs=math.inf) == [[7, 7]] * 2  # nobody knows yet
+        assert by_caller() == [False, False]
+        rows([1], costs=0.0)
+        assert by_caller() == [True, False]  # what may hang never is the caller's
+        rows([1], costs=1.0)
+        assert by_caller() == [False, False]
+        followers[:] = [Follower(bounded) for _ in range(12)]
+        rows_of_all = len(made[0])
+        for follower in followers:
+            follower.row_seconds = 0.0002
+        maker.begin([MaskJob(follower, [1]) for follower in followers])
+        maker.collect()
+        callers = [thread is threading.current_thread() for thread in made[0][rows_of_all:]]
+        assert callers.count(True) == 5  # a millisecond's worth
+    finally:
+        maker.close()
+
+
+def by_caller_of(threads: list[threading.Thread]) -> bool:
+    return threads[-1] is threading.current_thread()
+
+
+def test_rows_behind_a_draft_that_is_refused_allow_everything(threads_end: None) -> None:
+    maker = MaskMaker(40)
+    try:
+        follower = Follower(NotingGrammar(is_bounded=True))
+        maker.begin([MaskJob(follower, [], drafts=(2, 9, 1))])  # 0 to 2 are allowed
+        [job], rows = collected(maker)
+        assert job.error == "" and rows.tolist() == [[7, 7], [7, 7], [-1, -1], [-1, -1]]
+    finally:
+        maker.close()
+
+
+def test_a_row_that_was_interrupted_is_forgotten() -> None:
+    follower = Follower(NotingGrammar(is_bounded=True))
+    follower.note_seconds(1e-5)
+    follower.note_seconds(4e-3)
+    assert follower.row_seconds == 4e-3
+    for _ in range(4):
+        follower.note_seconds(1e-5)
+    assert follower.row_seconds <= QUICK_SECONDS
