@@ -12,13 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stratakv.kernels.choice import KernelRefused
-from stratakv.kernels.cpu import network
+from stratakv.kernels.cpu import library as cpu
+from stratakv.kernels.cpu import matrix, network, paged_attention
 from stratakv.kernels.cpu.matrix import GELU_TANH, SILU, PackedMatrix
 from stratakv.kernels.cpu.network import CpuNetwork, NetworkLayer, last_rows
 from stratakv.kernels.cpu.paged_attention import CpuAttentionStep
 from stratakv.kernels.cpu.thresholds import Worth
+from stratakv.kernels.cpu.workspace import Workspace
 
-from .cpu_variants import DTYPES, NEAR, draw, threads, variant
+from .cpu_variants import DTYPES, NEAR, PATH, draw, threads, variant
 
 __all__ = ["threads", "variant"]  # fixtures
 
@@ -281,6 +283,46 @@ def test_several_threads_compute_the_bits_of_one(monkeypatch: pytest.MonkeyPatch
         torch.set_num_threads(before)
     assert torch.equal(found[0][[57, 57, 3]], found[1])
     assert all(torch.equal(found[place % 2], other) for place, other in enumerate(found))
+
+
+def test_a_pass_without_openmp_stays_within_the_memory_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    """One thread does all of what was laid down for several, each of which needs less."""
+    monkeypatch.setitem(globals(), "BLOCK", 64)
+    monkeypatch.setitem(globals(), "POSITIONS", 256)
+    monkeypatch.setattr(cpu, "_torch_parallel", lambda: None)
+    alone = cpu.open_library(PATH, variant)
+    for module in (matrix, network, paged_attention):
+        monkeypatch.setattr(module, "cpu_library", lambda: alone)
+        monkeypatch.setattr(module, "worth_a_thread", lambda: Worth(1, 1, 1))
+    model, count = Model(torch.float32, SILU, True), 50
+    model.pool.copy_(draw(*model.pool.shape, dtype=torch.float32))
+    steps = [
+        CpuAttentionStep(
+            model.pool[:, 0], torch.arange(4).int().repeat(count, 1),
+            torch.full((count,), 256).int(), None, num_tokens=count, num_heads=HEADS, scale=0.25,
+            workspace=None, window=window, slots=torch.full((count,), -1),
+        )
+        for window in (None, 5)
+    ]  # fmt: skip
+    x, behind, found = draw(count, model.hidden, dtype=torch.float32), 1 << 19, []
+
+    def guarded(_: Workspace, num_bytes: int) -> Tensor:
+        memory.append(torch.full((num_bytes + behind,), 9, dtype=torch.uint8))
+        return memory[-1][:num_bytes]
+
+    monkeypatch.setattr(Workspace, "at_least", guarded)
+    run, before = model.in_library().run, torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            memory: list[Tensor] = []
+            torch.set_num_threads(threads)
+            found.append(run(x, torch.full((count,), 255), steps, None)[0])
+            assert bool((memory[-1][-behind:] == 9).all())
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
