@@ -84,6 +84,18 @@ def test_pages_are_taken_where_a_sandbox_refuses_a_lower_priority(
     assert there == of
 
 
+def test_the_pool_is_there_where_no_thread_can_be_had(
+    behind: None, library: CpuLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    memory = zeroed_memory(SIZE)
+    assert pages_in_memory(memory)[0] == FIRST // mmap.PAGESIZE
+    assert not memory.any()
+
+
 def test_every_page_is_there_when_the_thread_has_ended(behind: None, library: CpuLibrary) -> None:
     memory = zeroed_memory(SIZE)
     assert no_taker()
@@ -149,6 +161,7 @@ def test_little_memory_is_there_at_once(size: int) -> None:
     assert taken == count
 
 
-def test_memory_that_cannot_be_had_is_an_error() -> None:
+@pytest.mark.parametrize("size", [1 << 60, 1 << 63])
+def test_memory_that_cannot_be_had_is_an_error(size: int) -> None:
     with pytest.raises((OSError, RuntimeError)):
-        zeroed_memory(1 << 60)
+        zeroed_memory(size)
