@@ -136,9 +136,36 @@ def test_taking_pages_ends_when_it_is_told_to(library: CpuLibrary) -> None:
     assert not memory.any()
     library.take_pages(memory.data_ptr(), SIZE, ctypes.byref(ctypes.c_int64(1)))
     assert pages_in_memory(memory)[0] == 0
+    whole = SIZE // mmap.PAGESIZE * mmap.PAGESIZE  # the page behind is another's
+    library.take_pages(memory.data_ptr(), whole, ctypes.byref(ctypes.c_int64(0)))
+    taken, count = pages_in_memory(memory)
+    assert taken == count - 1
     library.take_pages(memory.data_ptr(), SIZE, ctypes.byref(ctypes.c_int64(0)))
     taken, count = pages_in_memory(memory)
     assert taken == count
+
+
+def test_what_is_written_while_pages_are_taken_stays(library: CpuLibrary) -> None:
+    """Pages that are there already, so that both meet often: where taking one were not a single
+    operation, a round in six lost a number with two processors."""
+    pages = 4096
+    memory = torch.zeros(pages * mmap.PAGESIZE, dtype=torch.uint8)
+    first = memory[:: mmap.PAGESIZE]
+    address, goes_on = memory.data_ptr(), ctypes.c_int64(0)
+
+    def take() -> None:
+        for _ in range(6):
+            library.take_pages(address, memory.nbytes, ctypes.byref(goes_on))
+
+    for _ in range(30):
+        thread, count = threading.Thread(target=take), 0
+        first.zero_()
+        thread.start()
+        while thread.is_alive():
+            first.add_(1)
+            count += 1
+        thread.join(SECONDS)
+        assert bool((first == count % 256).all())
 
 
 def test_without_the_library_pages_come_when_they_are_used(
