@@ -265,6 +265,23 @@ def test_a_request_is_read_from_its_first_wanted_row_on(
         assert found.step.num_tokens == len(found.rows) == found.starts[-1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_prompts_last_row_has_the_same_bits_whatever_others_want(dtype: torch.dtype) -> None:
+    """Its 17 rows by themselves would be attended to as many, the one that is read as few."""
+    model = Model(dtype, SILU, True)
+    run, x = model.in_library().run, draw(33, model.hidden, dtype=dtype)
+
+    def last_of(counts: list[int], wanted: list[int]) -> Tensor:
+        none = [0] * len(counts)
+        given = (x[: sum(counts)], model.positions(none, counts), model.steps(none, counts))
+        return run(*given, torch.tensor(wanted))[0][0]
+
+    alone = last_of([17], [16])
+    assert torch.equal(alone, last_of([17, 16], [16, 32]))
+    assert torch.equal(alone, last_of([17, 16], [16, *range(17, 33)]))
+    assert torch.equal(alone, last_of([17, 2], [16, *[17, 18] * 10]))
+
+
 def test_several_threads_compute_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough work that more than one thread is used where there are more, and as soon as there is
     anything to do."""
