@@ -81,7 +81,9 @@ def last_rows(step: CpuAttentionStep, wanted: Tensor) -> LastRows | None:
     if 2 * count > laid_down.num_tokens:
         most = max(1, _FEW_VECTORS * laid_down.kv_heads // laid_down.heads)
         all_rows, kept_rows = np.diff(starts), np.diff(last_starts)
-        if not ((all_rows > most) & (0 < kept_rows) & (kept_rows <= most)).any():
+        becomes_few = (kept_rows > 0) & (kept_rows <= most) & (kept_rows < all_rows)
+        # Of few rows the first one's window says where their keys begin.
+        if not (becomes_few & ((all_rows > most) | (laid_down.window > 0))).any():
             return None
     laid_down.query_starts, laid_down.num_tokens = last_starts.ctypes.data, count
     moved = first - last_starts[:-1]

@@ -266,20 +266,26 @@ def test_a_request_is_read_from_its_first_wanted_row_on(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_prompts_last_row_has_the_same_bits_whatever_others_want(dtype: torch.dtype) -> None:
-    """Its 17 rows by themselves would be attended to as many, the one that is read as few."""
+@pytest.mark.parametrize(("layers", "rows"), [(3, 17), (2, 14)])
+def test_a_prompts_last_row_has_the_same_bits_whatever_others_want(
+    monkeypatch: pytest.MonkeyPatch, layers: int, rows: int, dtype: torch.dtype
+) -> None:
+    """All rows of 17 would be attended to as many and the one that is read as few; of fewer in
+    a window, which the last of two layers has, keys would begin elsewhere."""
+    monkeypatch.setitem(globals(), "LAYERS", layers)
     model = Model(dtype, SILU, True)
-    run, x = model.in_library().run, draw(33, model.hidden, dtype=dtype)
+    run, x = model.in_library().run, draw(40, model.hidden, dtype=dtype, seed=2)
 
-    def last_of(counts: list[int], wanted: list[int]) -> Tensor:
+    def last_beside(count: int, wanted: list[int]) -> Tensor:
+        counts = [rows, count] if count else [rows]
         none = [0] * len(counts)
         given = (x[: sum(counts)], model.positions(none, counts), model.steps(none, counts))
-        return run(*given, torch.tensor(wanted))[0][0]
+        return run(*given, torch.tensor([rows - 1, *(rows + row for row in wanted)]))[0][0]
 
-    alone = last_of([17], [16])
-    assert torch.equal(alone, last_of([17, 16], [16, 32]))
-    assert torch.equal(alone, last_of([17, 16], [16, *range(17, 33)]))
-    assert torch.equal(alone, last_of([17, 2], [16, *[17, 18] * 10]))
+    alone = last_beside(0, [])
+    assert torch.equal(alone, last_beside(rows - 1, [rows - 2]))
+    assert torch.equal(alone, last_beside(rows - 1, list(range(rows - 1))))
+    assert torch.equal(alone, last_beside(2, [0, 1] * 10))
 
 
 def test_several_threads_compute_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
