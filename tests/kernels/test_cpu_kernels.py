@@ -97,6 +97,15 @@ def test_a_requests_bits_depend_neither_on_threads_nor_on_other_requests(
     assert torch.equal(bits_of(long, 1).nan_to_num(9.0), bits_of(long, 3).nan_to_num(9.0))
 
 
+@pytest.mark.parametrize("place", [3, 300, 599])
+def test_the_largest_score_by_far_may_be_in_any_part(variant: str, place: int) -> None:
+    """Weights relative to that of another part would be larger than any number."""
+    case = make_case(CPU, [600], group=1, kv_heads=1, head_dim=16)
+    block, q = int(case.block_tables[0, place // 16]), case.q[0, 0]
+    case.kv[block, 0, place % 16, 0] = q * (300 / (q.dot(q) * case.options["scale"]))
+    assert_right(case, case.run(NATIVE))
+
+
 def step_of(**changes: Any) -> CpuAttentionStep:
     arguments = {
         "pool": torch.zeros(4, 2, 16, 2, 16),
