@@ -266,7 +266,7 @@ def test_a_request_is_read_from_its_first_wanted_row_on(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("layers", "rows"), [(3, 17), (2, 14)])
+@pytest.mark.parametrize(("layers", "rows"), [(3, 16), (3, 17), (2, 14)])
 def test_a_prompts_last_row_has_the_same_bits_whatever_others_want(
     monkeypatch: pytest.MonkeyPatch, layers: int, rows: int, dtype: torch.dtype
 ) -> None:
