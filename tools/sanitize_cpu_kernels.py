@@ -28,7 +28,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PLACE = ROOT / "build" / "sanitized"
 LIBRARY_FOLDER = Path("kernels") / "cpu"
-TESTS = ("test_cpu_kernels.py", "test_cpu_network.py", "test_cpu_products.py")
+TESTS = {
+    "test_cpu_kernels.py": "kernels",
+    "test_cpu_network.py": "kernels",
+    "test_cpu_products.py": "kernels",
+    "test_cpu_thresholds.py": "kernels",
+    "test_pool_memory.py": "engine/worker",
+}  # and where they lie below tests/
 SANITIZERS = "-fsanitize=address,undefined"
 FLAGS = f"-g {SANITIZERS} -fno-sanitize-recover=all -fno-omit-frame-pointer"
 PARTS = ("build", "planted", *TESTS)
@@ -102,7 +108,7 @@ def test(path: Path, name: str, options: list[str]) -> int:
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
     # Run elsewhere: `-m` puts the folder it is run in on the path.
     command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
-    command += [str(ROOT / "tests" / "kernels" / name), *options]
+    command += [str(ROOT / "tests" / TESTS[name] / name), *options]
     return subprocess.run(
         command, cwd=path, check=False, timeout=PART_SECONDS, env=environment(path)
     ).returncode

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import threading
@@ -32,14 +33,18 @@ _LOWEST_PRIORITY = 19
 def zeroed_memory(num_bytes: int) -> Tensor:
     """`[num_bytes]` uint8 zeros, in huge pages where the system has some. Of more than
     AT_ONCE_BYTES the first pages are there at once. The others are taken by a thread of the lowest
-    priority, which ends when that is done or the memory is gone; without the compiled library each
-    comes when it is first used. Raises OSError or RuntimeError where the memory cannot be had."""
+    priority, which ends when that is done or the memory is gone; without the compiled library, or
+    where no thread can be had, each comes when it is first used. Raises OSError or RuntimeError
+    where the memory cannot be had."""
     if num_bytes <= AT_ONCE_BYTES:  # by malloc, which may have pages of an earlier pool
         memory = torch.empty(num_bytes, dtype=torch.uint8)
         ask_for_huge_pages(memory)
         return memory.zero_()
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    mapped = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=private)
+    try:
+        mapped = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=private)
+    except OverflowError as error:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
     lent = np.frombuffer(mapped, np.uint8)  # lives as long as any tensor over this memory
     ends = ctypes.c_int64(0)
     weakref.finalize(lent, setattr, ends, "value", 1)
@@ -52,7 +57,9 @@ def zeroed_memory(num_bytes: int) -> Tensor:
     if isinstance(library, CpuLibrary):
         arguments = (library, mapped, memory.data_ptr(), num_bytes, ends)
         name = "pool-pages"
-        threading.Thread(target=_take_pages, args=arguments, name=name, daemon=True).start()
+        taker = threading.Thread(target=_take_pages, args=arguments, name=name, daemon=True)
+        with contextlib.suppress(RuntimeError):  # that there is no thread is no lack of memory
+            taker.start()
     return memory
 
 

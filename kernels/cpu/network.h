@@ -298,7 +298,9 @@ template <class E> void pass_as(const Pass &pass, Parallel parallel, int64_t thr
     typedef typename InputOf<E>::T T;
     Passage<E> passage;
     passage.pass = &pass;
-    passage.at = place<E, T, A>(pass, parallel ? threads : 1, aligned(pass.workspace));
+    // As it was measured, also without `parallel`: one thread alone may need more memory than each of
+    // several, and goes through all of a crew's tasks as well.
+    passage.at = place<E, T, A>(pass, threads, aligned(pass.workspace));
     passage.seats = 0;
     for (int64_t view = 0; view < pass.num_views; view++)
         passage.layouts[view] =
@@ -306,12 +308,12 @@ template <class E> void pass_as(const Pass &pass, Parallel parallel, int64_t thr
     if (pass.last_step)
         passage.last_layout =
             lay_out<A>(*pass.last_step, passage.at.threads, aligned(passage.at.last_plan), true);
-    if (passage.at.threads > 1) {
+    if (passage.at.threads > 1)
         __builtin_memset(passage.at.counters, 0, size_t(phases_of(pass)) * sizeof(Counter));
+    if (passage.at.threads > 1 && parallel)
         parallel(walk<E>, &passage, unsigned(passage.at.threads), 0);
-    } else {
+    else
         walk<E>(&passage);
-    }
 }
 
 int64_t panel(int64_t element) { return element == FLOAT64 ? PANEL<double> : PANEL<float>; }

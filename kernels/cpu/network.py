@@ -27,6 +27,7 @@ from .thresholds import worth_a_thread
 from .workspace import Workspace
 
 MAX_VIEWS = 8  # MOST_VIEWS of network.h
+_FEW_VECTORS = 32  # FEW_VECTORS of context.h
 _WRONG = {
     1: "a workspace of the size that was measured",
     2: "positions that the tables have",
@@ -64,8 +65,9 @@ class LastRows(NamedTuple):
 
 
 def last_rows(step: CpuAttentionStep, wanted: Tensor) -> LastRows | None:
-    """Of each request the rows from its first wanted one on, or None where that is most of them or
-    a wanted row is no request's."""
+    """Of each request the rows from its first wanted one on. None where a wanted row is no
+    request's, or where they are most rows and none is computed in another way for it: then the
+    bits are those of all rows, and so a request's do not depend on what the others want."""
     starts, rows = step.query_starts, wanted.numpy()
     requests = np.searchsorted(starts, rows, side="right") - 1
     if len(rows) and not 0 <= requests.min() <= requests.max() < len(starts) - 1:
@@ -77,7 +79,12 @@ def last_rows(step: CpuAttentionStep, wanted: Tensor) -> LastRows | None:
     count = int(last_starts[-1])
     laid_down = Step.from_buffer_copy(step.laid_down)
     if 2 * count > laid_down.num_tokens:
-        return None
+        most = max(1, _FEW_VECTORS * laid_down.kv_heads // laid_down.heads)
+        all_rows, kept_rows = np.diff(starts), np.diff(last_starts)
+        becomes_few = (kept_rows > 0) & (kept_rows <= most) & (kept_rows < all_rows)
+        # Of few rows the first one's window says where their keys begin.
+        if not (becomes_few & ((all_rows > most) | (laid_down.window > 0))).any():
+            return None
     laid_down.query_starts, laid_down.num_tokens = last_starts.ctypes.data, count
     moved = first - last_starts[:-1]
     kept = np.repeat(moved, np.diff(last_starts)) + np.arange(count)
@@ -199,8 +206,10 @@ class CpuNetwork:
         wanted = None if wanted is None else wanted.contiguous()
         laid_down = (Step * len(steps))(*[step.laid_down for step in steps])
         last = None
-        if wanted is not None and self._can_leave_queries_out and num_wanted < num_tokens:
-            last = last_rows(steps[self._last_view], wanted)
+        view = steps[self._last_view]
+        has_one_row_each = num_tokens == view.laid_down.num_requests
+        if wanted is not None and self._can_leave_queries_out and not has_one_row_each:
+            last = last_rows(view, wanted)
         given, threads = self._pass, torch.get_num_threads()
         given.steps = ctypes.addressof(laid_down)
         given.x, given.result = x.data_ptr(), result.data_ptr()

@@ -4,6 +4,7 @@ library when it is missing, broken, or asked for in a form that this processor d
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
 from pathlib import Path
@@ -96,6 +97,15 @@ def test_a_requests_bits_depend_neither_on_threads_nor_on_other_requests(
     assert torch.equal(bits_of(long, 1).nan_to_num(9.0), bits_of(long, 3).nan_to_num(9.0))
 
 
+@pytest.mark.parametrize("place", [3, 300, 599])
+def test_the_largest_score_by_far_may_be_in_any_part(variant: str, place: int) -> None:
+    """Weights relative to that of another part would be larger than any number."""
+    case = make_case(CPU, [600], group=1, kv_heads=1, head_dim=16)
+    block, q = int(case.block_tables[0, place // 16]), case.q[0, 0]
+    case.kv[block, 0, place % 16, 0] = q * (300 / (q.dot(q) * case.options["scale"]))
+    assert_right(case, case.run(NATIVE))
+
+
 def step_of(**changes: Any) -> CpuAttentionStep:
     arguments = {
         "pool": torch.zeros(4, 2, 16, 2, 16),
@@ -106,7 +116,7 @@ def step_of(**changes: Any) -> CpuAttentionStep:
         "query_starts": torch.tensor([0, 2], dtype=torch.int32),
         "slots": torch.tensor([18, 19]),
     }
-    return CpuAttentionStep(scale=1.0, workspace=Workspace(), **{**arguments, **changes})
+    return CpuAttentionStep(**{"scale": 1.0, "workspace": Workspace(), **arguments, **changes})
 
 
 # Requests that begin alike: rows, length, the request whose blocks it has, and how many tokens of
@@ -114,10 +124,20 @@ def step_of(**changes: Any) -> CpuAttentionStep:
 ALIKE = (
     (1, 900, 0, 0), (1, 700, 0, 512), (1, 901, 0, 900), (1, 500, 0, 300), (1, 600, 4, 0),
     (1, 256, 0, 256), (1, 800, 1, 700), (3, 514, 0, 512), (3, 513, 0, 513), (40, 600, 0, 512),
-    (1, 0, 0, 0), (2, 770, 2, 768), (1, 257, 4, 256), *[(1, 530 + n, 0, 512) for n in range(40)],
+    (1, 0, 0, 0), (2, 770, 2, 768), (1, 257, 4, 256), (0, 600, 13, 0), (1, 600, 13, 512),
+    (3, 402, 0, 400),  # with a window of 400 its last rows do not see all of the first part
+    (2, 400, 16, 0), (1, 390, 16, 300),  # nor would a third row of the first of these
+    *[(1, 530 + n, 0, 512) for n in range(40)],
     (1, 600, 0, 512), (1, 656, 0, 512), (1, 600, 0, 255), (12, 600, -5, 0), (1, 560, -5, 512),
     (1, 256, -3, 0), (1, 900, -3, 256), (1, 900, -2, 512),
 )  # fmt: skip
+
+
+class Dirty(Workspace):
+    """What nobody has written there is no number of anything."""
+
+    def at_least(self, num_bytes: int) -> Tensor:
+        return torch.full((num_bytes,), 0x7F, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +169,7 @@ def test_requests_that_begin_alike_have_the_bits_of_requests_apart(
                 torch.set_num_threads(threads)
                 step = step_of(
                     pool=pool, block_tables=tables, query_starts=starts, seq_lens=lengths,
-                    num_tokens=len(q), num_heads=6, slots=None, **options,
+                    num_tokens=len(q), num_heads=6, slots=None, workspace=Dirty(), **options,
                 )  # fmt: skip
                 found.append(torch.full_like(q, torch.nan))
                 step.run(q, pool, found[-1])
@@ -157,6 +177,35 @@ def test_requests_that_begin_alike_have_the_bits_of_requests_apart(
             assert torch.equal(found[-3], found[-1])
     finally:
         torch.set_num_threads(before)
+
+
+def test_what_requests_share_is_one_task(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two threads a task is at most a sixth of all parts, here of four requests; all begin
+    with the same part, and behind it the first request has blocks of its own."""
+    tasks: list[int] = []
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    def parallel(work: int, data: int, threads: int, _: int) -> None:
+        tasks.append(ctypes.c_int64.from_address(data + 48).value)  # num_tasks of a Team's layout
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work)(data)
+
+    address = ctypes.cast(parallel, ctypes.c_void_p).value
+    monkeypatch.setattr(library, "_torch_parallel", lambda: address)
+    found = open_library(PATH, variant)
+    monkeypatch.setattr(paged_attention, "cpu_library", lambda: found)
+    monkeypatch.setattr(paged_attention, "worth_a_thread", lambda: Worth(1, 1, 1))
+    tables, pool = torch.tensor([[1, 2]]).repeat(12, 1).int(), torch.zeros(4, 2, 256, 1, 16)
+    tables[0, 1] = 3
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        step_of(
+            pool=pool, block_tables=tables, seq_lens=torch.full((12,), 512).int(), slots=None,
+            query_starts=None, num_tokens=12, num_heads=2,
+        ).run(q := torch.zeros(12, 2, 16), pool, torch.empty_like(q))  # fmt: skip
+    finally:
+        torch.set_num_threads(before)
+    assert tasks == [3 + 1 + 3]
 
 
 def test_a_step_writes_and_then_attends(variant: str) -> None:

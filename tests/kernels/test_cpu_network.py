@@ -12,13 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stratakv.kernels.choice import KernelRefused
-from stratakv.kernels.cpu import network
+from stratakv.kernels.cpu import library as cpu
+from stratakv.kernels.cpu import matrix, network, paged_attention
 from stratakv.kernels.cpu.matrix import GELU_TANH, SILU, PackedMatrix
 from stratakv.kernels.cpu.network import CpuNetwork, NetworkLayer, last_rows
 from stratakv.kernels.cpu.paged_attention import CpuAttentionStep
 from stratakv.kernels.cpu.thresholds import Worth
+from stratakv.kernels.cpu.workspace import Workspace
 
-from .cpu_variants import DTYPES, NEAR, draw, threads, variant
+from .cpu_variants import DTYPES, NEAR, PATH, draw, threads, variant
 
 __all__ = ["threads", "variant"]  # fixtures
 
@@ -263,6 +265,29 @@ def test_a_request_is_read_from_its_first_wanted_row_on(
         assert found.step.num_tokens == len(found.rows) == found.starts[-1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("layers", "rows"), [(3, 16), (3, 17), (2, 14)])
+def test_a_prompts_last_row_has_the_same_bits_whatever_others_want(
+    monkeypatch: pytest.MonkeyPatch, layers: int, rows: int, dtype: torch.dtype
+) -> None:
+    """All rows of 17 would be attended to as many and the one that is read as few; of fewer in
+    a window, which the last of two layers has, keys would begin elsewhere."""
+    monkeypatch.setitem(globals(), "LAYERS", layers)
+    model = Model(dtype, SILU, True)
+    run, x = model.in_library().run, draw(40, model.hidden, dtype=dtype, seed=2)
+
+    def last_beside(count: int, wanted: list[int]) -> Tensor:
+        counts = [rows, count] if count else [rows]
+        none = [0] * len(counts)
+        given = (x[: sum(counts)], model.positions(none, counts), model.steps(none, counts))
+        return run(*given, torch.tensor([rows - 1, *(rows + row for row in wanted)]))[0][0]
+
+    alone = last_beside(0, [])
+    assert torch.equal(alone, last_beside(rows - 1, [rows - 2]))
+    assert torch.equal(alone, last_beside(rows - 1, list(range(rows - 1))))
+    assert torch.equal(alone, last_beside(2, [0, 1] * 10))
+
+
 def test_several_threads_compute_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough work that more than one thread is used where there are more, and as soon as there is
     anything to do."""
@@ -281,6 +306,46 @@ def test_several_threads_compute_the_bits_of_one(monkeypatch: pytest.MonkeyPatch
         torch.set_num_threads(before)
     assert torch.equal(found[0][[57, 57, 3]], found[1])
     assert all(torch.equal(found[place % 2], other) for place, other in enumerate(found))
+
+
+def test_a_pass_without_openmp_stays_within_the_memory_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    """One thread does all of what was laid down for several, each of which needs less."""
+    monkeypatch.setitem(globals(), "BLOCK", 64)
+    monkeypatch.setitem(globals(), "POSITIONS", 256)
+    monkeypatch.setattr(cpu, "_torch_parallel", lambda: None)
+    alone = cpu.open_library(PATH, variant)
+    for module in (matrix, network, paged_attention):
+        monkeypatch.setattr(module, "cpu_library", lambda: alone)
+        monkeypatch.setattr(module, "worth_a_thread", lambda: Worth(1, 1, 1))
+    model, count = Model(torch.float32, SILU, True), 50
+    model.pool.copy_(draw(*model.pool.shape, dtype=torch.float32))
+    steps = [
+        CpuAttentionStep(
+            model.pool[:, 0], torch.arange(4).int().repeat(count, 1),
+            torch.full((count,), 256).int(), None, num_tokens=count, num_heads=HEADS, scale=0.25,
+            workspace=None, window=window, slots=torch.full((count,), -1),
+        )
+        for window in (None, 5)
+    ]  # fmt: skip
+    x, behind, found = draw(count, model.hidden, dtype=torch.float32), 1 << 19, []
+
+    def guarded(_: Workspace, num_bytes: int) -> Tensor:
+        memory.append(torch.full((num_bytes + behind,), 9, dtype=torch.uint8))
+        return memory[-1][:num_bytes]
+
+    monkeypatch.setattr(Workspace, "at_least", guarded)
+    run, before = model.in_library().run, torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            memory: list[Tensor] = []
+            torch.set_num_threads(threads)
+            found.append(run(x, torch.full((count,), 255), steps, None)[0])
+            assert bool((memory[-1][-behind:] == 9).all())
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,7 +14,10 @@ import pytest
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "sanitize_cpu_kernels.py"
 # In this order: the others need what the first one makes.
-PARTS = ("build", "planted", "test_cpu_kernels.py", "test_cpu_network.py", "test_cpu_products.py")
+PARTS = (
+    "build", "planted", "test_cpu_kernels.py", "test_cpu_network.py", "test_cpu_products.py",
+    "test_cpu_thresholds.py", "test_pool_memory.py",
+)  # fmt: skip
 LIMIT_SECONDS = 4 * 3600
 
 

@@ -8,6 +8,7 @@ import ctypes
 import dataclasses
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,6 +122,27 @@ def test_measured_once_where_there_are_several_threads(
     least, most = dataclasses.astuple(chosen(0.0, 0.0)), dataclasses.astuple(chosen(1.0, 1e12))
     for low, products, high in zip(least, dataclasses.astuple(found), most, strict=True):
         assert low <= products <= high
+
+
+def test_waking_takes_until_the_last_thread_has_come(
+    library: CpuLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for OpenMP, whose second thread comes a millisecond after the first."""
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    def parallel(work: int, data: int, threads: int, _: int) -> None:
+        for _ in range(threads):
+            time.sleep(1e-3)
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work)(data)
+
+    address = ctypes.cast(parallel, ctypes.c_void_p).value
+    monkeypatch.setattr(cpu, "_torch_parallel", lambda: address)
+    own = cpu.open_library(Path(cpu.__file__).with_name(cpu.FILE_NAME), library.variant)
+    assert isinstance(own, CpuLibrary)
+    before = time.monotonic_ns()
+    taken = own.wake(None, 2)
+    assert 2_000_000 <= taken <= time.monotonic_ns() - before
+    assert own.wake(None, 1) == 0
 
 
 def products_that_take(

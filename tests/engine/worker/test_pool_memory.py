@@ -84,6 +84,18 @@ def test_pages_are_taken_where_a_sandbox_refuses_a_lower_priority(
     assert there == of
 
 
+def test_the_pool_is_there_where_no_thread_can_be_had(
+    behind: None, library: CpuLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    memory = zeroed_memory(SIZE)
+    assert pages_in_memory(memory)[0] == FIRST // mmap.PAGESIZE
+    assert not memory.any()
+
+
 def test_every_page_is_there_when_the_thread_has_ended(behind: None, library: CpuLibrary) -> None:
     memory = zeroed_memory(SIZE)
     assert no_taker()
@@ -124,9 +136,36 @@ def test_taking_pages_ends_when_it_is_told_to(library: CpuLibrary) -> None:
     assert not memory.any()
     library.take_pages(memory.data_ptr(), SIZE, ctypes.byref(ctypes.c_int64(1)))
     assert pages_in_memory(memory)[0] == 0
+    whole = SIZE // mmap.PAGESIZE * mmap.PAGESIZE  # the page behind is another's
+    library.take_pages(memory.data_ptr(), whole, ctypes.byref(ctypes.c_int64(0)))
+    taken, count = pages_in_memory(memory)
+    assert taken == count - 1
     library.take_pages(memory.data_ptr(), SIZE, ctypes.byref(ctypes.c_int64(0)))
     taken, count = pages_in_memory(memory)
     assert taken == count
+
+
+def test_what_is_written_while_pages_are_taken_stays(library: CpuLibrary) -> None:
+    """Pages that are there already, so that both meet often: where taking one were not a single
+    operation, a round in six lost a number with two processors."""
+    pages = 4096
+    memory = torch.zeros(pages * mmap.PAGESIZE, dtype=torch.uint8)
+    first = memory[:: mmap.PAGESIZE]
+    address, goes_on = memory.data_ptr(), ctypes.c_int64(0)
+
+    def take() -> None:
+        for _ in range(6):
+            library.take_pages(address, memory.nbytes, ctypes.byref(goes_on))
+
+    for _ in range(30):
+        thread, count = threading.Thread(target=take), 0
+        first.zero_()
+        thread.start()
+        while thread.is_alive():
+            first.add_(1)
+            count += 1
+        thread.join(SECONDS)
+        assert bool((first == count % 256).all())
 
 
 def test_without_the_library_pages_come_when_they_are_used(
@@ -149,6 +188,7 @@ def test_little_memory_is_there_at_once(size: int) -> None:
     assert taken == count
 
 
-def test_memory_that_cannot_be_had_is_an_error() -> None:
+@pytest.mark.parametrize("size", [1 << 60, 1 << 63])
+def test_memory_that_cannot_be_had_is_an_error(size: int) -> None:
     with pytest.raises((OSError, RuntimeError)):
-        zeroed_memory(1 << 60)
+        zeroed_memory(size)
