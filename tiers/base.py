@@ -27,7 +27,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, KeysView, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -87,6 +87,10 @@ class TierStats:
     # Of a slab, now: blocks that are being read, and slots that are being filled.
     pinned_blocks: int = 0
     reserved_blocks: int = 0
+
+    def copy(self) -> TierStats:
+        """The same numbers, which no longer change."""
+        return replace(self, rejected=dict(self.rejected), errors=dict(self.errors))
 
     def add(self, more: TierStats) -> None:
         """Add every number of `more`."""

@@ -14,7 +14,6 @@ from being evicted (`peers/slab_index.py`).
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import threading
@@ -331,7 +330,7 @@ class CpuSlab(SlabTier):
             stats = self._stats
             stats.used_bytes = (self.num_slots - len(self._free)) * self.layout.slot_bytes
             stats.blocks = len(self._policy)
-            return copy.deepcopy(stats)
+            return stats.copy()
 
     def close(self) -> None:
         if self._closed:

@@ -8,7 +8,6 @@ needs.
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -108,7 +107,7 @@ class MemoryStore(StoreTier):
             stats = self._stats
             stats.blocks = len(self._blocks)
             stats.used_bytes = stats.blocks * self.layout.page_bytes
-            return copy.deepcopy(stats)
+            return stats.copy()
 
     def close(self, timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 import torch
 
@@ -26,11 +26,18 @@ from .order_checker import Choose, RecordingDevice
 
 LAYOUT = BlockLayout(1, 4, 1, 8, "float32")
 SLOTS = 48
-LOADABLE = 24  # blocks that the slab has from the beginning
 GROUP = b"\0\0"
 
 
-class Role(Enum):
+def digest(kind: str, number: int) -> bytes:
+    return f"{kind} {number}".encode().ljust(32, b".")
+
+
+# Blocks that the slab may have from the beginning.
+LOADABLE = [digest("kept", number) for number in range(24)]
+
+
+class Role(StrEnum):
     """What a step does to a block that no load is writing to."""
 
     REST = "-"
@@ -60,13 +67,14 @@ class Known(Exception):
 
 
 class Walk:
-    """One run."""
+    """One run. The slab has `num_loadable` blocks from the beginning."""
 
     def __init__(
         self,
         num_blocks: int,
         device: RecordingDevice,
         *,
+        num_loadable: int = len(LOADABLE),
         worker: type[OffloadWorker] = OffloadWorker,
         scheduler: type[OffloadScheduler] = OffloadScheduler,
     ) -> None:
@@ -74,8 +82,9 @@ class Walk:
         self.slab = small_slab(LAYOUT, SLOTS)
         signal = CopySignal()
         self.hierarchy = Hierarchy(self.slab, [], wakeup=signal.wake)
-        keys = [pack_key(digest("kept", i)) for i in range(LOADABLE)]
-        self.hierarchy.end_store(self.hierarchy.begin_store(keys), ok=True)
+        self.loadable = LOADABLE[:num_loadable]
+        kept = self.hierarchy.begin_store([pack_key(each) for each in self.loadable])
+        self.hierarchy.end_store(kept, ok=True)
         self.worker = worker(device, signal.note_ended)
         self.side = scheduler(self.hierarchy, LAYOUT.block_size, signal)
         self.worker.register_pool(torch.empty(0))
@@ -92,7 +101,9 @@ class Walk:
 
     def step(self, roles: Step, *, name: Callable[[int], bytes] | None = None) -> None:
         """One step of an engine; `name` gives written blocks their names."""
-        at = {role: [i for i in self._free() if roles[i] is role] for role in Role}
+        at: dict[Role, list[int]] = {role: [] for role in Role}
+        for block in self._free():
+            at[roles[block]].append(block)
         evicted: list[EvictedBlock] = []
         if at[Role.DROP]:
             dropped = []
@@ -172,7 +183,7 @@ class Walk:
         return cold
 
     def _load(self, block: int) -> None:
-        asks = Asks(f"r{self.loads}", [digest("kept", self.loads % LOADABLE)], block)
+        asks = Asks(f"r{self.loads}", [self.loadable[self.loads % len(self.loadable)]], block)
         match = self.side.get_matched_tokens(asks, 0)
         if match.kind is not MatchKind.LOAD:
             return
@@ -191,10 +202,6 @@ class Walk:
             asks = self.loading.pop(report.request_id)
             if report.num_loaded_tokens:
                 self.names[asks.block_id] = asks.block_hashes[0]
-
-
-def digest(kind: str, number: int) -> bytes:
-    return f"{kind} {number}".encode().ljust(32, b".")
 
 
 class Explorer:

@@ -28,6 +28,8 @@ from .order_checker import Choose, OutOfOrder, RecordingDevice
 from .order_walk import Role, Step, Walk, digest, explore
 
 SCHEDULES = {"ci": 1_000, "long": 500_000}
+# Of a walk of the exhaustive tests: four blocks in two steps.
+MOST_LOADS = 8
 # What a block goes through in two steps where an order can matter.
 CRITICAL = [
     (Role.COLD, Role.WRITE),
@@ -106,7 +108,7 @@ def explore_walks(
 
 
 def make_walk(num_blocks: int, choose: Choose, **parts: Any) -> Walk:
-    return Walk(num_blocks, RecordingDevice(choose), **parts)
+    return Walk(num_blocks, RecordingDevice(choose), num_loadable=MOST_LOADS, **parts)
 
 
 def go(steps: Sequence[Step], walk: Walk) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from stratakv.tiers.base import Answer, Stored
+from stratakv.tiers.base import Answer, Stored, TierStats
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierBusy, TierClosed, TierConfigError
 from stratakv.tiers.memory import MemoryStore
@@ -95,3 +95,12 @@ def test_close_ends_delayed_calls_and_leaves_their_buffers_alone() -> None:
         future.result(0)
     timer.function(*timer.args, **timer.kwargs)  # it went off at the last moment
     assert bytes(buffers[0]) == bytes(SMALL.slot_bytes)
+
+
+def test_a_copy_of_statistics_no_longer_changes() -> None:
+    stats = TierStats(blocks=1, errors={"busy": 1})
+    copied = stats.copy()
+    stats.blocks += 1
+    stats.errors["busy"] += 1
+    stats.rejected["key"] = 1
+    assert copied == TierStats(blocks=1, errors={"busy": 1})

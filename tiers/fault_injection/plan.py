@@ -67,7 +67,10 @@ class FaultPlan:
 
     def of(self, call: str, kind: str) -> Rule | None:
         """The rule for these, if there is one."""
-        return next((r for r in self.rules if (r.call, r.kind) == (call, kind)), None)
+        for rule in self.rules:
+            if rule.call == call and rule.kind == kind:
+                return rule
+        return None
 
 
 def parse_faults(text: str) -> FaultPlan:

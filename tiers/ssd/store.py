@@ -7,7 +7,6 @@ Look-ups are answered from memory. Reads and writes go to a few threads each; se
 
 from __future__ import annotations
 
-import copy
 import logging
 import mmap
 import os
@@ -320,7 +319,7 @@ class SsdStore(StoreTier):
             stats = self._state.stats
             stats.blocks = len(self._state.index)
             stats.used_bytes = stats.blocks * self._state.slot_file.record_bytes
-            return copy.deepcopy(stats)
+            return stats.copy()
 
     def has_lost_disk(self) -> bool:
         """Whether the disk is gone for this store: its path leads elsewhere, or nothing can be read
