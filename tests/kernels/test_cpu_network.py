@@ -4,7 +4,9 @@ runs here."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from stratakv.kernels.choice import KernelRefused
 from stratakv.kernels.cpu import library as cpu
 from stratakv.kernels.cpu import matrix, network, paged_attention
 from stratakv.kernels.cpu.matrix import GELU_TANH, SILU, PackedMatrix
-from stratakv.kernels.cpu.network import CpuNetwork, NetworkLayer, last_rows
+from stratakv.kernels.cpu.network import MAX_VIEWS, CpuNetwork, NetworkLayer, last_rows
 from stratakv.kernels.cpu.paged_attention import CpuAttentionStep
 from stratakv.kernels.cpu.thresholds import Worth
 from stratakv.kernels.cpu.workspace import Workspace
@@ -157,6 +159,15 @@ class Model:
     def positions(self, before: list[int], counts: list[int]) -> Tensor:
         pairs = zip(before, counts, strict=True)
         return torch.cat([torch.arange(begin, begin + count) for begin, count in pairs])
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "ours"),
+    [("context.h", "FEW_VECTORS", network._FEW_VECTORS), ("network.h", "MOST_VIEWS", MAX_VIEWS)],
+)
+def test_numbers_of_the_library_are_the_same_in_python(file: str, name: str, ours: int) -> None:
+    text = Path(network.__file__).with_name(file).read_text()
+    assert re.findall(rf"constexpr int64_t {name} = (\d+);", text) == [str(ours)]
 
 
 LENGTHS = [50, 21, 2]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets of slots by their numbers, for a million of them: those in an order of use, and the free
-ones."""
+"""Collections of slot numbers for stores of millions of slots: `SlotList` keeps an order of use,
+`FreeSlots` says which are free and gives out the lowest."""
 
 from __future__ import annotations
 
