@@ -8,6 +8,7 @@ instead of rebuilding lists. Output goes there when a view is asked for, which i
 from __future__ import annotations
 
 import enum
+import hashlib
 import itertools
 import math
 import struct
@@ -47,10 +48,14 @@ def unpack_token_ids(packed: bytes) -> list[int]:
 TokenArray = npt.NDArray[np.int32]
 
 
+_PROMPT = b"stratakv.prompt"
+
+
 class BlockHasher(NamedTuple):
     """Names the full blocks of requests."""
 
     block_size: int  # tokens
+    root: bytes  # the digest of what is equal for all engines that share these blocks
     # The digests (32 bytes each) of the full blocks that a request has and its `block_hashes` lack.
     digests: Callable[[Request], list[bytes]]
     # That of the tokens of its prompt behind the full blocks; b"" where there are none.
@@ -233,6 +238,14 @@ class Request:
         """The digest of the prompt's tokens behind its full blocks, b"" where there are none."""
         assert self._block_hasher is not None
         return self._block_hasher.tail(self)
+
+    def prompt_digest(self) -> str:
+        """What is equal for two requests with the same prompt, model, tenant and salt, whatever
+        form the block hashes have; hexadecimal."""
+        assert self._block_hasher is not None
+        num_full = self.num_prompt_tokens // self._block_hasher.block_size
+        last = self.prompt_tail_hash() or self.block_hashes[num_full - 1]
+        return hashlib.sha256(_PROMPT + self._block_hasher.root + last).hexdigest()
 
     @property
     def num_output_tokens(self) -> int:

@@ -26,6 +26,7 @@ DIGEST_BYTES = 32
 KEY_BYTES = 40
 TOKEN_BYTES = 4
 LAYOUT_VERSION = 1
+ROOT_VERSION = 2  # 1 had a fingerprint of samples
 # Memory, file offsets and lengths are multiples of this, so that O_DIRECT can be used everywhere.
 ALIGNMENT = 4096
 
@@ -49,22 +50,28 @@ class Identity:
     """What must be equal for two engines to share a block: the root of every chain.
 
     `model` is a fingerprint of weights and configuration, not a path; `revision` is free text an
-    operator may set to separate otherwise equal models.
+    operator may set to separate otherwise equal models. K and V are computed in `dtype` and kept in
+    `kv_dtype`. `epoch` counts the states of weights that change while an engine runs; it is 0.
     """
 
     model: str
     revision: str
+    dtype: str
     kv_dtype: str
     block_size: int
+    epoch: int = 0
 
     def root(self) -> bytes:
         """The 32-byte parent of every first block."""
         fields = {
+            "root_version": ROOT_VERSION,
             "model": self.model,
             "revision": self.revision,
+            "dtype": self.dtype,
             "kv_dtype": self.kv_dtype,
             "layout_version": LAYOUT_VERSION,
             "block_size": self.block_size,
+            "epoch": self.epoch,
         }
         return hashlib.sha256(cbor2.dumps(fields, canonical=True)).digest()
 

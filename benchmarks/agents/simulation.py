@@ -269,7 +269,7 @@ class Simulation:
         self._tier = ListedTier(self._clock, tier_blocks) if tier_blocks else None
         longest = max(map(longest_of, jobs))
         self._hasher = make_block_hasher(
-            Identity("benchmark", "", "bfloat16", BLOCK_SIZE).root(), BLOCK_SIZE
+            Identity("benchmark", "", "bfloat16", "bfloat16", BLOCK_SIZE).root(), BLOCK_SIZE
         )
         with self._patched():
             self._scheduler = Scheduler(

@@ -40,7 +40,7 @@ ONE_GROUP: tuple[LayerAttention, ...] = (full(),)
 TWO_GROUPS = (full(), full())
 FULL_AND_WINDOW = (full(), window(512))
 
-ROOT = Identity("benchmark", "", "bfloat16", BLOCK_SIZE).root()
+ROOT = Identity("benchmark", "", "bfloat16", "bfloat16", BLOCK_SIZE).root()
 
 
 class WrongWork(RuntimeError):

@@ -7,6 +7,7 @@ response classes cost more per request than decoding a prompt does.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -241,11 +242,18 @@ async def _node(front: Front, request: Request) -> ASGIApp:
         "object": NODE_OBJECT,
         "model": front.model_name,
         **front.client.ready.identity,
+        "generation_config": _generation_digest(front),
         "tokenizer": NONE if front.tokenizer is None else front.tokenizer.digest,
         "chat_template": NONE if front.template is None else front.template.digest,
         "tenant_header": front.settings.tenant_header or NONE,
     }
     return _json(told)
+
+
+def _generation_digest(front: Front) -> str:
+    """Equal where an answer begins and ends alike for a request that says neither."""
+    defaults = [sorted(front.default_sampling.items()), front.client.ready.eos_token_ids]
+    return hashlib.sha256(msgspec.json.encode(defaults)).hexdigest()
 
 
 async def _load(front: Front, request: Request) -> ASGIApp:

@@ -33,7 +33,7 @@ def make_block_hasher(root: bytes, block_size: int, algorithm: str = "sha256") -
     if algorithm == "sha256":
         return _sha256_hasher(root, block_size)
     if algorithm == "sha256_cbor":
-        return _sha256_cbor_hasher(block_size)
+        return _sha256_cbor_hasher(root, block_size)
     raise ValueError(f"the block hash is sha256 or sha256_cbor, not {algorithm!r}")
 
 
@@ -60,7 +60,7 @@ def _sha256_hasher(root: bytes, block_size: int) -> BlockHasher:
         parent = request.block_hashes[first - 1] if first else root
         return _tail_digest(len(tokens), chain_digests(parent, raw, len(tokens), extras)[0])
 
-    return BlockHasher(block_size, hash_new_blocks, hash_tail)
+    return BlockHasher(block_size, root, hash_new_blocks, hash_tail)
 
 
 def _tail_digest(num_tokens: int, digest: bytes) -> bytes:
@@ -101,7 +101,7 @@ def _embeds_digests(request: Request, first: int, end: int, block_size: int) -> 
     return found
 
 
-def _sha256_cbor_hasher(block_size: int) -> BlockHasher:
+def _sha256_cbor_hasher(root: bytes, block_size: int) -> BlockHasher:
     start = hashlib.sha256(cbor2.dumps(_CBOR_SEED, canonical=True)).digest()
 
     def hash_new_blocks(request: Request) -> list[bytes]:
@@ -125,7 +125,7 @@ def _sha256_cbor_hasher(block_size: int) -> BlockHasher:
         (digest,) = chain_digests_sha256_cbor(parent, [tokens], extras)
         return _tail_digest(len(tokens), digest)
 
-    return BlockHasher(block_size, hash_new_blocks, hash_tail)
+    return BlockHasher(block_size, root, hash_new_blocks, hash_tail)
 
 
 def _plain_extras(

@@ -27,7 +27,7 @@ from ..cache.block_hash import make_block_hasher
 from ..cache.group_spec import plan_groups
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import EngineConfig
-from ..models.checkpoint.fingerprint import fingerprint
+from ..models.checkpoint.fingerprint import ModelFiles
 from ..models.dtypes import kv_dtype_name
 from ..models.spec import load_model_spec, resolve_max_model_len
 from ..observer import Observer
@@ -126,15 +126,17 @@ class EngineCore:
             if config.model.max_model_len is None:
                 self.max_model_len = context_that_fits(demand, num_blocks, self.max_model_len)
             check_pool_size(demand, num_blocks, self.max_model_len, device)
+        random_for = f"{device.type}, torch {torch.__version__}"
+        files = ModelFiles.read(
+            config.model.path,
+            self.spec,
+            random_for=random_for if self._placement.random_weights else None,
+            progress=self._progress,
+        )
         identity = Identity(
-            self._groups.bound(
-                fingerprint(
-                    config.model.path,
-                    self.spec,
-                    random_for=device.type if self._placement.random_weights else None,
-                )
-            ),
+            self._groups.bound(files.fingerprint),
             config.model.revision + self._page_order(),
+            str(self._dtype).removeprefix("torch."),
             kv_dtype,
             config.cache.block_size,
         )
@@ -165,6 +167,7 @@ class EngineCore:
                 if config.role == "decode":
                     self._connector.expect_prompts()
             self._build_engine(num_blocks)
+            files.check_unchanged()  # the weights that are loaded are those that name the blocks
             self._request_builder = RequestBuilder(
                 self.spec.vocab_size,
                 self.spec.hidden_size,

@@ -142,11 +142,9 @@ class HeldAnswers:
         self._held[request_id] = _Held(output, keys, pool.num_fresh, give_up_at)
 
     def _ticket_of(self, request: Request) -> Ticket:
-        full = request.num_prompt_tokens // self.manager.block_size
-        last = request.prompt_tail_hash() or request.block_hashes[full - 1]
         return Ticket(
             num_tokens=request.num_prompt_tokens,
-            prompt=last.hex(),
+            prompt=request.prompt_digest(),
             params=params_digest(request.sampling_params),
             first_token=request.output_token_ids[0],
             logprobs=self._first_logprobs.pop(request.request_id, None),

@@ -18,7 +18,7 @@ from ...connector.build import (
 from ...connector.economics import Choice
 from ...connector.parts import Parts
 from ...connector.rates import PrefillRate
-from ...tiers.block import LAYOUT_VERSION, BlockLayout, Identity, tenant_salt
+from ...tiers.block import LAYOUT_VERSION, ROOT_VERSION, BlockLayout, Identity, tenant_salt
 from ...tiers.errors import TierConfigError, TierDown
 from ...tiers.mac_key import MacKey
 from ...tiers.settings.values import ConfigError, show_size
@@ -132,6 +132,9 @@ def describe_identity(
     return {
         "fingerprint": identity.model,
         "revision": identity.revision,
+        "root_version": str(ROOT_VERSION),
+        "epoch": str(identity.epoch),
+        "dtype": identity.dtype,
         "kv_dtype": identity.kv_dtype,
         "block_size": str(identity.block_size),
         "layout_version": str(LAYOUT_VERSION),

@@ -55,13 +55,12 @@ class RequestBuilder:
         ticket = None if request.extras is None else request.extras.ticket
         if ticket is None or not is_possible(ticket, self._vocab_size):
             return built, None
-        last = built.tail_hash or (built.block_hashes[-1] if built.block_hashes else b"")
         params, num_tokens = built.sampling_params, built.num_prompt_tokens
         needs_prompt = params.prompt_logprobs is not None or built.tail_hash is None
         # The last token of the prompt is computed again, and the first one chosen by the grammar
         # that is compiled here.
         needs_prompt = needs_prompt or params.structured_outputs is not None
-        is_good = not needs_prompt and fits(ticket, last.hex(), num_tokens, params)
+        is_good = not needs_prompt and fits(ticket, built.prompt_digest(), num_tokens, params)
         if not is_good:
             logger.info("request %s has a ticket that does not fit", request.request_id)
         return built, ticket if is_good else None

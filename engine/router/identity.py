@@ -21,12 +21,16 @@ _OF_ANSWERS = {
     "model": "--served-model-name",
     "fingerprint": "the model's config.json and weights",
     "revision": "--revision",
+    "generation_config": "the model's generation_config.json and --generation-config",
     "tokenizer": "the model's tokenizer.json",
     "chat_template": "the model's chat template",
 }
 # Nodes that differ here answer the same, and find none of each other's blocks.
 _OF_BLOCKS = {
     "kv_dtype": "--dtype and --kv-cache-dtype",
+    "dtype": "--dtype",
+    "root_version": "the version of StrataKV",
+    "epoch": "the weights that are loaded",
     "block_size": "--block-size",
     "layout_version": "the version of StrataKV",
     "layout": "the model's config.json",

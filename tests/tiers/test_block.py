@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Golden vectors and rules of the ABI: block names, layouts and record headers.
 
-If a vector here changes, every block kept anywhere becomes a miss: raise LAYOUT_VERSION or
-RECORD_VERSION and say so in the change log, never just update the vector.
+If a vector here changes, every block kept anywhere becomes a miss: raise ROOT_VERSION,
+LAYOUT_VERSION or RECORD_VERSION and say so in the change log, never just update the vector.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ from stratakv.tiers.record import (
     encode_header,
 )
 
-IDENTITY = Identity(model="m", revision="", kv_dtype="float32", block_size=16)
+IDENTITY = Identity(
+    model="m", revision="", dtype="bfloat16", kv_dtype="float32", block_size=16
+)
 LAYOUT = BlockLayout(num_layers=6, block_size=16, num_kv_heads=2, head_dim=64, kv_dtype="float32")
-ROOT = "8fc6f546eb347636b9b63bc6fbfe9967a03a91c28ade5c61a4656cb07cf8d812"
+ROOT = "f410d5b9a0196cde1a85cfc30e5373e034893f6247b7cecb84f6c44080b2781d"
 CHAIN = [
-    "8815a4368838c24fed703006153d88be5a26597df0e8bcc6e47226879fd0aa9b",
-    "062908b5b04c29f0e272947cd2b8627eb02e180f67fe7dbf63cdea9ba28fa3b5",
+    "a278b78f72a79a9b3df29f0c78e33753ff8276a6d2b0126f7c197075687f125a",
+    "c8635eb1976799c974012ad60cbddf6f5b2b7eea7742653cee12264737569e27",
 ]
-SALTED = "c02c2e1bce54e75e454d337529f8e885773e8fdcb01155729b70b46fb13719f1"
+SALTED = "a1bc22b1f8b99be25cabb180e9bf89adb3e2efdafb1b7724639e3352b60bcb4b"
 VLLM_CBOR = "6b95a5f50035774aa6616ac2a298711d95bae58bef1b408e455c274f6a8d80e6"
 SALT = "a86d7ae709dab2c1ced92caecdb4178ca1a7d9c65b381ca41862ac1b01cf3e03"
 LAYOUT_ID = "87b61d002d36b0fc5fec687f1bd1c032"
@@ -72,8 +74,8 @@ def test_root_is_the_stated_cbor() -> None:
     # Written out by hand, so that the vector does not depend on the library that made it.
     # Deterministic CBOR orders map keys by length, then bytes.
     cbor = (
-        b"\xa5\x65model\x61m\x68kv_dtype\x67float32\x68revision\x60"
-        b"\x6ablock_size\x10\x6elayout_version\x01"
+        b"\xa8\x65dtype\x68bfloat16\x65epoch\x00\x65model\x61m\x68kv_dtype\x67float32"
+        b"\x68revision\x60\x6ablock_size\x10\x6croot_version\x02\x6elayout_version\x01"
     )
     assert hashlib.sha256(cbor).hexdigest() == ROOT
 
@@ -110,7 +112,7 @@ def test_names_are_the_same_in_another_process() -> None:
     code = (
         "from array import array\n"
         "from stratakv.tiers.block import Identity, chain_digests\n"
-        "root = Identity('m', '', 'float32', 16).root()\n"
+        "root = Identity('m', '', 'bfloat16', 'float32', 16).root()\n"
         "view = memoryview(array('i', range(32)).tobytes())\n"
         "print(chain_digests(root, view, 16)[1].hex())\n"
     )
@@ -129,11 +131,13 @@ def test_names_are_the_same_in_another_process() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        Identity("n", "", "float32", 16),
-        Identity("m", "r", "float32", 16),
-        Identity("m", "", "bfloat16", 16),
-        Identity("m", "", "float32", 32),
-        Identity("", "m", "float32", 16),
+        Identity("n", "", "bfloat16", "float32", 16),
+        Identity("m", "r", "bfloat16", "float32", 16),
+        Identity("m", "", "float16", "float32", 16),
+        Identity("m", "", "bfloat16", "bfloat16", 16),
+        Identity("m", "", "bfloat16", "float32", 32),
+        Identity("", "m", "bfloat16", "float32", 16),
+        Identity("m", "", "bfloat16", "float32", 16, epoch=1),
     ],
 )
 def test_any_field_of_the_identity_changes_the_root(other: Identity) -> None:

@@ -14,44 +14,21 @@ import re
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from ....tiers.errors import TierConfigError
 from ....tiers.mac_key import read_mac_key
+from ....tiers.mounts import mount_of
 from ....tiers.settings.sizes import rough_size
 from ....tiers.ssd.folder.identity import key_name, read_note, unpack
 from ....tiers.ssd.folder.inventory import is_store, look_at
 from ....tiers.tier_settings import SsdSettings
 from .base import Finding, ok, problem, warning
 
-MOUNTS = Path("/proc/self/mountinfo")
 _MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 _LAYERS = {"overlay", "aufs"}
 _REMOTE = re.compile(
     r"nfs\d?|cifs|smb\d?|smbfs|9p|virtiofs|ceph|glusterfs|lustre|beegfs|gpfs|afs|fuse\..+|fuseblk"
 )
-_ESCAPED = re.compile(r"\\([0-7]{3})")
-
-
-class Mount(NamedTuple):
-    """The file system that a path is in."""
-
-    point: str
-    kind: str
-    source: str
-
-
-def mount_of(path: Path, mounts: Path = MOUNTS) -> Mount | None:
-    """The innermost mount above a path; None where it is not known."""
-    real, best = path.resolve(), None
-    for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
-        fields, _, rest = line.partition(" - ")
-        point = _ESCAPED.sub(lambda code: chr(int(code[1], 8)), fields.split()[4])
-        kind, source = rest.split()[:2]
-        # Of two mounts in one place the later one is seen.
-        if real.is_relative_to(point) and (best is None or len(point) >= len(best.point)):
-            best = Mount(point, kind, source)
-    return best
 
 
 def check_disks(

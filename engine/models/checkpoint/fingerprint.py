@@ -1,93 +1,106 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A name for a model's numbers, so that only engines with the same weights share blocks.
+"""The fingerprint of a model: it names what decides the model's K and V, byte by byte.
 
-Reading all weights would cost minutes for large models, so the fingerprint is SHA-256 over
-- the fields of the specification that change K and V, as canonical JSON, and
-- for each weight file in the order of the names: its size (u64), its safetensors header, and 64
-  samples of 4 KiB spread evenly from the first to the last byte of its data (all of the data where
-  the samples would cover it).
-The header holds every tensor's name, shape, type and place. A fine-tuned model differs everywhere,
-so samples find it; whoever edits a few numbers by hand sets `revision` in the identity.
-Knows nothing of tensors.
+    fingerprint = SHA-256( canonical CBOR { spec, config, weights } )
+
+`spec` has the fields of the specification, `config` the digest of config.json, and `weights` name
+and digest of each safetensors file, in the order in which they are opened. Each digest is of the
+whole file (tiers/identity). So two checkpoints have one fingerprint only where all their bytes are
+equal; a copy elsewhere has the same one. Knows nothing of tensors.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import struct
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any
 
+import cbor2
+
+from ....tiers.identity.digest_cache import DigestCache
+from ....tiers.identity.file_digests import FileDigest, Progress, digest_files
 from ....tiers.settings.values import ConfigError
 from ..spec import ModelSpec, load_model_spec
+from .files import is_there
 from .shards import find_shards
 
-SAMPLES = 64
-SAMPLE_BYTES = 4096
+CONFIG = "config.json"
 MAX_HEADER_BYTES = 100 * 1000 * 1000  # the limit of the format
 
-# They say where generation starts and ends and how weights lie, not what K and V are.
+# They say where generation starts and ends and how weights lie, not what K and V are. Those of
+# config.json count with its digest all the same.
 _NOT_NUMBERS = ("eos_token_ids", "bos_token_id", "stored_dtype", "is_text_part")
-# Younger than blocks on people's disks, whose names stand as long as these are absent.
-_OMITTED_AT_NONE = (
-    "sliding_window",
-    "sliding_layers",
-    "local_rope",
-    "query_scalar",
-    "logits_softcap",
-)
 _U64 = struct.Struct("<Q")
 
 
-class _Hash(Protocol):
-    def update(self, data: bytes, /) -> None: ...
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The files of a model as they were when they were hashed."""
+
+    fingerprint: str  # 64 hexadecimal digits
+    files: tuple[FileDigest, ...]
+
+    @classmethod
+    def read(
+        cls,
+        path: Path,
+        spec: ModelSpec | None = None,
+        *,
+        random_for: str | None = None,
+        cache: DigestCache | None = None,
+        progress: Progress | None = None,
+    ) -> ModelFiles:
+        """Hash what is not remembered in `cache`, this user's where none is given. Random weights
+        are named by `random_for`, which says all that decides them, and no file of weights is
+        read. Raises ConfigError for a directory that cannot be read."""
+        spec = spec or load_model_spec(path)
+        paths = [path / CONFIG]
+        if random_for is None:
+            for file in find_shards(path).files:
+                _check_header(file)
+                paths.append(file)
+        config, *weights = digest_files(paths, cache, progress)
+        named: dict[str, Any] = {"spec": _fields(spec), "config": config.digest}
+        if random_for is None:
+            named["weights"] = [[each.path.name, each.digest] for each in weights]
+        else:
+            named["random"] = random_for
+        digest = hashlib.sha256(cbor2.dumps(named, canonical=True))
+        return cls(digest.hexdigest(), (config, *weights))
+
+    def check_unchanged(self) -> None:
+        """Raise ConfigError where a file has changed since it was hashed."""
+        for file in self.files:
+            file.check_unchanged()
 
 
 def fingerprint(path: Path, spec: ModelSpec | None = None, *, random_for: str | None = None) -> str:
-    """64 hexadecimal digits; raises ConfigError for a directory that cannot be read. Weights that
-    are random are named by the kind of device they are made on, and no file is read."""
-    fields = dataclasses.asdict(spec or load_model_spec(path))
-    for name in _NOT_NUMBERS:
-        del fields[name]
-    for name in _OMITTED_AT_NONE:
-        if fields[name] is None:
-            del fields[name]
-    digest = hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
-    if random_for is not None:
-        digest.update(b"random weights on " + random_for.encode())
-        return digest.hexdigest()
-    for file in find_shards(path).files:
-        _add_file(digest, file)
-    return digest.hexdigest()
+    """The fingerprint of the model in a directory, 64 hexadecimal digits; see `ModelFiles.read`."""
+    return ModelFiles.read(path, spec, random_for=random_for).fingerprint
 
 
-def _add_file(digest: _Hash, path: Path) -> None:
+def _fields(spec: ModelSpec) -> dict[str, Any]:
+    """Without those that are None: a field that is added later renames no model without it."""
+    fields = dataclasses.asdict(spec)
+    return {
+        name: value
+        for name, value in fields.items()
+        if name not in _NOT_NUMBERS and value is not None
+    }
+
+
+def _check_header(path: Path) -> None:
+    """Raise ConfigError for a file whose header says that it is cut off, before it is hashed."""
+    is_there(path)
     try:
         size = path.stat().st_size
-        digest.update(_U64.pack(size))
         with path.open("rb") as file:
-            header = _read_header(file, size, path)
-            digest.update(header)
-            for position, length in _samples(_U64.size + len(header), size):
-                file.seek(position)
-                digest.update(file.read(length))
+            head = file.read(_U64.size)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); change its mode") from error
-
-
-def _read_header(file: BinaryIO, size: int, path: Path) -> bytes:
-    head = file.read(_U64.size)
     length = _U64.unpack(head)[0] if len(head) == _U64.size else size
     if length > min(MAX_HEADER_BYTES, size - _U64.size):
         raise ConfigError(f"{path} is not a whole safetensors file; download the model again")
-    return file.read(length)
-
-
-def _samples(start: int, end: int) -> list[tuple[int, int]]:
-    """Positions and lengths of the samples between two positions of a file."""
-    room = end - start - SAMPLE_BYTES
-    if end - start <= SAMPLES * SAMPLE_BYTES:
-        return [(start, end - start)]
-    return [(start + room * i // (SAMPLES - 1), SAMPLE_BYTES) for i in range(SAMPLES)]

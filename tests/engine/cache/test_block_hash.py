@@ -16,7 +16,7 @@ from stratakv.engine.request import BlockHasher, Request
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.tiers.block import Identity
 
-ROOT = Identity("model", "", "float32", 4).root()
+ROOT = Identity("model", "", "float32", "float32", 4).root()
 HASHER = make_block_hasher(ROOT, 4)
 TOKENS = list(range(10, 19))  # two full blocks and one token
 

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import itertools
+import json
 import shutil
 
 import pytest
 
-from stratakv.engine.models.checkpoint import fingerprint as module
-from stratakv.engine.models.checkpoint.fingerprint import fingerprint
+from stratakv.engine.models.checkpoint.fingerprint import ModelFiles, fingerprint
 from stratakv.engine.options import EMBEDDED_MODEL
 from stratakv.tiers.settings.values import ConfigError
 
@@ -29,13 +28,13 @@ def test_it_is_a_golden_value(directory):
     header = b'{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
     content = len(header).to_bytes(8, "little") + header + bytes(range(8))
     (directory.path / "model.safetensors").write_bytes(content)
-    golden = "37bfe7688b3600aa55818e911f9a3a418a7e229a912d6c11f6da0002e684ae5a"
+    golden = "ca9b56f4aa0308cc320526ad65c9bd265cf92b0b5ffd7256cb51d4d081138ed1"
     assert fingerprint(directory.path) == golden
 
 
 def test_the_embedded_model_keeps_its_name():
     """Its blocks lie on people's disks, and a field added to the specification renames none."""
-    golden = "74d682d8fdb30ba1e4a76a31815a746a15b4d879c57a7c2c33e4116b68fd2d4b"
+    golden = "6c240b6681d53ab3f198c3fc840898befff8080e970a40a6101f963cc6ba7b1c"
     assert fingerprint(EMBEDDED_MODEL) == golden
 
 
@@ -54,10 +53,21 @@ def test_it_changes_with_configuration_that_changes_numbers(change, directory):
     assert fingerprint(directory.path) != before
 
 
-def test_it_keeps_still_where_only_the_ends_of_texts_change(directory):
+@pytest.mark.parametrize("change", [{"eos_token_id": [3, 4]}, {"use_cache": False}, {"new": 1}])
+def test_it_changes_with_every_key_of_the_configuration(change, directory):
+    """A later version may compute by a key that this one passes over."""
     directory.write_single()
     before = fingerprint(directory.path)
-    directory.write_config(eos_token_id=[3, 4], bos_token_id=7, use_cache=False)
+    directory.write_config(**change)
+    assert fingerprint(directory.path) != before
+
+
+def test_it_keeps_still_where_a_file_changes_that_decides_no_block(directory):
+    directory.write_single()
+    before = fingerprint(directory.path)
+    recommended = {"temperature": 0.5, "eos_token_id": [3, 4]}
+    (directory.path / "generation_config.json").write_text(json.dumps(recommended))
+    (directory.path / "tokenizer.json").write_text("{}")
     assert fingerprint(directory.path) == before
 
 
@@ -70,15 +80,27 @@ def test_every_byte_of_a_small_model_counts(name, directory):
     assert fingerprint(directory.path) != before
 
 
-def test_large_files_are_sampled_evenly_to_the_last_byte(monkeypatch):
-    samples = module._samples(1000, 10**9)
-    assert len(samples) == module.SAMPLES
-    assert samples[0] == (1000, 4096)
-    assert sum(samples[-1]) == 10**9
-    steps = {b[0] - a[0] for a, b in itertools.pairwise(samples)}
-    assert max(steps) - min(steps) <= 1
-    assert module._samples(10, 10 + 64 * 4096) == [(10, 64 * 4096)]
-    assert module._samples(10, 10) == [(10, 0)]
+def test_names_of_weight_files_count(directory):
+    """Of a tensor that two files hold, the last file's is read."""
+    directory.write_sharded()
+    first, second = sorted(directory.path.glob("*.safetensors"))
+    index = json.loads((directory.path / "model.safetensors.index.json").read_text())
+    before = fingerprint(directory.path)
+    other = {first.name: second.name, second.name: first.name}
+    directory.write_index({name: other[file] for name, file in index["weight_map"].items()})
+    first.rename(directory.path / "kept")
+    second.rename(first)
+    (directory.path / "kept").rename(second)
+    assert fingerprint(directory.path) != before
+
+
+def test_a_change_between_hashing_and_loading_is_refused(directory):
+    directory.write_single()
+    files = ModelFiles.read(directory.path)
+    files.check_unchanged()
+    directory.write_single()
+    with pytest.raises(ConfigError, match=r"model\.safetensors was changed while it was read"):
+        files.check_unchanged()
 
 
 def test_a_file_that_is_no_safetensors_is_refused(directory):

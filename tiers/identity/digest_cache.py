@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of files, remembered in the user's cache so that a restart reads no weights twice.
+
+    $XDG_CACHE_HOME/stratakv/digests/DEVICE-INODE           ~/.cache where that is not set
+
+An entry holds what the file's state was and its digest:
+
+    offset  bytes
+         0      8  magic, "STRKVDG1"
+         8     40  device, inode, size, mtime_ns, ctime_ns: five u64, little-endian
+        48     32  digest
+        80     32  SHA-256 of the 80 bytes before
+
+A file's times are set back by whoever may write it, but not its ctime, which the kernel advances
+with each change of content. So an entry counts only where all five numbers are those of the file
+now. It is written only where they could not hide a later change: not while ctime is young, whose
+grain is up to two seconds, and not on file systems whose ctime says less.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import secrets
+import stat
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from ..mounts import mount_of
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"STRKVDG1"
+YOUNG_NS = 2_000_000_000
+MOST_ENTRIES = 4096
+_FORM = struct.Struct("<8s5Q32s32s")
+_CHECK_BYTES = 32
+_U64 = 2**64 - 1
+# tmpfs does not count writes through a mapping; the others hand on what a server or a program says.
+_NO_CTIME = re.compile(
+    r"tmpfs|ramfs|devtmpfs|hugetlbfs|9p|virtiofs|cifs|smb\d?|smbfs|vboxsf|hostfs|fuse|fuse\..+"
+    r"|fuseblk|vfat|exfat|msdos"
+)
+_LAZY = "lazytime"  # after a loss of power, times may be older than the content
+
+
+class FileState(NamedTuple):
+    """What tells that a file is the one it was."""
+
+    device: int
+    inode: int
+    size: int  # bytes
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileState:
+        """The state that `os.stat` reports."""
+        return cls(
+            status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        )
+
+
+class DigestCache:
+    """The entries in one folder. It never raises: without a folder nothing is remembered."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    @classmethod
+    def of_user(cls) -> DigestCache:
+        """The cache of this user; one that remembers nothing where the user has no folder."""
+        parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        return cls(Path(parent) / "stratakv" / "digests" if os.path.isabs(parent) else None)
+
+    def find(self, state: FileState) -> bytes | None:
+        """The digest of a file in this state; None where none is remembered, or the entry is
+        damaged or may be another user's."""
+        if self._folder is None:
+            return None
+        try:
+            entry = _read(self._entry(state))
+        except OSError:
+            return None
+        if len(entry) != _FORM.size:
+            return None
+        magic, *numbers, digest, check = _FORM.unpack(entry)
+        if check != hashlib.sha256(entry[:-_CHECK_BYTES]).digest() or magic != MAGIC:
+            return None
+        return bytes(digest) if tuple(numbers) == _numbers(state) else None
+
+    def takes(self, path: Path, state: FileState, now_ns: int) -> bool:
+        """Whether the digest of the file at `path`, hashed from `now_ns` on (since the epoch), may
+        be remembered: its ctime would tell of each later change."""
+        if self._folder is None or now_ns - state.ctime_ns < YOUNG_NS:
+            return False
+        try:
+            mount = mount_of(path)
+        except (OSError, ValueError):
+            return False
+        if mount is None or _LAZY in mount.options:
+            return False
+        return not _NO_CTIME.fullmatch(mount.kind)
+
+    def add(self, state: FileState, digest: bytes) -> None:
+        """Remember the digest of a file in this state, which `takes` has allowed."""
+        if self._folder is None:
+            return
+        try:
+            _make_private(self._folder)
+            self._drop_oldest()
+            content = _FORM.pack(MAGIC, *_numbers(state), digest, b"")[:-_CHECK_BYTES]
+            _write(self._entry(state), content + hashlib.sha256(content).digest())
+        except OSError as error:
+            log.debug("the digest of a file is not remembered: %s", error)
+
+    def _entry(self, state: FileState) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{state.device & _U64:x}-{state.inode & _U64:x}"
+
+    def _drop_oldest(self) -> None:
+        assert self._folder is not None
+        with os.scandir(self._folder) as found:
+            entries = sorted((each.stat(follow_symlinks=False).st_mtime_ns, each) for each in found)
+        for _, entry in entries[: max(0, len(entries) - MOST_ENTRIES + 1)]:
+            with suppress(OSError):
+                os.unlink(entry)
+
+
+def _numbers(state: FileState) -> tuple[int, ...]:
+    return tuple(number & _U64 for number in state)
+
+
+def _make_private(folder: Path) -> None:
+    folder.mkdir(mode=0o700, exist_ok=True, parents=True)
+    _check_private(folder)
+
+
+def _check_private(folder: Path) -> None:
+    """Raise OSError for a folder in which others could put entries."""
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(0, "others can write the folder", str(folder))
+
+
+def _read(path: Path) -> bytes:
+    """Raises OSError for what is no file of this user alone."""
+    _check_private(path.parent)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if (
+            not stat.S_ISREG(status.st_mode)
+            or status.st_uid != os.geteuid()
+            or stat.S_IMODE(status.st_mode) != 0o600
+            or status.st_nlink != 1
+        ):
+            raise PermissionError(0, "others can write it", str(path))
+        return os.read(descriptor, _FORM.size + 1)
+    finally:
+        os.close(descriptor)
+
+
+def _write(path: Path, content: bytes) -> None:
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        made = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(made, "wb") as file:
+            file.write(content)
+        os.replace(fresh, path)
+    except OSError:
+        with suppress(OSError):
+            fresh.unlink()
+        raise

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of whole files, each byte of them.
+
+    digest = SHA-256( "stratakv.file" | size u64 | SHA-256 of each 8 MiB, in order )
+
+The pieces are hashed by several threads, so that large weights take as long as reading them does
+where there are processors enough. What is remembered is not read again (digest_cache.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from ..settings.sizes import rough_size
+from ..settings.values import ConfigError
+from .digest_cache import DigestCache, FileState
+
+PIECE_BYTES = 8 * 1024**2
+MOST_THREADS = 16
+QUIET_SECONDS = 2.0  # of hashing, before and between lines of progress
+_READ_BYTES = 1024**2  # stays in a processor's cache between the copy and the hash
+_NAME = b"stratakv.file"
+_SIZE = struct.Struct("<Q")
+
+Progress = Callable[[str], None]
+
+
+class FileDigest(NamedTuple):
+    """A file as it was when it was hashed."""
+
+    path: Path
+    state: FileState
+    digest: bytes  # 32
+
+    def check_unchanged(self) -> None:
+        """Raise ConfigError where the file is no longer the one that was hashed."""
+        try:
+            state = FileState.of(os.stat(self.path))
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        if state != self.state:
+            raise _changed(self.path)
+
+
+def digest_files(
+    paths: Sequence[Path], cache: DigestCache | None = None, progress: Progress | None = None
+) -> list[FileDigest]:
+    """The digest of each file, in the order of the paths. `cache`: of this user where it is not
+    given. `progress` hears a line every two seconds.
+
+    Raises ConfigError for a file that cannot be read to its end, or that changes meanwhile.
+    """
+    cache = DigestCache.of_user() if cache is None else cache
+    told = _Told(progress)
+    found: dict[Path, FileDigest] = {}
+    unknown: list[Path] = []
+    for path in paths:
+        with _opened(path) as (_, state):
+            digest = cache.find(state)
+        if digest is None:
+            unknown.append(path)
+            told.total_bytes += state.size
+        else:
+            found[path] = FileDigest(path, state, digest)
+    with ThreadPoolExecutor(_threads(), thread_name_prefix="stratakv-digest") as pool:
+        for path in unknown:
+            found[path] = _digest_file(path, pool, cache, told)
+    return [found[path] for path in paths]
+
+
+class _Told:
+    """Bytes hashed of all, said now and then."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self._said_at = time.monotonic()
+        self.total_bytes = 0
+        self._done_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        self._done_bytes += num_bytes
+        now = time.monotonic()
+        if self._progress is not None and now - self._said_at >= QUIET_SECONDS:
+            self._said_at = now
+            done, total = rough_size(self._done_bytes), rough_size(self.total_bytes)
+            self._progress(f"hashing the weights, which name the model's blocks: {done} of {total}")
+
+
+def _threads() -> int:
+    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+def _digest_file(
+    path: Path, pool: ThreadPoolExecutor, cache: DigestCache, told: _Told
+) -> FileDigest:
+    began_ns = time.time_ns()
+    with _opened(path) as (descriptor, state):
+        may_remember = cache.takes(path, state, began_ns) and _write_back(descriptor, state)
+        hasher = hashlib.sha256(_NAME + _SIZE.pack(state.size))
+        starts = range(0, state.size, PIECE_BYTES)
+        for length, digest in _in_order(pool, descriptor, starts, state.size):
+            hasher.update(digest)
+            told.add(length)
+        if FileState.of(os.fstat(descriptor)) != state:
+            raise _changed(path)
+    digest = hasher.digest()
+    if may_remember:
+        cache.add(state, digest)
+    return FileDigest(path, state, digest)
+
+
+def _write_back(descriptor: int, state: FileState) -> bool:
+    """Have the kernel write what is dirty: a mapping advances ctime with the first write to a page
+    and not with later ones, until the page is written back. Returns whether ctime can be trusted
+    from here on."""
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        return False
+    return FileState.of(os.fstat(descriptor)) == state
+
+
+def _in_order(
+    pool: ThreadPoolExecutor, descriptor: int, starts: Iterable[int], size: int
+) -> Iterator[tuple[int, bytes]]:
+    """Length and digest of each piece. All reads have ended when this has."""
+    pieces: list[Future[tuple[int, bytes]]] = []
+    try:
+        pieces += [
+            pool.submit(_digest_piece, descriptor, start, min(start + PIECE_BYTES, size))
+            for start in starts
+        ]
+        for piece in pieces:
+            yield piece.result()
+    finally:
+        for piece in pieces:
+            piece.cancel()
+        for piece in pieces:
+            if not piece.cancelled():
+                piece.exception()
+
+
+def _digest_piece(descriptor: int, start: int, end: int) -> tuple[int, bytes]:
+    hasher, place = hashlib.sha256(), start
+    buffer = memoryview(bytearray(min(_READ_BYTES, end - start)))
+    while place < end:
+        length = os.preadv(descriptor, [buffer[: end - place]], place)
+        if not length:
+            raise OSError(0, "it became shorter while it was read")
+        hasher.update(buffer[:length])
+        place += length
+    return end - start, hasher.digest()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[int, FileState]]:
+    """A descriptor and the state of the file. Raises ConfigError, also for an OSError raised
+    inside."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(0, "it is no ordinary file")
+            yield descriptor, FileState.of(status)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{path} cannot be read ({error.strerror}), and its bytes name the model's blocks; change "
+        "its mode, or copy it from the model again"
+    )
+
+
+def _changed(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path} was changed while it was read; start again when nothing writes to it"
+    )

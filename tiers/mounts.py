@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file system that a path lies in, as the kernel's table of mounts has it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+MOUNTS = Path("/proc/self/mountinfo")
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
+
+class Mount(NamedTuple):
+    """One row of the table."""
+
+    point: str
+    kind: str  # the file system: ext4, tmpfs, fuse.sshfs
+    source: str
+    options: frozenset[str]  # of the mount and of its file system
+
+
+def mount_of(path: Path, mounts: Path = MOUNTS) -> Mount | None:
+    """The innermost mount above a path; None where it is not known. Raises OSError where the table
+    cannot be read."""
+    real, best = path.resolve(), None
+    for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
+        fields, _, rest = line.partition(" - ")
+        point = _ESCAPED.sub(lambda code: chr(int(code[1], 8)), fields.split()[4])
+        kind, source, *super_options = rest.split()
+        # Of two mounts in one place the later one is seen.
+        if real.is_relative_to(point) and (best is None or len(point) >= len(best.point)):
+            options = ",".join([fields.split()[5], *super_options])
+            best = Mount(point, kind, source, frozenset(options.split(",")))
+    return best
