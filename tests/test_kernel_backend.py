@@ -122,6 +122,7 @@ def test_pools_of_other_types_never_find_an_fp8_pools_blocks(model: Path, tmp_pa
         running_core(model, offload=offload),
     ):
         pass
-    names = {Identity("m", "", "bfloat16", kind, 16).root() for kind in (FP8_KV, "bfloat16", "float64")}
+    kinds = (FP8_KV, "bfloat16", "float64")
+    names = {Identity("m", "", "bfloat16", kind, 16).root() for kind in kinds}
     layouts = {BlockLayout(2, 16, 2, 8, kind).layout_id() for kind in (FP8_KV, "bfloat16")}
     assert len(names) == 3 and len(layouts) == 2

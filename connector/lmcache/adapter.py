@@ -29,6 +29,7 @@ from ..chunks.settings import MAX_CHUNK_BYTES, MAX_LAYOUTS, chunk_host
 from ..chunks.tiers import ChunkTiers
 from ..chunks.versions import Supported
 from .identity import ChunkIdentity, read_identity
+from .model_names import ModelNames
 from .shelf import HOST, Shelf, identity_text
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class StrataL2Adapter(L2AdapterInterface):
         self._layouts = _number(given, "layouts", 1, MAX_LAYOUTS)
         self._chunk_bytes = _number(given, "chunk_bytes", 0, MAX_CHUNK_BYTES)
         self._settings = chunk_host(HOST).read(given)
+        self._models = ModelNames(self._settings.own.revision)
         self._version = f"{version[0]}.{version[1]}"
         tiers = self._settings.tiers()
         credentials = tiers.remote.credentials()
@@ -102,6 +104,7 @@ class StrataL2Adapter(L2AdapterInterface):
         """Find chunks. Nothing is locked: a chunk that is gone by the time of its load is a miss,
         and a lock that nobody takes back would be a leak."""
         task = self._begin(LOOKUP, (), len(keys))
+        models = self._models_of(keys)
         places: dict[Shelf, list[int]] = {}
         shelves: dict[int, Shelf | None] = {}
         for i, key in enumerate(keys):
@@ -109,9 +112,9 @@ class StrataL2Adapter(L2AdapterInterface):
             if group not in shelves:
                 shelves[group] = self._shelf_of_desc(group_layout_descs.get(group))
             shelf = shelves[group]
-            if shelf is not None:
+            if shelf is not None and models[key.model_name] is not None:
                 places.setdefault(shelf, []).append(i)
-        self._start(task, keys, places)
+        self._start(task, keys, models, places)
         return task.id
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
@@ -129,8 +132,10 @@ class StrataL2Adapter(L2AdapterInterface):
 
     def delete(self, keys: list[Any]) -> None:
         """Forget chunks, in every tier."""
+        models = self._models_of(keys)
+        named = [(key, name) for key in keys if (name := models[key.model_name]) is not None]
         for shelf, tiers in self._open_shelves():
-            tiers.drop([shelf.keys.of(key) for key in keys])
+            tiers.drop([shelf.keys.of(key, name) for key, name in named])
 
     def get_usage(self) -> Any:
         """Bytes in the tiers; not by salt, which the tiers do not know."""
@@ -144,6 +149,7 @@ class StrataL2Adapter(L2AdapterInterface):
         with self._lock:
             shelves = list(self._shelves.values())
             refused = sorted(self._refused)
+        refused += self._models.refused
         layouts = []
         for shelf in shelves:
             tiers = shelf.tiers
@@ -185,10 +191,12 @@ class StrataL2Adapter(L2AdapterInterface):
 
     def _submit(self, kind: str, keys: Sequence[Any], objects: Sequence[Any]) -> int:
         task = self._begin(kind, objects, len(keys))
+        models = self._models_of(keys)
         places: dict[Shelf, list[int]] = {}
         for i, each in enumerate(objects):
             task.sizes[i] = each.get_size()
-            shelf = self._shelf_of_object(each)
+            is_kept = models[keys[i].model_name] is not None
+            shelf = self._shelf_of_object(each) if is_kept else None
             if shelf is not None and task.sizes[i] == shelf.identity.chunk_bytes:
                 places.setdefault(shelf, []).append(i)
             elif shelf is not None:
@@ -197,8 +205,12 @@ class StrataL2Adapter(L2AdapterInterface):
                     f"{shelf.identity.chunk_bytes}; leave out its serde, which packs chunks to "
                     "sizes of their own (ssd_codec packs them here)"
                 )
-        self._start(task, keys, places)
+        self._start(task, keys, models, places)
         return task.id
+
+    def _models_of(self, keys: Sequence[Any]) -> dict[str, str | None]:
+        """The name of each model that the keys are of; None for one whose chunks are not kept."""
+        return {model: self._models.find(model) for model in {key.model_name for key in keys}}
 
     def _begin(self, kind: str, objects: Sequence[Any], num_keys: int) -> _Task:
         with self._lock:
@@ -207,11 +219,15 @@ class StrataL2Adapter(L2AdapterInterface):
         return task
 
     def _start(
-        self, task: _Task, keys: Sequence[Any], places: Mapping[Shelf, Sequence[int]]
+        self,
+        task: _Task,
+        keys: Sequence[Any],
+        models: Mapping[str, str | None],
+        places: Mapping[Shelf, Sequence[int]],
     ) -> None:
         task.parts = len(places) + 1
         for shelf, indices in places.items():
-            names = [shelf.keys.of(keys[i]) for i in indices]
+            names = [shelf.keys.of(keys[i], str(models[keys[i].model_name])) for i in indices]
             shelf.when_open(partial(self._hand_over, task, indices, names))
         self._part_ended(task)
 

@@ -6,8 +6,9 @@ name there leaves out.
     digest  = SHA-256( root | canonical CBOR of [hash, model, kv rank, object group, cache salt] )
     key     = digest | group 0 | shard 0 of 1                               (40 bytes, docs/abi.md)
 
-LMCache's kv rank holds world size and rank. Its hash is of token ids; shapes and dtypes are not in
-its name for a chunk, so they are in the root, and each root has tiers of its own.
+The model is named by a digest of its files where they are here (model_names.py). LMCache's kv rank
+holds world size and rank. Its hash is of token ids; shapes and dtypes are not in its name for a
+chunk, so they are in the root, and each root has tiers of its own.
 """
 
 from __future__ import annotations
@@ -93,9 +94,9 @@ class ChunkKeys:
     def __init__(self, root: bytes) -> None:
         self._root = hashlib.sha256(root)
 
-    def of(self, key: Any) -> bytes:
-        """The 40-byte key of a chunk."""
-        name = [key.chunk_hash, key.model_name, key.kv_rank, key.object_group_id, key.cache_salt]
+    def of(self, key: Any, model: str) -> bytes:
+        """The 40-byte key of a chunk; `model` is the name of its model (model_names.py)."""
+        name = [key.chunk_hash, model, key.kv_rank, key.object_group_id, key.cache_salt]
         hasher = self._root.copy()
         hasher.update(cbor2.dumps(name, canonical=True))
         return hasher.digest() + _SUFFIX

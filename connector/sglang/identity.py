@@ -21,6 +21,7 @@ import cbor2
 
 from ...tiers.block import key_suffix
 from ...tiers.settings.values import ConfigError
+from .host_model import ModelNames
 
 _NAMESPACE = b"sglang-page-1\0"
 _SUFFIX = key_suffix()
@@ -36,7 +37,8 @@ MAX_KEY_CHARACTERS = 512
 class PageIdentity:
     """What must be equal for two engines to share pages, beside SGLang's own names."""
 
-    model: str
+    model: str  # a digest of its files, or the name that SGLang has for it (host_model.py)
+    settings: str  # those of SGLang that change numbers; empty where they cannot be seen
     revision: str
     salt: str
     host_version: str  # of SGLang, major, minor and patch: its pools move between patches
@@ -66,7 +68,14 @@ class PageIdentity:
 
 
 def read_identity(
-    config: Any, pool: Any, parts: tuple[int, ...], *, revision: str, salt: str, version: str
+    config: Any,
+    pool: Any,
+    parts: tuple[int, ...],
+    names: ModelNames,
+    *,
+    revision: str,
+    salt: str,
+    version: str,
 ) -> PageIdentity:
     """Of SGLang's HiCacheStorageConfig and host pool. Raises ConfigError for what cannot be
     kept."""
@@ -87,13 +96,10 @@ def read_identity(
             "StrataKV does not split heads between engines of other tensor-parallel sizes; leave "
             "tp_lcm_size out of --hicache-storage-backend-extra-config"
         )
-    if not config.model_name:
-        raise ConfigError(
-            "SGLang does not say which model its pages are of; give --served-model-name"
-        )
     is_mla = bool(config.is_mla_model)
     return PageIdentity(
-        model=config.model_name,
+        model=names.model,
+        settings=names.settings,
         revision=revision,
         salt=salt,
         host_version=version,

@@ -22,11 +22,11 @@ from ..chunks.build import open_chunk_tiers
 from ..chunks.settings import chunk_host
 from ..chunks.tiers import ChunkTiers
 from ..chunks.versions import Supported
+from .host_model import HOST, names_of
 from .identity import PageKeys, read_identity
 
 log = logging.getLogger(__name__)
 
-HOST = "SGLang"
 SUPPORTED = Supported(HOST, "sglang", (0, 5, 23), (0, 6, 0))
 # Of the back end's JSON, SGLang's own.
 HOST_KEYS = ("backend_name", "module_path", "class_name", "interface_v1")
@@ -69,10 +69,15 @@ class StrataHiCacheStorage(HiCacheStorage):
                 f"not say where its pages lie ({error}); use --hicache-mem-layout page_first"
             ) from error
         own, parts = self._settings.own, tuple(map(int, sizes))
+        if not self._config.model_name:
+            raise ConfigError(
+                "SGLang does not say which model its pages are of; give --served-model-name"
+            )
         identity = read_identity(
             self._config,
             mem_pool_host,
             parts,
+            names_of(self._config.model_name, own.revision),
             revision=own.revision or "",
             salt=own.salt or "",
             version=self._version,

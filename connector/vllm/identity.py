@@ -14,9 +14,7 @@ has no rank, and engines of other sizes never meet.
 from __future__ import annotations
 
 import hashlib
-import struct
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import cbor2
 
@@ -27,10 +25,6 @@ from ...tiers.settings.values import ConfigError
 # What stands behind the block hash in vLLM's own key.
 GROUP_BYTES = 4
 NAMESPACE = b"vllm-chunk-1\0"
-
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
-_U64 = struct.Struct("<Q")
 
 # vLLM's names of dtypes whose bytes mean the same in every engine of the same model, and ours.
 # Those that keep scales outside the pages are not among them.
@@ -50,7 +44,9 @@ LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 class ChunkIdentity:
     """What must be equal for two vLLM engines to share chunks."""
 
-    model: str  # a fingerprint where the weights can be read, else the name that vLLM was given
+    model: str  # a digest of its files, or the name that vLLM was given (chunks/model_name.py)
+    drafts: str  # the same of the model that proposes tokens, whose layers may be in the pages
+    settings: str  # those of vLLM that change numbers; empty where they cannot be seen
     revision: str
     salt: str
     kv_dtype: str
@@ -99,31 +95,3 @@ def chunk_layout(chunk_bytes: int, kv_dtype: str) -> BlockLayout:
             f"StrataKV knows; use --kv-cache-dtype auto or one of {', '.join(DTYPES)}"
         )
     return BlockLayout(1, 1, 1, chunk_bytes // (2 * DTYPE_BYTES[name]), name)
-
-
-def model_fingerprint(model: str) -> str:
-    """A name for the numbers of a model: of a directory, what its configuration and samples of its
-    weights are; else the name itself, which then has to mean the same weights everywhere."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return model
-    files = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS)
-    digest = hashlib.sha256()
-    try:
-        config = folder / "config.json"
-        digest.update(config.read_bytes() if config.exists() else b"")
-        for path in files:
-            _add_file(digest, path)
-    except OSError as error:
-        raise ConfigError(f"{error.filename or model} cannot be read ({error.strerror})") from error
-    return f"sha256:{digest.hexdigest()}"
-
-
-def _add_file(digest: hashlib._Hash, path: Path) -> None:
-    size = path.stat().st_size
-    digest.update(path.name.encode() + b"\0" + _U64.pack(size))
-    with path.open("rb") as file:
-        last = max(0, size - _SAMPLE_BYTES)
-        for place in sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
-            file.seek(place)
-            digest.update(file.read(_SAMPLE_BYTES))

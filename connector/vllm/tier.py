@@ -24,7 +24,8 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from ...tiers.settings.values import ConfigError
 from . import metrics, versions
 from .build import build_tiers
-from .identity import LAYOUTS, ChunkIdentity, model_fingerprint
+from .host_model import names_of_tier
+from .identity import LAYOUTS, ChunkIdentity
 from .lookups import Found
 from .prefill import PrefillMeter
 from .settings import read_settings
@@ -198,8 +199,11 @@ def identity_of(
             f"vLLM lays its KV cache out as {layout}, which StrataKV cannot tell from others; use "
             f"one of {', '.join(LAYOUTS)}"
         )
+    names = names_of_tier(config.model.name, revision)
     return ChunkIdentity(
-        model=model_fingerprint(config.model.name),
+        model=names.model,
+        drafts=names.drafts,
+        settings=names.settings,
         revision=revision or "",
         salt=salt or "",
         kv_dtype=config.model.dtype,

@@ -19,7 +19,8 @@ from ...chunks.settings import Settings
 from ...economics import Choice
 from ...rates import PrefillRate
 from .. import versions
-from ..identity import LAYOUTS, ChunkIdentity, ChunkKeys, chunk_layout, model_fingerprint
+from ..host_model import names_of
+from ..identity import LAYOUTS, ChunkIdentity, ChunkKeys, chunk_layout
 from ..settings import SECTION, VllmSettings, drill_of, read_settings
 from .events import TierEvents
 from .groups import block_tokens_of, parts_of_groups
@@ -134,8 +135,11 @@ def identity_of(
         )
     dtype = model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
     block_tokens = block_tokens_of(kv_cache_config)
+    names = names_of(vllm_config, settings.own.revision)
     return ChunkIdentity(
-        model=model_fingerprint(model.model),
+        model=names.model,
+        drafts=names.drafts,
+        settings=names.settings,
         revision=settings.own.revision or "",
         salt=settings.own.salt or "",
         kv_dtype=str(dtype).removeprefix("torch."),

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ....connector.chunks.model_name import HostModel, name_model
 from ....connector.chunks.settings import Settings
 from ....connector.vllm import region
-from ....connector.vllm.identity import DTYPES, LAYOUTS, NAMESPACE, model_fingerprint
+from ....connector.vllm.identity import DTYPES, LAYOUTS, NAMESPACE
 from ....connector.vllm.settings import (
     CONNECTOR,
     MODULE,
@@ -323,18 +324,21 @@ def check_model(case: VllmCase) -> Iterator[Finding]:
     if case.model is None:
         return
     folder = Path(case.model)
-    if not folder.is_dir():
-        yield ok(
-            "model", f"{case.model} is taken by its name, which has to mean the same weights "
-            "everywhere (--revision keeps others apart)",
-        )  # fmt: skip
-        return
     try:
-        print_of = model_fingerprint(case.model)
+        name = name_model(HostModel(case.model))
     except ConfigError as error:
         yield problem("model", str(error), "change its permissions")
         return
-    yield ok("model", f"{case.model} is {print_of[:23]}")
+    settings = case.settings
+    fact = f"{case.model} is taken by its name, not by its bytes: {name.unseen}"
+    if name.unseen and settings is not None and settings.own.revision:
+        yield ok("model", f"{fact}; --revision {settings.own.revision} tells its weights apart")
+    elif name.unseen:
+        yield warning("model", fact, "give --revision, and another one whenever the weights change")
+    else:
+        yield ok("model", f"{case.model} is {name.text[:23]}")
+    if not folder.is_dir():
+        return
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

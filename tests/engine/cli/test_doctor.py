@@ -220,8 +220,23 @@ def test_a_model_with_several_kinds_of_layers(case: vllm.VllmCase, tmp_path: Pat
     kinds = ["full_attention", "sliding_attention"]
     (folder / "config.json").write_text(json.dumps({"layer_types": kinds}))
     assert not any("attention" in each.fact for each in said(chosen))
-    named = run_checks(vllm.CHECKS, replace(case, model="org/model"))
-    assert any("taken by its name" in each.fact for each in named)
+
+
+def test_a_model_whose_bytes_are_not_seen(case: vllm.VllmCase) -> None:
+    def of_model(transfer: Any) -> list[Any]:
+        chosen = replace(case, model="org/model", transfer=transfer)
+        return [each for each in run_checks(vllm.CHECKS, chosen) if each.what == "model"]
+
+    [unseen] = of_model(case.transfer)
+    assert unseen.level == "warning" and "taken by its name" in unseen.fact
+    assert "--revision" in unseen.cure
+    extra = {"stratakv": {"cpu_bytes": "1GiB", "revision": "of May"}}
+    transfer = {
+        "kv_connector": vllm.CONNECTOR, "kv_connector_module_path": vllm.MODULE,
+        "kv_connector_extra_config": extra,
+    }  # fmt: skip
+    [told_apart] = of_model(transfer)
+    assert told_apart.level == "ok" and "of May" in told_apart.fact
 
 
 def test_regions_of_engines_that_are_gone(case: vllm.VllmCase) -> None:

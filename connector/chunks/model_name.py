@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The name of the model that a host computes with: a digest of every byte of its files.
+
+    name = "sha256:" | SHA-256( canonical CBOR of [file name, digest] of each file )
+
+The files are those of the directory that the host was given, or of the Hub's cache. Which of them a
+host reads is its own business, so all of them count but for hidden ones and pages of text. A host's
+own settings that change numbers stand beside the name (`settings_text`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cbor2
+
+from ...tiers.identity.digest_cache import DigestCache
+from ...tiers.identity.file_digests import FileDigest, Progress, digest_files
+from ...tiers.settings.format import format_value
+from ...tiers.settings.values import ConfigError
+
+log = logging.getLogger(__name__)
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_PAGES = (".md",)
+_CONFIG = "config.json"
+
+
+class HostModel(NamedTuple):
+    """What a host calls a model."""
+
+    name: str  # a directory, a file, an id on the Hub, or an address elsewhere
+    revision: str = ""  # on the Hub
+    cache_folder: str | None = None  # of the Hub's files, where it is not the usual one
+
+
+class ModelName(NamedTuple):
+    """The name of a model in the identity of its blocks."""
+
+    text: str
+    files: tuple[FileDigest, ...]  # as they were when they were hashed
+    unseen: str = ""  # why its bytes are not known and the host's word stands for them
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the files are still those that were hashed."""
+        try:
+            for file in self.files:
+                file.check_unchanged()
+        except ConfigError:
+            return False
+        return True
+
+
+def name_model(
+    model: HostModel, progress: Progress | None = None, cache: DigestCache | None = None
+) -> ModelName:
+    """Hash the files of a model. Raises ConfigError for one that cannot be read."""
+    path = _path_of(model)
+    files = [] if path is None else _files(path)
+    if not any(file.suffix in WEIGHTS for file in files):
+        where = "its files are not here" if path is None else f"{path} holds no weights"
+        revision = f"@{model.revision}" if model.revision else ""
+        return ModelName(model.name + revision, (), where)
+    digests = digest_files(files, cache, progress)
+    named = cbor2.dumps([[each.path.name, each.digest] for each in digests], canonical=True)
+    return ModelName(f"sha256:{hashlib.sha256(named).hexdigest()}", tuple(digests))
+
+
+def warn_of_unseen(host: str, model: HostModel, name: ModelName, revision: str | None) -> None:
+    """Say at the start which model is known by the host's word only, unless `revision` of our
+    settings tells its weights apart."""
+    if name.unseen and not revision:
+        log.warning(
+            "StrataKV below %s names the blocks of %s by that name, not by its bytes: %s. Set "
+            "`revision`, to another text whenever the weights change, or blocks of other weights "
+            "are taken for these",
+            host,
+            format_value(model.name),
+            name.unseen,
+        )
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """Settings of a host that change numbers, equal for equal ones in every process; 64
+    hexadecimal digits."""
+    text = json.dumps(settings, sort_keys=True, separators=(",", ":"), default=_plain)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no form for: by its fields or its kind, never by its place in memory."""
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if isinstance(value, bytes):
+        return value.hex()
+    kind = type(value)
+    text = str(value)
+    return f"{kind.__module__}.{kind.__qualname__}" if " at 0x" in text else text
+
+
+def _path_of(model: HostModel) -> Path | None:
+    """The directory or file here; None where there is none."""
+    try:
+        path = Path(model.name)
+        if path.exists():
+            return path
+    except (OSError, ValueError):
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        # A host's name of a quantised file in a repository is `org/model:kind`.
+        found = try_to_load_from_cache(
+            model.name.partition(":")[0],
+            _CONFIG,
+            cache_dir=model.cache_folder,
+            revision=model.revision or None,
+        )
+    except (ImportError, ValueError):  # no library; no id of the Hub
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _files(path: Path) -> list[Path]:
+    """All files that may count, by name."""
+    if path.is_file():
+        return [path]
+    try:
+        return sorted(
+            file
+            for file in path.iterdir()
+            if file.is_file() and not file.name.startswith(".") and file.suffix not in _PAGES
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or path} cannot be read ({error.strerror}); change its mode"
+        ) from error

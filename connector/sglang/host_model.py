@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model that an SGLang computes with, as the identity of its pages names it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+from ..chunks.model_name import HostModel, ModelName, name_model, settings_text, warn_of_unseen
+
+log = logging.getLogger(__name__)
+
+HOST = "SGLang"
+# Of the arguments that SGLang was started with, those that change numbers beside the files.
+_NUMBERS = (
+    "dtype",
+    "quantization",
+    "quantization_param_path",
+    "torchao_config",
+    "load_format",
+    "model_loader_extra_config",
+    "json_model_override_args",
+    "model_impl",
+)
+
+
+class ModelNames(NamedTuple):
+    """Two parts of a PageIdentity."""
+
+    model: str
+    settings: str  # empty where they cannot be seen
+
+
+def names_of(served_name: str, revision: str | None) -> ModelNames:
+    """Of the SGLang in this process, which calls its model so. `revision` is that of our settings.
+    Raises ConfigError for a model that cannot be read."""
+    arguments = _server_arguments()
+    path = getattr(arguments, "model_path", None)
+    if not path:
+        model = HostModel(served_name)
+        name = ModelName(served_name, (), "SGLang does not say where its files are")
+        settings = ""
+    else:
+        hub_revision = getattr(arguments, "revision", None) or ""
+        model = HostModel(path, hub_revision, getattr(arguments, "download_dir", None))
+        name = name_model(model, log.info)
+        numbers = {each: getattr(arguments, each, None) for each in _NUMBERS}
+        if numbers["load_format"] == "dummy":
+            numbers["random_seed"] = getattr(arguments, "random_seed", None)
+        settings = settings_text(numbers)
+    warn_of_unseen(HOST, model, name, revision)
+    return ModelNames(name.text, settings)
+
+
+def _server_arguments() -> Any:
+    """SGLang's own; None where it does not tell them."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        return get_server_args()
+    except (ImportError, AttributeError, RuntimeError, ValueError, LookupError):
+        return None

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model that a vLLM computes with, as the identity of its blocks names it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+from ..chunks.model_name import HostModel, name_model, settings_text, warn_of_unseen
+
+log = logging.getLogger(__name__)
+
+# Of the configuration that vLLM has worked out: where it came from.
+_NOT_NUMBERS = ("_name_or_path", "name_or_path", "transformers_version")
+
+
+class ModelNames(NamedTuple):
+    """Three parts of a ChunkIdentity."""
+
+    model: str
+    drafts: str  # of a model that proposes tokens; empty where there is none
+    settings: str  # of vLLM, those that change numbers; empty where they cannot be seen
+
+
+def names_of(vllm_config: Any, revision: str | None) -> ModelNames:
+    """Of vLLM's whole configuration. `revision` is that of our settings. Raises ConfigError for a
+    model that cannot be read."""
+    model, load = vllm_config.model_config, getattr(vllm_config, "load_config", None)
+    # What was pulled out of an object store has its weights there only.
+    name = getattr(model, "model_weights", "") or model.model
+    cache_folder = getattr(load, "download_dir", None)
+    own = HostModel(name, getattr(model, "revision", None) or "", cache_folder)
+    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    drafts = ""
+    if draft is not None and draft.model != model.model:
+        draft_revision = getattr(draft, "revision", None) or ""
+        drafts = _named(HostModel(draft.model, draft_revision, cache_folder), revision)
+    settings = settings_text(_numbers_of(model, load))
+    return ModelNames(_named(own, revision), drafts, settings)
+
+
+def names_of_tier(model: str, revision: str | None) -> ModelNames:
+    """Of all that vLLM tells a secondary tier: what the model is called. Raises ConfigError."""
+    if not revision:
+        log.info(
+            "vLLM tells StrataSpec the model's files and not its own settings: give another "
+            "`revision` to engines with other --hf-overrides, --quantization, --load-format, "
+            "--speculative-config, or another --dtype beside an fp8 cache; StrataConnector sees "
+            "them itself"
+        )
+    return ModelNames(_named(HostModel(model), revision), "", "")
+
+
+def _named(model: HostModel, revision: str | None) -> str:
+    name = name_model(model, log.info)
+    warn_of_unseen("vLLM", model, name, revision)
+    return name.text
+
+
+def _numbers_of(model: Any, load: Any) -> dict[str, Any]:
+    """Beside the files: overrides of the configuration (rope, windows), the dtype that is computed
+    in, quantisation while loading, random weights, what pictures are made to."""
+    config = getattr(model, "hf_config", None)
+    known = dict(config.to_dict()) if hasattr(config, "to_dict") else {}
+    for name in _NOT_NUMBERS:
+        known.pop(name, None)
+    load_format = str(getattr(load, "load_format", ""))
+    pictures = getattr(model, "multimodal_config", None)
+    return {
+        "config": known,
+        "dtype": str(model.dtype),
+        "quantization": getattr(model, "quantization", None),
+        "load_format": load_format,
+        "seed": getattr(model, "seed", None) if load_format == "dummy" else None,
+        "loader": getattr(load, "model_loader_extra_config", None),
+        "processor": getattr(pictures, "mm_processor_kwargs", None),
+    }
