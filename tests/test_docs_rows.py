@@ -122,7 +122,7 @@ def test_every_row_is_there_exactly_once_and_in_order() -> None:
 def test_row_is_true(row: Row) -> None:
     assert row.what
     assert row.state in STATES
-    assert bool(row.missing) == (row.state != "works"), "what works lacks nothing; the rest says what"
+    assert bool(row.missing) == (row.state != "works"), "it works, or says what is missing"
     assert bool(row.commands) == (row.state != "open"), "a command if and only if it is not open"
     for command in row.commands:
         _check(command)

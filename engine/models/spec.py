@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ...tiers.block import BlockLayout
 from ...tiers.settings.values import ConfigError
 from .checkpoint.files import check_directory, is_there
+from .checkpoint.foreign_directory import explain_no_config
 from .checkpoint.generation_config import GENERATION_CONFIG
 from .checkpoint.json_fields import JsonFields, read_json
 from .families import ARCHITECTURES, FAMILIES, TEXT_PARTS, Family, Windows
@@ -32,11 +33,12 @@ from .rope_spec import (
 # Keys of a config.json that can change a model's numbers in ways nothing here computes, each with
 # the values under which it changes nothing; an absent or null key is always neutral. A model with
 # another value is refused by the name of the key, rather than answered wrongly.
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    # Weights that are not plain matrices, and code that comes with them.
+    # Weights that are not plain matrices. Code beside them (`auto_map`) is never run: a known
+    # architecture is computed as transformers computes it without that code.
     "quantization_config": (),
     "compression_config": (),
-    "auto_map": (),
     "pretraining_tp": (1,),
     # Other attention.
     "attention_chunk_size": (),
@@ -57,11 +59,12 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "residual_multiplier": (1, 1.0),
     "scale_emb": (1, 1.0),
     # Layers that differ from each other, and mixtures of experts.
-    "n_routed_experts": (),
-    "num_experts": (),
-    "num_local_experts": (),
+    **{name: (0,) for name in _EXPERTS},
     "per_layer_config": (),
 }
+
+
+_QUANTISED = "quantised weights are not supported; take the model that they were made of"
 
 
 def refuse_unsupported(config: JsonFields, family: Family) -> None:
@@ -76,9 +79,10 @@ def refuse_unsupported(config: JsonFields, family: Family) -> None:
     for name, neutral in known.items():
         if name not in heeded and config.has(name) and config.values[name] not in neutral:
             expected = " or ".join(repr(value) for value in neutral) or "absent"
-            raise config.fault(
-                name, f"{expected} (anything else is not supported)", config.values[name]
-            )
+            if name in _EXPERTS:
+                expected = "absent or 0"
+            why = _QUANTISED if name == "quantization_config" else "anything else is not supported"
+            raise config.fault(name, f"{expected} ({why})", config.values[name])
 
 
 # Values of the families where config.json is silent, which is not the same as null.
@@ -150,6 +154,7 @@ def _layer_types(config: JsonFields, num_layers: int) -> list[object]:
     return listed
 
 
+CONFIG = "config.json"
 MAX_EOS_IDS = 64
 # The number types of checkpoints that models can be computed in.
 STORED_DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -242,7 +247,9 @@ def load_model_spec(path: Path) -> ModelSpec:
     Raises ConfigError, naming the file and the key, for anything missing or not supported.
     """
     check_directory(path)
-    whole = read_json(path / "config.json")
+    if not is_there(path / CONFIG):
+        raise ConfigError(explain_no_config(path))
+    whole = read_json(path / CONFIG)
     config = _text_part(whole)
     architecture = _architecture(config)
     family = FAMILIES[architecture]
@@ -315,7 +322,7 @@ def resolve_max_model_len(spec: ModelSpec, wanted: int | None) -> int:
 
 
 # Of a config.json with a text part: what is said of the whole model, and cannot be ignored.
-_OF_THE_WHOLE = ("quantization_config", "compression_config", "auto_map")
+_OF_THE_WHOLE = ("quantization_config", "compression_config")
 _IN_BOTH = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype")
 _TIED = "tie_word_embeddings"
 
@@ -343,6 +350,10 @@ def _text_part(whole: JsonFields) -> JsonFields:
     return JsonFields(values | {"architectures": [part.architecture]}, inner.where)
 
 
+# Names that early exports gave an architecture.
+_SPELT = {"LLaMAForCausalLM": "LlamaForCausalLM"}
+
+
 def _architecture(config: JsonFields) -> str:
     """The row of FAMILIES: by name or, where that is not given, by model type."""
     kind = config.values.get("model_type")
@@ -350,6 +361,8 @@ def _architecture(config: JsonFields) -> str:
     names = config.values.get("architectures") or [
         name for name, family in FAMILIES.items() if family.model_type == kind
     ]
+    if isinstance(names, list):
+        names = [_SPELT.get(name, name) if isinstance(name, str) else name for name in names]
     if not names and kind is not None:
         raise config.fault("model_type", f"that of a supported family ({known})", kind)
     if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
@@ -422,7 +435,10 @@ def _special_ids(
     if is_there(path / GENERATION_CONFIG):
         sources.insert(0, read_json(path / GENERATION_CONFIG))
     eos = next((s for s in sources if s.has("eos_token_id")), None)
+    # -1 is an older spelling of none.
     bos = next((s for s in sources if s.has("bos_token_id")), None)
+    if bos is not None and bos.values["bos_token_id"] == -1:
+        bos = None
     return (
         () if eos is None else _eos_ids(eos, vocab_size),
         None if bos is None else bos.integer("bos_token_id", minimum=0, maximum=vocab_size - 1),
@@ -430,10 +446,10 @@ def _special_ids(
 
 
 def _eos_ids(source: JsonFields, vocab_size: int) -> tuple[int, ...]:
+    """Those that the model can choose. One beyond the vocabulary, or -1, ends no text."""
     value = source.values["eos_token_id"]
     ids = value if isinstance(value, list) else [value]
-    good = [i for i in ids if type(i) is int and 0 <= i < vocab_size]
-    if len(good) < len(ids) or len(ids) > MAX_EOS_IDS:
+    if any(type(each) is not int for each in ids) or len(ids) > MAX_EOS_IDS:
         expected = f"a token id below {vocab_size}, or a list of at most {MAX_EOS_IDS} of them"
         raise source.fault("eos_token_id", expected, value)
-    return tuple(dict.fromkeys(good))
+    return tuple(dict.fromkeys(each for each in ids if 0 <= each < vocab_size))

@@ -6,7 +6,6 @@ Knows nothing of models: the caller says which names and shapes it expects.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,12 +18,13 @@ from torch import Tensor
 
 from ....tiers.settings.format import format_name
 from ....tiers.settings.values import ConfigError
-from .shards import INDEX_FILE, find_shards
+from .shards import DERIVED, INDEX_FILE, find_shards
 
 CPU = torch.device("cpu")
 FLOAT_TYPES = ("F64", "F32", "BF16", "F16")
-# Older exports carry the rotary frequencies, which the configuration already determines.
-_IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
+# A head that training for rewards leaves behind; no text depends on it.
+_VALUE_HEAD = "v_head."
+_QUANTISED = (".qweight", ".qzeros")
 
 
 class Checkpoint:
@@ -64,11 +64,20 @@ class Checkpoint:
     @property
     def names(self) -> list[str]:
         """Every tensor there is, but for those that are ignored."""
-        return [name for name in self._where if not _IGNORED.search(name)]
+        return [
+            name
+            for name in self._where
+            if not DERIVED.search(name) and not name.startswith(_VALUE_HEAD)
+        ]
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ConfigError unless exactly the expected tensors are there, in their shapes."""
         missing = [name for name in expected if name not in self._where]
+        if missing and any(name.endswith(_QUANTISED) for name in self._where):
+            raise ConfigError(
+                f"{self.path} holds quantised weights (GPTQ or AWQ), which are not supported; take "
+                "the model that they were made of"
+            )
         if missing:
             raise ConfigError(f"{self.path} lacks {_count(missing)}; download the model again")
         unknown = [name for name in self.names if name not in expected]
@@ -117,6 +126,12 @@ class Checkpoint:
             for stored in held[file]:
                 ours = stored if self._name_of is None else self._name_of(stored)
                 if ours is not None:
+                    other = self._stored.get(ours, stored)
+                    if other != stored:
+                        raise ConfigError(
+                            f"{self.path} holds {format_name(ours)} twice, as {format_name(other)} "
+                            f"and as {format_name(stored)}; download the model again"
+                        )
                     self._where[ours], self._stored[ours] = opened, stored
 
 

@@ -14,15 +14,18 @@ from pathlib import Path
 
 from ....tiers.settings.format import one_line
 from ....tiers.settings.values import ConfigError
+from .foreign_directory import explain_file
 
 
 def check_directory(path: Path) -> None:
     """Raise ConfigError unless `path` is a directory whose files may be looked up."""
     mode = _mode(path)
     if mode is None or not stat.S_ISDIR(mode):
+        found = "" if mode is None else explain_file(path)
         raise ConfigError(
-            f"{path} is not a directory; give a model directory as Hugging Face saves it, the id "
-            "of a model on the Hub as org/model, or leave MODEL out for the embedded one"
+            found
+            or f"{path} is not a directory; give a model directory as Hugging Face saves it, the "
+            "id of a model on the Hub as org/model, or leave MODEL out for the embedded one"
         )
     if not os.access(path, os.R_OK | os.X_OK):
         raise ConfigError(f"the directory {path} may not be read by this user; change its mode")

@@ -6,17 +6,23 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from ....tiers.settings.format import format_name, format_value
 from ....tiers.settings.values import ConfigError
 from .files import is_there
+from .foreign_directory import explain_no_weights
 from .json_fields import read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 * 1024**2
+
+
+# Older exports carry the rotary frequencies, or name them, which the configuration determines.
+DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +39,15 @@ def find_shards(path: Path) -> Shards:
         return Shards((path / SINGLE_FILE,), None)
     if not is_there(path / INDEX_FILE):
         raise ConfigError(
-            f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; download or convert the weights "
-            "in safetensors form"
+            explain_no_weights(path)
+            or f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; download or convert the "
+            "weights in safetensors form"
         )
-    weight_map = {tensor: path / name for tensor, name in read_weight_map(path).items()}
+    weight_map = {
+        tensor: path / name
+        for tensor, name in read_weight_map(path).items()
+        if not DERIVED.search(tensor)
+    }
     files = tuple(sorted(set(weight_map.values())))
     missing = [file.name for file in files if not is_there(file)]
     if missing:

@@ -8,6 +8,7 @@ need no copy.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ....tiers.settings.values import ConfigError
 from ..spec import ModelSpec
 from .checkpoint import CPU, Checkpoint
+
+logger = logging.getLogger(__name__)
 
 SEED = 20261
 SPREAD = 0.02  # what models are initialised with
@@ -69,6 +71,13 @@ _OTHER_PARTS = tuple(
     for prefix in ("", "model.")
     for part in ("vision_tower.", "multi_modal_projector.")
 )
+
+
+def plain_name(stored: str) -> str:
+    """What a tensor of a checkpoint of text is called here. One that was saved without its head has
+    names without a prefix."""
+    bare = stored.startswith(("embed_tokens.", "layers.")) or stored == "norm.weight"
+    return f"model.{stored}" if bare else stored
 
 
 def text_part_name(stored: str) -> str | None:
@@ -127,7 +136,8 @@ def load_weights(
 
     Raises ConfigError naming the tensor or file that is missing, unknown or of the wrong shape.
     """
-    with Checkpoint(path, device, text_part_name if spec.is_text_part else None) as checkpoint:
+    name_of = text_part_name if spec.is_text_part else plain_name
+    with Checkpoint(path, device, name_of) as checkpoint:
         expected = expected_tensors(spec)
         if spec.tied_embeddings and HEAD in checkpoint.names:
             expected[HEAD] = expected[EMBEDDING]
@@ -136,9 +146,13 @@ def load_weights(
         head = checkpoint.read(HEAD, dtype) if HEAD in expected else embedding
         if spec.tied_embeddings and head is not embedding:
             if not torch.equal(head, embedding):
-                raise ConfigError(
-                    f"{path}: tie_word_embeddings is true in config.json, but {HEAD} differs from "
-                    f"{EMBEDDING}; correct one of them"
+                # As transformers and vLLM have it.
+                logger.warning(
+                    "%s: %s differs from %s and is not used, since config.json says that they are "
+                    "one (tie_word_embeddings)",
+                    path,
+                    HEAD,
+                    EMBEDDING,
                 )
             head = embedding
         return DecoderWeights(embedding, *_load_rest(checkpoint, spec, dtype), head)

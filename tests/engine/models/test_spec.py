@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from stratakv.engine.models.checkpoint import json_fields
+from stratakv.engine.models.checkpoint.shards import find_shards
 from stratakv.engine.models.rope_spec import RopeSpec
 from stratakv.engine.models.spec import load_model_spec, resolve_max_model_len
 from stratakv.tiers.settings.values import ConfigError
@@ -146,7 +148,6 @@ def test_a_yarn_reaches_what_it_stretches_to(yarn, context, spec_with):
         ({"num_experts": 8}, "num_experts must be absent"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping must be absent"),
         ({"embedding_multiplier": 12.0}, "embedding_multiplier must be 1 or 1.0"),
-        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map must be absent"),
         ({"sliding_window": 4096}, "sliding_window must be absent"),
         ({"use_sliding_window": True}, "use_sliding_window must be absent"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be full"),
@@ -161,8 +162,9 @@ def test_a_yarn_reaches_what_it_stretches_to(yarn, context, spec_with):
         ({"head_dim": 5}, "head_dim must be even"),
         ({"rms_norm_eps": 0}, "rms_norm_eps must be a number above 0, not 0"),
         ({"attention_bias": 1}, "attention_bias must be true or false, not 1"),
-        ({"eos_token_id": 40}, "eos_token_id must be a token id below 40"),
-        ({"eos_token_id": [1, -1]}, "eos_token_id must be"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be a token id below 40"),
+        ({"eos_token_id": [1, True]}, "eos_token_id must be"),
+        ({"bos_token_id": -2}, "bos_token_id must be a whole number from 0 to 39"),
         ({"eos_token_id": list(range(40)) * 2}, "list of at most 64"),
         ({"bos_token_id": 99}, "bos_token_id must be a whole number from 0 to 39"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
@@ -246,3 +248,96 @@ def test_a_directory_without_a_configuration(tmp_path):
         load_model_spec(tmp_path)
     with pytest.raises(ConfigError, match="is not a directory"):
         load_model_spec(tmp_path / "missing")
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"auto_map": {"AutoModelForCausalLM": "x.Y"}},
+        {"architectures": ["LLaMAForCausalLM"]},
+        {"bos_token_id": -1},
+        {"num_local_experts": 0, "num_experts": 0, "n_routed_experts": 0},
+    ],
+    ids=str,
+)
+def test_x12_what_changes_no_number_is_taken(changes, spec_with):
+    expected = spec_with()
+    found = spec_with(**changes)
+    bos = None if "bos_token_id" in changes else expected.bos_token_id
+    assert found == dataclasses.replace(expected, bos_token_id=bos)
+
+
+@pytest.mark.regression
+def test_x12_ends_that_the_model_cannot_choose_end_nothing(spec_with):
+    assert spec_with(eos_token_id=40).eos_token_ids == ()
+    assert spec_with(eos_token_id=[2, -1, 99, 3]).eos_token_ids == (2, 3)
+
+
+FOREIGN = {
+    "adapter": (
+        {"adapter_config.json": '{"base_model_name_or_path": "org/base"}'},
+        r"is an adapter of 'org/base'.*merge it into its model",
+    ),
+    "gguf": ({"m.Q4.gguf": ""}, "holds GGUF files, which are not read; give the directory"),
+    "hub": ({"models--org--name/x": ""}, "is a cache of the Hub .*such as 'org/name'"),
+    "hub model": (
+        {"snapshots/abc/config.json": "{}", "refs/main": "abc"},
+        "is a model's folder in the Hub's cache; give .*/snapshots/abc",
+    ),
+    "trainer": (
+        {"checkpoint-90/x": "", "checkpoint-100/x": "", "all_results.json": ""},
+        "is the output of a training run; give one of its checkpoints, .*/checkpoint-100",
+    ),
+    "authors": (
+        {"params.json": "{}", "consolidated.00.pth": ""},
+        "form of its authors .*; give the one in the form of transformers",
+    ),
+}
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize(("files", "words"), FOREIGN.values(), ids=FOREIGN)
+def test_x11_a_directory_of_another_kind_is_named(files, words, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        load_model_spec(tmp_path)
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("m.gguf", "is a GGUF file, which is not read; give the directory"),
+        ("model.safetensors", "is one file of a model; give its directory"),
+        ("other", "is not a directory; give a model directory"),
+    ],
+)
+def test_x11_a_file_is_named(name, words, tmp_path):
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=words):
+        load_model_spec(tmp_path / name)
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model.gguf", "holds weights in GGUF"),
+        ("pytorch_model.bin", "in PyTorch's pickled form .pytorch_model.bin., which is not read"),
+        ("adapter_config.json", "is an adapter .* and not a model"),
+        ("README.md", "has neither model.safetensors nor"),
+    ],
+)
+def test_x11_weights_of_another_form_are_named(name, words, directory):
+    (directory.path / name).touch()
+    with pytest.raises(ConfigError, match=words):
+        find_shards(directory.path)
+
+
+@pytest.mark.regression
+def test_x11_quantised_models_are_named(spec_with):
+    with pytest.raises(ConfigError, match=r"quantised weights are not supported; take the model"):
+        spec_with(quantization_config={"quant_method": "gptq", "bits": 4})

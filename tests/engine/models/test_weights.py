@@ -64,10 +64,54 @@ def test_tied_embeddings_share_memory(directory):
     assert weights.head is weights.embedding
 
 
-def test_tied_embeddings_that_differ_are_refused(directory):
+@pytest.mark.regression
+def test_x12_a_head_beside_tied_embeddings_is_not_used(directory, caplog):
     directory.write_config(tie_word_embeddings=True)
     directory.write_single()
-    with pytest.raises(ConfigError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+    weights = load(directory)
+    assert weights.head is weights.embedding
+    assert "lm_head.weight differs from model.embed_tokens.weight and is not used" in caplog.text
+
+
+@pytest.mark.regression
+def test_x12_weights_without_a_prefix(directory):
+    expected = load_tied(directory)
+    tensors = directory.tensors
+    directory.tensors = {name.removeprefix("model."): tensors[name] for name in tensors}
+    weights = load_tied(directory)
+    assert torch.equal(weights.embedding, expected.embedding)
+    assert torch.equal(weights.layers[1].down, expected.layers[1].down)
+    directory.tensors |= {name: tensor.clone() for name, tensor in tensors.items()}
+    with pytest.raises(ConfigError, match="twice, as"):
+        load_tied(directory)
+
+
+def load_tied(directory):
+    directory.write_config(tie_word_embeddings=True)
+    directory.tensors.pop("lm_head.weight", None)
+    directory.write_single()
+    return load(directory)
+
+
+@pytest.mark.regression
+def test_x12_tensors_that_no_text_depends_on(directory):
+    """The head of a reward, and rotary frequencies that an index names and no file has."""
+    directory.tensors["v_head.summary.weight"] = torch.zeros(1)
+    directory.write_sharded()
+    index = directory.path / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    weight_map["model.layers.0.self_attn.rotary_emb.inv_freq"] = "model-00001-of-00002.safetensors"
+    weight_map["model.layers.1.self_attn.rotary_emb.inv_freq"] = "gone.safetensors"
+    directory.write_index(weight_map)
+    load(directory)
+
+
+@pytest.mark.regression
+def test_x11_quantised_weights_are_named(directory):
+    del directory.tensors[Q]
+    directory.tensors[Q.removesuffix("weight") + "qweight"] = torch.zeros(1)
+    directory.write_single()
+    with pytest.raises(ConfigError, match=r"holds quantised weights .GPTQ or AWQ.*take the model"):
         load(directory)
 
 
