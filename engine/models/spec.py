@@ -30,10 +30,11 @@ from .rope_spec import (
     stable_length,
 )
 
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+
 # Keys of a config.json that can change a model's numbers in ways nothing here computes, each with
 # the values under which it changes nothing; an absent or null key is always neutral. A model with
 # another value is refused by the name of the key, rather than answered wrongly.
-_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     # Weights that are not plain matrices. Code beside them (`auto_map`) is never run: a known
     # architecture is computed as transformers computes it without that code.
@@ -59,7 +60,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "residual_multiplier": (1, 1.0),
     "scale_emb": (1, 1.0),
     # Layers that differ from each other, and mixtures of experts.
-    **{name: (0,) for name in _EXPERTS},
+    **dict.fromkeys(_EXPERTS, (0,)),
     "per_layer_config": (),
 }
 
