@@ -74,9 +74,9 @@ def _method(descriptor: Any) -> Method:
 METHODS = tuple(_method(descriptor) for descriptor in _SERVICE.methods)
 
 
-# A proxy of the environment is meant for the web: it would see the token of every call without TLS,
-# and take servers of this very machine away. The second keeps out GRPC_ADDRESS_HTTP_PROXY, which the
-# first does not speak of.
+# A proxy of the environment is meant for the web: it would see the token of every call without
+# TLS, and take servers of this very machine away. The second option keeps out
+# GRPC_ADDRESS_HTTP_PROXY, of which the first does not speak.
 _NO_PROXY = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.address_http_proxy_enabled_addresses", ""),

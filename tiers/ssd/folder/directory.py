@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...errors import TierConfigError, TierDown
+from ...process_lock import ProcessLock
 from ...settings.sizes import MIB, rough_size
 from ..disk.space import SpacePlan
 from ..index.index_file import DATA_FILE as INDEX_DATA
@@ -62,7 +63,7 @@ class StoreDirectory:
             self._refuse_foreign_files()
             self._refuse_wrong_kind(self.path / "lock")
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._lock = os.open(self.path / "lock", flags, 0o600)
+            self._lock = ProcessLock(os.open(self.path / "lock", flags, 0o600))
         except (FileExistsError, NotADirectoryError):
             raise TierConfigError(
                 f"the SSD tier needs a directory and {self.path} is in the way of one; use "
@@ -118,12 +119,12 @@ class StoreDirectory:
             there = (self.path / "lock").lstat()
         except OSError:
             return False
-        ours = os.fstat(self._lock)
+        ours = os.fstat(self._lock.descriptor)
         return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
 
     def close(self) -> None:
-        """Let another process in."""
-        os.close(self._lock)
+        """Let another process in. Idempotent; nothing in a process that was forked."""
+        self._lock.close()
 
     def _refuse_foreign_files(self) -> None:
         """Files under our names that we did not make, since the lock file is always made first."""
@@ -158,23 +159,26 @@ class StoreDirectory:
         began = time.monotonic()
         try:
             while not self._has_lock():
-                owner = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
+                owner = (
+                    os.pread(self._lock.descriptor, 32, 0).decode(errors="replace").strip()
+                    or "unknown"
+                )
                 waited = time.monotonic() - began
                 if waited > (LEFT_BEHIND_SECONDS if _is_gone(owner) else GLANCE_SECONDS):
-                    os.close(self._lock)
+                    self._lock.close()
                     raise TierConfigError(
                         f"the SSD tier in {self.path} is in use by process {owner}; stop that "
                         "process or use another path"
                     )
                 time.sleep(_RETRY_SECONDS)
-            if not os.fstat(self._lock).st_nlink:
+            if not os.fstat(self._lock.descriptor).st_nlink:
                 raise OSError(errno.ENOENT, "the store was just removed")
             owner_line = f"{os.getpid()}\n".encode()
             # Over the last one, since a full disk may not give back what it is given.
-            os.pwrite(self._lock, owner_line, 0)
-            os.ftruncate(self._lock, len(owner_line))
+            os.pwrite(self._lock.descriptor, owner_line, 0)
+            os.ftruncate(self._lock.descriptor, len(owner_line))
         except OSError as error:
-            os.close(self._lock)
+            self._lock.close()
             kind = TierConfigError if error.errno in _NO_LOCKS else TierDown
             raise kind(
                 f"the SSD tier cannot lock {self.path} ({error.strerror}); use another path, on a "
@@ -183,7 +187,7 @@ class StoreDirectory:
 
     def _has_lock(self) -> bool:
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
