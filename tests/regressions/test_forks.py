@@ -32,7 +32,7 @@ def in_child(call: Callable[[], object]) -> int:
             signal.alarm(HUNG_SECONDS)
             call()
             status = 0
-        except BaseException:  # noqa: BLE001 - it must not come back to pytest
+        except BaseException:  # it must not come back to pytest
             traceback.print_exc()
         finally:
             os._exit(status)

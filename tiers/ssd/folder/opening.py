@@ -130,6 +130,7 @@ def open_store(
                 write_note(directory.path, note)
 
             note_cleared(cleared_up_to)
+            directory.note_opened()
         except (OSError, lmdb.Error, IndexDamaged) as error:
             kind = TierConfigError if isinstance(error, IndexDamaged) else TierDown
             raise kind(
