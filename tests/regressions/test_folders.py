@@ -4,16 +4,21 @@ that cannot be one."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from stratakv.tiers import registry
 from stratakv.tiers.contract import make_keys, payload_of
+from stratakv.tiers.errors import TierConfigError, TierDown
 from stratakv.tiers.ssd.store import SsdStore
 from stratakv.tiers.ssd.watched import GONE, WatchedStore
+from stratakv.tiers.tier_settings import SsdSettings
 
 from ..tiers.blocks import SMALL
 from ..tiers.store_contract import SECONDS, fetch, put, wait_until
@@ -107,3 +112,62 @@ def test_y13_a_look_reads_nothing_and_a_place_that_is_closed_to_us_stays(
     assert not opened.has_lost_disk()
     assert {"lock", "blocks", "data.mdb"} <= set(looked)
     monkeypatch.setattr(Path, "lstat", real)
+
+
+def made_at(path: Path) -> type[TierConfigError]:
+    """How a store there is refused."""
+    with pytest.raises(TierConfigError) as raised:
+        SsdStore(path, SMALL, 2**20)
+    return raised.type
+
+
+def test_w07_what_passes_and_what_never_will(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "not mounted" / "disk")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    (tmp_path / "file").touch()
+    passes = [tmp_path / "link", tmp_path / "link" / "ssd"]
+    never = [
+        tmp_path / "circle",
+        tmp_path / "circle" / "ssd",
+        tmp_path / "file",
+        tmp_path / "file" / "ssd",
+        tmp_path / ("n" * 300),
+        Path("/proc/stratakv"),
+    ]
+    assert [made_at(path) for path in passes] == [TierDown] * len(passes)
+    assert [made_at(path) for path in never] == [TierConfigError] * len(never)
+    assert not (tmp_path / "not mounted").exists(), "nothing is made where a disk is to be"
+    with pytest.raises(TierConfigError, match="circle: its links lead in a circle; name"):
+        SsdStore(tmp_path / "circle", SMALL, 2**20)
+    (tmp_path / "not mounted" / "disk").mkdir(parents=True)
+    SsdStore(tmp_path / "link", SMALL, 2**20).close(SECONDS)
+
+
+def test_w07_a_circle_of_links_is_a_setting_like_others(tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    paths = SsdSettings(path=Path(f"{tmp_path}/circle,{tmp_path}/b")).paths
+    assert len(paths) == 2
+
+
+@pytest.mark.parametrize("code", [errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EROFS])
+def test_w07_a_file_that_may_not_be_so_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    assert made_at(tmp_path / "ssd") is (TierConfigError if code == errno.EFBIG else TierDown)
+
+
+def test_w07_a_tier_of_a_package_is_judged_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    for code, kind in ((errno.ENAMETOOLONG, TierConfigError), (errno.EIO, TierDown)):
+
+        def open_it(_: object, code: int = code) -> None:
+            raise OSError(code, os.strerror(code))
+
+        point = SimpleNamespace(load=lambda open_it=open_it: open_it, value="a:b")
+        monkeypatch.setattr(registry, "find_entry", lambda *_, point=point: point)
+        with pytest.raises(TierConfigError) as raised:
+            registry.open_tier(registry.TierRequest("own", SMALL, b"", {}))
+        assert raised.type is kind

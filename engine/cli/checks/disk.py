@@ -43,7 +43,7 @@ class Mount(NamedTuple):
 
 def mount_of(path: Path, mounts: Path = MOUNTS) -> Mount | None:
     """The innermost mount above a path; None where it is not known."""
-    real, best = path.resolve(), None
+    real, best = Path(os.path.realpath(path)), None
     for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
         fields, _, rest = line.partition(" - ")
         point = _ESCAPED.sub(lambda code: chr(int(code[1], 8)), fields.split()[4])

@@ -265,8 +265,8 @@ def test_a_path_or_size_that_cannot_work_is_refused(tmp_path: Path) -> None:
     for path in (file, file / "below"):
         with pytest.raises(TierConfigError, match=r"needs a directory and .* is in the way"):
             SsdStore(path, SMALL, 10**7)
-    with pytest.raises(TierConfigError, match=r"cannot write to /proc/stratakv .*permissions"):
-        SsdStore("/proc/stratakv", SMALL, 10**7)
+    with pytest.raises(TierConfigError, match=r"cannot write to /sys/stratakv .*permissions"):
+        SsdStore("/sys/stratakv", SMALL, 10**7)
     smallest = capacity_for(1)
     sizes = f"at least {re.escape(show_size(smallest))} .*, not {smallest - 1}"
     with pytest.raises(TierConfigError, match=sizes):

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...errors import TierConfigError, TierDown
+from ...errors import LASTING, TierConfigError, TierDown, lasting_cause
 from ...process_lock import ProcessLock
 from ...settings.sizes import MIB, rough_size
 from ..disk.space import SpacePlan
@@ -67,16 +67,8 @@ class StoreDirectory:
             self._refuse_wrong_kind(self.path / "lock")
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._lock = ProcessLock(os.open(self.path / "lock", flags, 0o600))
-        except (FileExistsError, NotADirectoryError):
-            raise TierConfigError(
-                f"the SSD tier needs a directory and {self.path} is in the way of one; use "
-                "another path or remove that file"
-            ) from None
         except OSError as error:
-            raise TierDown(
-                f"the SSD tier cannot write to {self.path} ({error.strerror}); use another path "
-                "or change its permissions"
-            ) from error
+            raise self._error(error) from error
         self._take_lock()
         try:
             for each in self._ours():
@@ -139,6 +131,23 @@ class StoreDirectory:
     def close(self) -> None:
         """Let another process in. Idempotent; nothing in a process that was forked."""
         self._lock.close()
+
+    def _error(self, error: OSError) -> TierConfigError:
+        """What is raised where the directory cannot be made or its lock opened."""
+        cure = lasting_cause(error, self.path)
+        if cure is None:
+            is_away = isinstance(error, FileExistsError)
+            why = "a link leads to where nothing is" if is_away else error.strerror
+            return TierDown(
+                f"the SSD tier cannot write to {self.path} ({why}); use another path or change its "
+                "permissions"
+            )
+        if cure == LASTING[errno.EEXIST]:
+            return TierConfigError(
+                f"the SSD tier needs a directory and {self.path} is in the way of one; use "
+                "another path or remove that file"
+            )
+        return TierConfigError(f"the SSD tier cannot be in {self.path}: {cure}")
 
     def _refuse_foreign_files(self) -> None:
         """Files under our names that we did not make, since the lock file is always made first."""
