@@ -387,7 +387,10 @@ class ServerLink:
             verdict = verdict_of(error)
             self.count_error(verdict.reason)
             if verdict.reason != "not_ready":  # as soon as its memory is there
-                self._tell(verdict.retry, str(error.details()))
+                said = str(error.details())
+                if verdict.reason == "unauthenticated":
+                    said += self._settings.credentials.missing(self.address)
+                self._tell(verdict.retry, said)
             if verdict.reason != "not_ready":
                 # The next try reads the files anew: a channel keeps those it was made with, and a
                 # handshake that fails by them reads as a server that is away. A connection whose
