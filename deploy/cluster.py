@@ -22,7 +22,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from local_programs import ANSWER_SECONDS, HOST, STORY, Failed, free_ports, get, programs, run
+from local_programs import (
+    ANSWER_SECONDS,
+    HOST,
+    STORY,
+    STRAIGHT,
+    Failed,
+    free_ports,
+    get,
+    programs,
+    run,
+)
 
 # Sentences of each prompt, and tokens of each answer. The embedded model reads 4,096 tokens.
 SENTENCES, OUTPUT_TOKENS = (15, 30, 45), 16
@@ -154,7 +164,7 @@ def ask(name: str, port: int, prompt: str, salt: str | None = None) -> Answer:
     text, first, usage = "", 0.0, None
     began = time.monotonic()
     try:
-        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as response:
+        with STRAIGHT.open(request, timeout=ANSWER_SECONDS) as response:
             for event in events_of(response):
                 if "error" in event:
                     raise Failed(f"the {name}: {event['error']}")

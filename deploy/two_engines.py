@@ -24,6 +24,7 @@ from local_programs import (
     HOST,
     PAUSE_SECONDS,
     STORY,
+    STRAIGHT,
     Failed,
     free_ports,
     get,
@@ -132,7 +133,7 @@ def complete(name: str, port: int, prompt: str) -> str:
         f"http://{HOST}:{port}/v1/completions", body, {"Content-Type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as response:
+        with STRAIGHT.open(request, timeout=ANSWER_SECONDS) as response:
             answer = json.load(response)
     except urllib.error.HTTPError as error:
         raise Failed(f"the {name} engine: HTTP {error.code} {error.read(500)!r}") from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
+import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -64,8 +65,14 @@ class EventLoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._process_id = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the thread is this process's: a fork copies none."""
+        return self._process_id == os.getpid()
 
     def run(self, awaitable: Awaitable[T]) -> T:
         """Await something on the loop and return its result. An interrupt cancels it."""
@@ -81,8 +88,8 @@ class EventLoopThread:
             raise
 
     def close(self) -> None:
-        """Cancel what still runs, end the thread. Idempotent."""
-        if self._loop.is_closed():
+        """Cancel what still runs, end the thread. Idempotent; nothing in a child."""
+        if self._loop.is_closed() or not self.is_here:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_JOIN_SECONDS)
@@ -296,8 +303,9 @@ class LLM:
         return result
 
     def close(self) -> None:
-        """Shut the engine down; the tiers write back. Idempotent."""
-        if self._closed:
+        """Shut the engine down; the tiers write back. Idempotent, and nothing in a process that
+        was forked from the one that made it."""
+        if self._closed or not self._loop.is_here:
             return
         self._closed = True
         atexit.unregister(self.close)
@@ -409,12 +417,17 @@ class LLM:
                 yield part
                 self._check_open()
         finally:
-            if not self._closed:  # or the request has ended with the engine
+            if not self._closed and self._loop.is_here:  # or the request ended with the engine
                 self._loop.run(parts.aclose())
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineDead("this LLM was closed; make a new one")
+        if not self._loop.is_here:
+            raise EngineDead(
+                "this LLM belongs to the process that this one was forked from, and its threads "
+                "are there; make an LLM in this process, or ask that one"
+            )
 
 
 def _embeds_extras(

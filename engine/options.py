@@ -274,8 +274,9 @@ def engine_config(
             raise ConfigError(explained or f"there is no option {format_value(name)}{near}")
         sections[option.section][option.field] = option.read(flag_of(name), value)
     _refuse_contradictions(given, sections)
-    if "ssd" in sections["offload"].get("tiers", ()):
-        sections["offload.ssd"].setdefault("path", default_ssd_path())
+    if "ssd" in sections["offload"].get("tiers", ()) and "path" not in sections["offload.ssd"]:
+        # Only then: a user without a home directory has none.
+        sections["offload.ssd"]["path"] = default_ssd_path()
     path = model_directory(model, sections["model"].get("revision", ""), is_fetched=is_fetched)
     typed = "" if model is None else str(model)
     if "served_name" not in sections["model"]:
@@ -300,8 +301,15 @@ _SECTIONS = {option.section for option in OPTIONS.values()}
 
 
 def default_ssd_path() -> Path:
-    """The default folder of the ssd tier."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    """The default folder of the ssd tier. Raises ConfigError where this user has none."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    if not cache:
+        cache = os.path.expanduser("~/.cache")
+        if not os.path.isabs(cache):
+            raise ConfigError(
+                f"user {os.geteuid()} has no home directory for the default place of the ssd tier; "
+                "name one with --kv-offload-ssd-path, or set HOME or XDG_CACHE_HOME"
+            )
     return readers.path("XDG_CACHE_HOME", cache) / "stratakv" / "ssd"
 
 

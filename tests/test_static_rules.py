@@ -420,6 +420,34 @@ def test_gpu_packages_are_imported_inside_functions() -> None:
     assert wrong == []
 
 
+# What opens connections that a proxy of the environment may be put into, tokens and all -> where it
+# stands, or what to write instead.
+PROXIED = {
+    "insecure_channel": "tiers/wire/rpc.py",
+    "secure_channel": "tiers/wire/rpc.py",
+    "urlopen": "an opener with ProxyHandler({})",
+}
+
+
+def test_no_connection_goes_through_a_proxy() -> None:
+    wrong, made = [], set()
+    for path in sources():
+        for node in _nodes(_tree(path)):
+            if isinstance(node, ast.Call):
+                names = [_dotted(node.func).rpartition(".")[2]]
+            elif isinstance(node, ast.ImportFrom):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            for name in names:
+                if PROXIED.get(name) == path.as_posix():
+                    made.add(name)
+                elif name in PROXIED and not (name == "urlopen" and path.parts[0] == "tests"):
+                    wrong.append(f"{path}:{node.lineno}: {name}: use {PROXIED[name]}")
+    assert wrong == []
+    assert made == {"insecure_channel", "secure_channel"}
+
+
 def _licensed_files() -> Iterator[Path]:
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):

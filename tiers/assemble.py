@@ -7,6 +7,7 @@ Everything here raises TierConfigError for sizes, paths and names that cannot wo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -91,7 +92,7 @@ def open_ssd(
             opener = partial(_watched, open_one, replace(ssd, path=path, capacity_bytes=share))
             name = f"ssd in {path}"
             store = opener() if require else open_or_wait(name, layout, opener)
-            disks.append(Disk(str(path.resolve()), store))
+            disks.append(Disk(os.path.realpath(path), store))
     except BaseException:
         close_stores([disk.store for disk in disks])
         raise

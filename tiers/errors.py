@@ -12,6 +12,10 @@ A damaged, missing or misplaced record is no error: the answer is a miss, and it
 The connector turns every TierError on the data path into a miss with a reason.
 """
 
+import errno
+import os
+from pathlib import Path
+
 
 class TierError(Exception):
     """Base of everything a tier raises."""
@@ -28,6 +32,43 @@ class TierConfigError(TierError, ValueError):
 class TierDown(TierConfigError):
     """What the tier needs is not there at present, such as a mount or a server. Opening it later
     may succeed without anybody changing a setting."""
+
+
+# What a file system says that no waiting mends, and what does. Everything else may pass: a disk
+# that is not mounted, full, read-only or broken, permissions, a shortage of memory or descriptors.
+LASTING = {
+    errno.ELOOP: "its links lead in a circle; name a directory",
+    errno.ENAMETOOLONG: "a name in it is too long; use a shorter path",
+    errno.ENOTDIR: "a file is in the way of a directory; use another path or remove that file",
+    errno.EEXIST: "a file is in the way of a directory; use another path or remove that file",
+    errno.EISDIR: "a directory is in the way of a file; use another path or remove it",
+    errno.EFBIG: "a file may not become so large there; give the tier less, use another file "
+    "system, or raise `ulimit -f`",
+    errno.EOPNOTSUPP: "its file system cannot do what the tier needs; use another path",
+    errno.ENOSYS: "its file system cannot do what the tier needs; use another path",
+}
+
+
+def lasting_cause(error: BaseException, path: Path | None = None) -> str | None:
+    """What is to be changed where waiting mends nothing; None for what may pass, and for what is no
+    error of a file system. `path` is the directory that could not be made."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return None
+    if path is not None and error.errno in (errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
+        around = (path, *path.parents)
+        if any(os.path.islink(each) and not os.path.exists(each) for each in around):
+            return None if not _is_circle(path) else LASTING[errno.ELOOP]
+        if error.errno == errno.ENOENT and os.path.isdir(path.parent):
+            return "no directory can be made there; use another path"  # such as /proc
+    return LASTING.get(error.errno)
+
+
+def _is_circle(path: Path) -> bool:
+    try:
+        os.stat(path)
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 class TierBusy(TierError):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,7 @@ class Mount(NamedTuple):
 def mount_of(path: Path, mounts: Path = MOUNTS) -> Mount | None:
     """The innermost mount above a path; None where it is not known. Raises OSError where the table
     cannot be read."""
-    real, best = path.resolve(), None
+    real, best = Path(os.path.realpath(path)), None  # also of a circle of links
     for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
         fields, _, rest = line.partition(" - ")
         point = _ESCAPED.sub(lambda code: chr(int(code[1], 8)), fields.split()[4])

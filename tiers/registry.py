@@ -21,7 +21,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from .base import StoreTier
 from .block import BlockLayout
-from .errors import TierConfigError, TierDown
+from .errors import TierConfigError, TierDown, lasting_cause
 
 ENTRY_POINTS = "stratakv.tiers"
 
@@ -76,7 +76,8 @@ def open_tier(request: TierRequest) -> StoreTier:
     except TierConfigError:
         raise
     except Exception as error:  # code of others, at start: whatever it is, it is named
-        kind = TierDown if isinstance(error, OSError) else TierConfigError
+        may_pass = isinstance(error, OSError) and lasting_cause(error) is None
+        kind = TierDown if may_pass else TierConfigError
         raise kind(
             f"the tier {request.name} ({point.value}) could not be opened: "
             f"{type(error).__name__}: {error}"

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -113,7 +114,7 @@ def _check_apart(paths: Sequence[Path]) -> None:
         )
     if len(paths) > MAX_DISKS:
         raise ConfigError(f"the ssd tier takes up to {MAX_DISKS} disks, not {len(paths)}")
-    real = [path.resolve() for path in paths]
+    real = [Path(os.path.realpath(path)) for path in paths]  # where links lead in a circle too
     for number, path in enumerate(real):
         for other in real[number + 1 :]:
             if path == other:

@@ -15,6 +15,8 @@ import logging
 import os
 from pathlib import Path
 
+from ...tiers.process_lock import ProcessLock
+
 log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where vLLM makes it
@@ -32,37 +34,35 @@ class Hold:
 
     def __init__(self, engine_id: str, folder: Path = SHARED_MEMORY) -> None:
         self._place = folder / f"{PREFIX}{marked(engine_id)}{LOCK}"
-        self._descriptor: int | None = None
-        while self._descriptor is None:
-            descriptor = os.open(self._place, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-            if os.fstat(descriptor).st_nlink:
-                self._descriptor = descriptor
-            else:  # another engine has just found it without a lock
-                os.close(descriptor)
+        while True:
+            flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
+            self._lock = ProcessLock(os.open(self._place, flags, 0o600))
+            fcntl.flock(self._lock.descriptor, fcntl.LOCK_SH)
+            if os.fstat(self._lock.descriptor).st_nlink:
+                break
+            self._lock.close()  # another engine has just found it without a lock
 
     def release(self) -> None:
         """Let go after an orderly stop, in which vLLM removes the region; the last process of the
-        engine removes the lock. Idempotent."""
+        engine removes the lock. Idempotent, and nothing in a process that was forked."""
         self._let_go([])
 
     def abandon(self) -> None:
         """Let go after a stop that was not orderly, such as a start that was refused: the last
-        process removes the region too. Idempotent."""
+        process removes the region too. Idempotent, and nothing in a process that was forked."""
         self._let_go(_regions(self._place))
 
     def _let_go(self, others: list[Path]) -> None:
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is None:
+        if not self._lock.is_ours:
             return
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for place in (*others, self._place):
                 place.unlink(missing_ok=True)
         except OSError:  # others of the engine have it
             pass
         finally:
-            os.close(descriptor)
+            self._lock.close()
 
 
 def left_behind(folder: Path = SHARED_MEMORY) -> list[Path]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -74,6 +75,7 @@ class StrataTier(SecondaryTierManager):
         self._metrics = metrics.TierMetrics(self._tiers)
         self._jobs: dict[int, tuple[bool, dict[bytes, bytes]]] = {}  # is a load, vLLM's key of ours
         self._has_checked_names = False
+        self._process_id = os.getpid()
         atexit.register(self.shutdown)
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
@@ -155,8 +157,11 @@ class StrataTier(SecondaryTierManager):
         return self._metrics.take()
 
     def shutdown(self) -> None:
-        """Write down what is to survive, and release everything. Idempotent."""
+        """Write down what is to survive, and release everything. Idempotent, and nothing in a
+        process that was forked, which has the registration and none of the threads."""
         atexit.unregister(self.shutdown)
+        if self._process_id != os.getpid():
+            return
         self._tiers.transfers.close(self._settings.own.shutdown_seconds)
         release = getattr(self._spec, "release_region", None)  # vLLM's own spec has none
         if release is not None:

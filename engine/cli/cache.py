@@ -110,7 +110,7 @@ def _rm(words: list[str]) -> int:
     if args.paths:
         chosen = [_store_at(readers.path("PATH", path)) for path in args.paths]
     else:
-        chosen = find_stores(_default_folder())
+        chosen = [s for folder in _default_folders(is_needed=True) for s in find_stores(folder)]
     if args.unused:
         chosen = [entry for entry in chosen if entry.owner is None]
     for entry in chosen:
@@ -145,7 +145,7 @@ def _look(word: str, words: list[str]) -> tuple[list[StoreEntry], bool]:
             raise ConfigError(f"{path} is no folder that can be looked into; give one that is")
     found = {
         os.path.realpath(entry.path): entry
-        for folder in (*given, _default_folder())
+        for folder in (*given, *_default_folders(is_needed=not given))
         for entry in find_stores(folder)
     }
     return sorted(found.values(), key=lambda entry: entry.path), bool(args.json)
@@ -159,8 +159,15 @@ def _store_at(path: Path) -> StoreEntry:
     return look_at(path)
 
 
-def _default_folder() -> Path:
-    return default_ssd_path().parent
+def _default_folders(*, is_needed: bool) -> tuple[Path, ...]:
+    """Where tiers lie by default; nothing for a user who has no home directory. Raises ConfigError
+    where that is all there is."""
+    try:
+        return (default_ssd_path().parent,)
+    except ConfigError:
+        if is_needed:
+            raise
+        return ()
 
 
 def _agrees(chosen: Sequence[StoreEntry]) -> bool:

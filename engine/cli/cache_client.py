@@ -116,7 +116,8 @@ class CacheClient:
             reason = verdict_of(error).reason
             said = one_line(error.details() or error.code().name)
             if reason == "unauthenticated" and self.credentials.token_file is None:
-                said += f"; name a token with {self._flag}token-file"
+                said += f"{self.credentials.missing(self.address)}; name a token with "
+                said += f"{self._flag}token-file"
             raise NoAnswer(
                 f"{self.address}: {reason}: {said}", is_down=reason not in REFUSALS
             ) from error

@@ -87,7 +87,12 @@ def _measure_operations() -> Rate:
 def _measure_disk() -> Rate:
     from ..probes import disk_read_bytes_per_second
 
-    place = existing_parent(default_ssd_path())
+    try:
+        place = existing_parent(default_ssd_path())
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; here give --ssd-bandwidth, or --no-probe for reference figures"
+        ) from None
     try:
         rate = disk_read_bytes_per_second(place)
     except OSError as error:

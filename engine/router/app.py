@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import hmac
 import logging
-import ssl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from ..api.openai.body import read_body
 from ..api.openai.streaming import until_disconnect
 from ..api.settings import ApiSettings
 from .metrics import CLIENT, RouterMetrics
+from .node_tls import make_node_tls
 from .nodes import Choice, LeastLoaded, Node, Nodes, Role
 from .proxy import NODE, RETRY_SECONDS, ClientRequest, Proxy
 from .relay import Reply
@@ -276,28 +276,6 @@ class Router:
 
     def _headers(self, scope: Scope) -> Headers:
         return [(name, value) for name, value in scope["headers"] if name in self._passed]
-
-
-def make_node_tls(config: RouterConfig) -> ssl.SSLContext | None:
-    """The context of connections to https nodes, or None where there are none. Raises ConfigError
-    for a file that cannot be used."""
-    path = config.node_ca_file
-    if not any(address.is_tls for address in (*config.prefill, *config.decode)):
-        if path is not None:
-            raise ConfigError(
-                f"--node-ca-file {path} is for https nodes and all are http; drop it, or write "
-                "https://"
-            )
-        return None
-    context = ssl.create_default_context()
-    if path is not None:
-        try:
-            context = ssl.create_default_context(cafile=str(path))
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(
-                f"--node-ca-file {path} holds no certificates as PEM ({error}); give one that does"
-            ) from error
-    return context
 
 
 def read_admin_key(path: Path | None) -> str | None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from enum import StrEnum
 import msgspec
 
 from .identity import Difference, Identity, explain_role, find_difference, read_identity
+from .node_tls import NodeTls
 from .settings import NodeAddress
 from .upstream import NodeError, NodeRequest, NodeSlow, exchange
 
@@ -148,7 +148,7 @@ class Nodes:
         choice: Choice,
         *,
         health_seconds: float,
-        tls: ssl.SSLContext | None = None,
+        tls: NodeTls | None = None,
     ) -> None:
         self._choice = choice
         self._health_seconds = health_seconds

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -25,6 +24,7 @@ import msgspec
 from ..api.errors import ApiError
 from . import legs
 from .metrics import RouterMetrics
+from .node_tls import NodeTls
 from .nodes import Facts, Node, Nodes, Role
 from .relay import HELD_BYTES, Reply, pass_on
 from .settings import RouterConfig
@@ -60,7 +60,7 @@ class Proxy:
         config: RouterConfig,
         nodes: Nodes,
         metrics: RouterMetrics,
-        tls: ssl.SSLContext | None = None,
+        tls: NodeTls | None = None,
     ) -> None:
         self._config = config
         self._nodes = nodes

@@ -8,13 +8,13 @@ closed, and closing it before the end is how the node learns that nobody waits a
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import h11
 
+from .node_tls import NodeTls
 from .settings import NodeAddress
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -182,17 +182,19 @@ async def exchange(
     *,
     connect_seconds: float,
     wait_seconds: float,
-    tls: ssl.SSLContext | None = None,
+    tls: NodeTls | None = None,
     transports: set[asyncio.WriteTransport] | None = None,
 ) -> AsyncIterator[NodeAnswer]:
     """Send a request; the answer once its head is there. The connection is closed at the end of
     the block, at once and hard where the answer was not read to its end. While it is open its
     transport is in `transports`; whoever aborts it there makes this raise NodeLost."""
+    context = None
+    if address.is_tls:
+        assert tls is not None  # never in clear to an address that says https
+        context = tls.context()
     try:
         async with asyncio.timeout(connect_seconds):
-            reader, writer = await asyncio.open_connection(
-                address.host, address.port, ssl=tls if address.is_tls else None
-            )
+            reader, writer = await asyncio.open_connection(address.host, address.port, ssl=context)
     except TimeoutError:
         raise NodeUnreachable(f"no connection in {connect_seconds:g} s") from None
     except (OSError, UnicodeError) as error:

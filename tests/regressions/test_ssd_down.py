@@ -23,7 +23,7 @@ from ..nursery_site import nursery_client
 
 pytestmark = pytest.mark.regression
 
-NOWHERE = "/proc/stratakv"  # where nobody can make a directory
+NOWHERE = "/sys/stratakv"  # where nobody can make a directory
 OPTIONS = {
     "kv_offload": "cpu,ssd",
     "kv_offload_cpu_bytes": "16MiB",
@@ -84,7 +84,7 @@ def test_u05_estimates_of_what_is_up_stay() -> None:
 
 
 def test_u05_require_tiers_makes_the_start_fail() -> None:
-    with pytest.raises(ConfigError, match=r"cannot write to /proc/stratakv .*--require-tiers"):
+    with pytest.raises(ConfigError, match=r"cannot write to /sys/stratakv .*--require-tiers"):
         EngineCore(engine_config(EMBEDDED_MODEL, {**OPTIONS, "require_tiers": True}))
 
 
@@ -107,5 +107,5 @@ def test_u05_serve_with_require_tiers_says_why_and_ends(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert not done.stdout
-    assert "cannot write to /proc/stratakv" in done.stderr.splitlines()[-1]
+    assert "cannot write to /sys/stratakv" in done.stderr.splitlines()[-1]
     assert "--require-tiers" in done.stderr.splitlines()[-1]

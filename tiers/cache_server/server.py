@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 DEFAULT_PORT = 9400
 _LAST_SECONDS = 0.2  # for the last words of calls that were cut off
 _LOOK_AT_CERTIFICATES_SECONDS = 6 * 3600.0
+_LOOK_AT_TOKEN_SECONDS = 15.0
 # What `reload` takes over. The own token and the secret stay as they are: settings that are read
 # anew have others.
 _RELOADED = frozenset({"tenants", "tls"})
@@ -86,6 +88,7 @@ class CacheServer:
         self.data_plane = DataPlane()
         self.metrics_port = 0
         self.token_path: Path | None = None  # of `own_token`
+        self._has_told_of_token = False  # that it cannot be left again
         limits = settings.limits
         self.tenant_stores: ServedStores = tenant_stores or TenantStores(
             settings.tenants.quotas, settings
@@ -102,7 +105,7 @@ class CacheServer:
         self._data: DataServer | None = None
         self._memory: MemoryServer | None = None
         self._tls: LiveTls | None = None
-        self._looking: asyncio.Task[None] | None = None  # at certificates
+        self._looking: list[asyncio.Task[None]] = []  # at certificates and the token
         self._grpc: Any = None
         self._service: CacheService | None = None
         self._health: Health | None = None
@@ -128,8 +131,8 @@ class CacheServer:
         if seconds is None:
             seconds = self.settings.drain_seconds
         end = time.monotonic() + seconds
-        if self._looking is not None:
-            self._looking.cancel()
+        for task in self._looking:
+            task.cancel()
         self._guard.drain()
         if self._health is not None:
             self._health.drain()
@@ -249,12 +252,38 @@ class CacheServer:
         await server.start()
         self._connections.start(self.port)
         if self._tls is not None:
-            self._looking = asyncio.create_task(self._look_at_certificates(self._tls))
+            self._looking.append(asyncio.create_task(self._look_at_certificates(self._tls)))
+        if settings.own_token is not None:
+            self._looking.append(asyncio.create_task(self._keep_token(settings.own_token)))
 
     async def _look_at_certificates(self, tls: LiveTls) -> None:
         while True:
             await asyncio.sleep(_LOOK_AT_CERTIFICATES_SECONDS)
             tls.look_at_ends()
+
+    async def _keep_token(self, token: str) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_AT_TOKEN_SECONDS)
+            try:
+                await self.look_at_token(token)
+            except Exception:  # the only task that ever looks
+                log.exception("the token for clients of this user cannot be looked at")
+
+    async def look_at_token(self, token: str) -> None:
+        """Leave the token for this user's clients again where its file went; one that another
+        server has written there stays."""
+        path = self.token_path
+        if path is None or await asyncio.to_thread(os.path.lexists, path):
+            return
+        try:
+            self.token_path = await asyncio.to_thread(leave_token, self.port, token)
+        except TierConfigError as error:
+            if not self._has_told_of_token:
+                log.error("the token in %s is gone and cannot be left again: %s", path, error)
+            self._has_told_of_token = True
+            return
+        self._has_told_of_token = False
+        log.warning("the token in %s was gone; it lies in %s now", path, self.token_path)
 
     def _start_data(self) -> int:
         settings = self.settings

@@ -22,19 +22,19 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import replace
 
 import msgspec
 
 from ..block import BlockLayout
-from ..cache_server.access.tenants import only_tenant
-from ..cache_server.access.tls import TlsFiles
+from ..cache_server.access.tenants import Tenants, only_tenant
 from ..cache_server.served_store import ServedStore, ServedStores
 from ..cache_server.server import CacheServer, ServerSettings
 from ..errors import TierConfigError
 from ..remote.block_connection import Tags
 from ..wire.status import WrongLayout
 from .peer_store import HELD_SHARE, SLAB, PeerStore
+from .served_files import ServedFiles, in_flags_of_serve
 from .slab_index import SlabReader
 
 MAX_START_BYTES = 64 * 1024
@@ -42,6 +42,7 @@ _NICE = 5
 _DRAIN_SECONDS = 2.0
 _SWITCH_SECONDS = 0.0005
 _TELL_SECONDS = 1.0
+_LOOK_SECONDS = 5.0  # between two looks at the files of token and TLS
 _MAX_QUIET_SECONDS = 2.0  # what has been told is told again: the engine gives up who is silent
 
 log = logging.getLogger("stratakv.tiers.peers.process")
@@ -58,11 +59,8 @@ class Start(msgspec.Struct, kw_only=True):
     host: str
     port: int
     data_port: int
-    token: str | None
+    files: ServedFiles
     own_token: str | None  # for clients of this user on this machine
-    tls_cert: str | None
-    tls_key: str | None
-    tls_client_ca: str | None
     insecure: bool
     log_level: int
 
@@ -138,9 +136,11 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
+        seen = start.files.state()
         server = make_server(start)
+        renewed = RenewedFiles(server, start, seen)
         gc.freeze()
-        return asyncio.run(_serve(server))
+        return asyncio.run(_serve(server, renewed))
     except TierConfigError as error:
         tell({"error": str(error)})
         return 2
@@ -152,32 +152,71 @@ def make_server(start: Start) -> CacheServer:
     reader = SlabReader(start.index_fd, start.num_slots, HELD_SHARE)
     tags = Tags(layout, None, start.namespace)
     store = PeerStore(reader, start.slab_fd, layout, tags)
-    tenants = only_tenant(
-        start.num_slots * layout.slot_bytes,
-        0,
-        start.own_token if start.token is None else start.token,
-        has_client_ca=start.tls_client_ca is not None,
-    )
-    tls = None
-    if start.tls_cert is not None and start.tls_key is not None:
-        client_ca = None if start.tls_client_ca is None else Path(start.tls_client_ca)
-        tls = TlsFiles(Path(start.tls_cert), Path(start.tls_key), client_ca)
     settings = ServerSettings(
-        tenants=tenants,
+        tenants=_tenants(start),
         own_token=start.own_token,
         secret=secrets.token_bytes(32),
         host=start.host,
         port=start.port,
         data_port=start.data_port,
         shares_memory=False,
-        tls=tls,
+        tls=start.files.tls(),
         insecure=start.insecure,
         drain_seconds=_DRAIN_SECONDS,
     )
-    return CacheServer(settings, PeerStores(store, list(tenants.quotas)))
+    return CacheServer(settings, PeerStores(store, list(settings.tenants.quotas)))
 
 
-async def _serve(server: CacheServer) -> int:
+def _tenants(start: Start) -> Tenants:
+    """The one tenant, with the token that the file holds now. Raises TierConfigError."""
+    token = start.files.token()
+    return only_tenant(
+        start.num_slots * BlockLayout(*start.layout).slot_bytes,
+        0,
+        start.own_token if token is None else token,
+        has_client_ca=start.files.tls_client_ca is not None,
+    )
+
+
+class RenewedFiles:
+    """Has the server take token and certificates anew once their files are others."""
+
+    def __init__(self, server: CacheServer, start: Start, seen: tuple[object, ...]) -> None:
+        self._server = server
+        self._start = start
+        self._seen = seen  # their state before they were read
+
+    async def look(self) -> None:
+        """Look once. Files that cannot be used leave everything as it was, until they change."""
+        state = self._start.files.state()
+        if state == self._seen:
+            return
+        self._seen = state
+        try:
+            await self._server.reload(self._settings)
+        except (TierConfigError, OSError) as error:
+            log.error(
+                "the files that this engine serves its blocks with have changed and cannot be "
+                "used: %s; it goes on with those before",
+                in_flags_of_serve(str(error)),
+            )
+        else:
+            log.info("the files that this engine serves its blocks with were read anew")
+
+    async def look_for_ever(self) -> None:
+        """Look every few seconds, until it is cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            try:
+                await self.look()
+            except Exception:  # the only task that ever looks
+                log.exception("the files of --kv-serve cannot be looked at")
+
+    def _settings(self) -> ServerSettings:
+        return replace(self._server.settings, tenants=_tenants(self._start))
+
+
+async def _serve(server: CacheServer, renewed: RenewedFiles) -> int:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
 
@@ -190,9 +229,13 @@ async def _serve(server: CacheServer) -> int:
     await server.start()
     threading.Thread(target=wait_for_the_end, name="stratakv-peer-input", daemon=True).start()
     tell({"ready": server.port})
-    telling = asyncio.create_task(_tell_what_is_sent(server))
+    tasks = [
+        asyncio.create_task(_tell_what_is_sent(server)),
+        asyncio.create_task(renewed.look_for_ever()),
+    ]
     await ended.wait()
-    telling.cancel()
+    for task in tasks:
+        task.cancel()
     await server.drain()
     return 0
 

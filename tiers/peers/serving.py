@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import selectors
-import stat
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import IO, Any
 
 import msgspec
@@ -27,6 +24,7 @@ from ..cpu import CpuSlab
 from ..errors import TierConfigError
 from ..tier_settings import ListenAddress, ServeSettings
 from ..wire.listen import LARGEST_PORT, host_port, is_loopback
+from .served_files import ServedFiles, in_flags_of_serve
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +32,6 @@ START_SECONDS = 60.0  # for a process to be ready on a busy host
 _PAUSES = (0.5, 1.0, 2.0, 5.0, 15.0, 60.0)  # before it is started again; the last one from then on
 SILENT_SECONDS = 30.0  # it says something every few seconds, also when nothing happens
 _MAX_LINE_BYTES = 64 * 1024
-_MAX_TOKEN_BYTES = 4096
 _STEADY_SECONDS = 120.0  # after so long the next end counts as the first
 _END_SECONDS = 1.0  # from the end of its output to its own
 _MODULE = "stratakv.tiers.peers.process"
@@ -74,7 +71,7 @@ class SlabServing:
             self._error = f"it was not ready within {START_SECONDS:g} s"
         if self._error:
             self.close(0.0)
-            raise TierConfigError(f"--kv-serve: {_in_flags_of_serve(self._error)}")
+            raise TierConfigError(f"--kv-serve: {in_flags_of_serve(self._error)}")
         log.info("other engines can read the cpu tier at %s", host_port(address.host, self.port))
 
     @property
@@ -235,21 +232,14 @@ def _start_of(
     namespace: bytes,
 ) -> dict[str, Any]:
     """`process.Start`, but for the descriptors. Raises TierConfigError."""
-    from ..cache_server.access.tenants import new_token, token_digest
+    from ..cache_server.access.tenants import new_token
 
-    files = (settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-    if (files[0] is None) != (files[1] is None) or (files[2] is not None and files[0] is None):
-        raise TierConfigError(
-            "--kv-serve-tls-cert and --kv-serve-tls-key go together, --kv-serve-tls-client-ca with "
-            "both"
-        )
-    token = None
-    if settings.token_file is not None:
-        token = _read_token(settings.token_file)
-        token_digest(token, f"the token in {settings.token_file} (--kv-serve-token-file)")
-    is_open = token is None and settings.tls_client_ca is None and not settings.insecure
+    paths = (settings.token_file, settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    token_file, cert, key, client_ca = (None if path is None else str(path) for path in paths)
+    files = ServedFiles(token_file=token_file, tls_cert=cert, tls_key=key, tls_client_ca=client_ca)
+    files.check()
+    is_open = token_file is None and client_ca is None and not settings.insecure
     own_token = new_token() if is_open and is_loopback(address.host) else None
-    cert, key, client_ca = (None if file is None else str(file) for file in files)
     layout = slab.layout
     return {
         "num_slots": slab.num_slots,
@@ -264,35 +254,8 @@ def _start_of(
         "host": address.host,
         "port": address.port,
         "data_port": address.port + 1 if 0 < address.port < LARGEST_PORT else 0,
-        "token": token,
+        "files": msgspec.structs.asdict(files),
         "own_token": own_token,
-        "tls_cert": cert,
-        "tls_key": key,
-        "tls_client_ca": client_ca,
         "insecure": settings.insecure,
         "log_level": log.getEffectiveLevel(),
     }
-
-
-def _read_token(path: Path) -> str:
-    """Raises TierConfigError."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_TOKEN_BYTES + 1).decode().strip()
-        mode = path.stat().st_mode
-    except (OSError, UnicodeDecodeError) as error:
-        raise TierConfigError(
-            f"--kv-serve-token-file names {path}, which cannot be read as text ({error})"
-        ) from error
-    if mode & (stat.S_IWGRP | stat.S_IRWXO):
-        raise TierConfigError(
-            f"--kv-serve-token-file names {path}, which other users can read or write (mode "
-            f"{stat.S_IMODE(mode):04o}); run: chmod 600 {path}"
-        )
-    return text
-
-
-def _in_flags_of_serve(message: str) -> str:
-    """What a cache server says of its flags, with those that an engine has for the same."""
-    message = re.sub(r"--(tls-|token-file|insecure)", r"--kv-serve-\1", message)
-    return re.sub(r"--(data-)?(port|host)\b", "--kv-serve", message).replace("--tenants, ", "")

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import TierConfigError
 from ..wire.listen import is_loopback
-from ..wire.own_token import find_token
+from ..wire.own_token import find_token, token_places
 from .address import ServerAddress
 
 log = logging.getLogger(__name__)
@@ -65,6 +65,20 @@ class Credentials:
         if address is None or self.cert_file is not None or not is_loopback(address.host):
             return None
         return find_token(address.port)
+
+    def missing(self, address: ServerAddress) -> str:
+        """What to add to a refusal: where no token lies that a server of this user would have left.
+        Empty where none is looked for, or one was found."""
+        is_looked_for = self.token_file is None and self.cert_file is None
+        if not is_looked_for or not is_loopback(address.host):
+            return ""
+        try:
+            if find_token(address.port) is not None:
+                return ""
+        except TierConfigError:  # which was told already
+            return ""
+        places = " nor ".join(map(str, token_places(address.port))) or "any folder of this user's"
+        return f"; no token of a server of this user's lies in {places}"
 
     def grpc(self) -> Any:
         """The credentials of a secure gRPC channel. Raises TierConfigError."""

@@ -26,7 +26,7 @@ from ..block import BlockLayout
 from ..errors import TierConfigError
 from ..wire.frames import MAX_KEYS, MAX_LEASE_SECONDS, State, pack_keys
 from ..wire.messages import layout_message
-from ..wire.rpc import Stub
+from ..wire.rpc import Stub, make_channel
 from ..wire.sockets import ConnectionLost
 from ..wire.status import Retry, verdict_of
 from .address import ServerAddress
@@ -65,10 +65,10 @@ def open_channel(address: ServerAddress, credentials: Credentials) -> Any:
     that cannot be read."""
     options: list[tuple[str, int | str]] = list(_CHANNEL_OPTIONS)
     if not address.tls:
-        return grpc.insecure_channel(address.target, options)
+        return make_channel(address.target, None, options)
     if credentials.server_name is not None:
         options.append(("grpc.ssl_target_name_override", credentials.server_name))
-    return grpc.secure_channel(address.target, credentials.grpc(), options)
+    return make_channel(address.target, credentials.grpc(), options)
 
 
 def all_up(links: Sequence[ServerLink], timeout_seconds: float) -> bool:
@@ -387,10 +387,14 @@ class ServerLink:
             verdict = verdict_of(error)
             self.count_error(verdict.reason)
             if verdict.reason != "not_ready":  # as soon as its memory is there
-                self._tell(verdict.retry, str(error.details()))
-            if verdict.retry in _REFUSALS or verdict.reason == "deadline":
-                # The files may be others by then; and a connection whose other end is gone without
-                # a word would stay silent until its keepalive noticed.
+                said = str(error.details())
+                if verdict.reason == "unauthenticated":
+                    said += self._settings.credentials.missing(self.address)
+                self._tell(verdict.retry, said)
+            if verdict.reason != "not_ready":
+                # The next try reads the files anew: a channel keeps those it was made with, and a
+                # handshake that fails by them reads as a server that is away. A connection whose
+                # other end is gone without a word would stay silent until its keepalive noticed.
                 self._close_channel()
             return verdict.retry
         except TierConfigError as error:

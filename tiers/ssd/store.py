@@ -323,14 +323,19 @@ class SsdStore(StoreTier):
 
     def has_lost_disk(self) -> bool:
         """Whether the disk is gone for this store: its path leads elsewhere, or nothing can be read
-        any more. Looks only where faults were met since the last look, and waits for the disk then.
-        For one thread."""
+        any more. Files that were removed give no faults, so the path is looked at each time; reads
+        are tried only where faults were met since the last look. Waits for the disk. For one
+        thread."""
         with self._state.lock:
             faults = sum(self._state.stats.errors.values())
-            if self._closed or faults == self._faults_seen:
+            if self._closed:
                 return False
+        if not self._opened.is_in_place():
+            return True
+        if faults == self._faults_seen:
+            return False
         self._faults_seen = faults
-        return not (self._opened.is_in_place() and self._state.slot_file.can_be_read())
+        return not self._state.slot_file.can_be_read()
 
     def not_yet_forgotten(self) -> tuple[list[bytes], bool]:
         """What was dropped or cleared and may still be on the disk: some keys, and whether it is

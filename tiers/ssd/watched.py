@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store whose disk may go and come back while it is open: pulled out, unmounted, offline.
+"""A store whose disk may go and come back while it is open: pulled out, unmounted, offline; or one
+whose folder is removed or moved.
 
-    in use ──faults, and the disk is gone──► closed, waited for ──it can be opened──► in use
+    in use ──the disk is gone, or the folder──► closed, waited for ──it can be opened──► in use
 
 What has an open file on a disk that went keeps a file that will never work again, also when the
-disk is back at its place. So a thread looks whether the disk is still there, once faults have been
-met, and where it is not has the store closed and opened anew when it can be. Meanwhile it is empty
-and takes nothing. Only a store that lies there is opened again, never a new one made: the folder
-where a disk was mounted is on another disk once it is not.
+disk is back at its place; and what is written to files that were removed nobody finds again. So a
+thread looks whether the files are still at their path, and once faults have been met whether they
+can be read; where not it has the store closed, and opened anew when it can be. Meanwhile it is
+empty and takes nothing. Only a store that lies there is opened again, never a new one made: the
+folder where a disk was mounted is on another disk once it is not.
 
 A disk that hangs may keep a thread of the store for longer than anybody waits, and the store keeps
 its files and its lock so long. They are closed as soon as the thread is back: until then the store
@@ -17,6 +19,7 @@ could not be opened again, by us least of all.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -163,6 +166,11 @@ class WatchedStore(StoreTier):
             "the disk of the SSD tier in %s is gone; the tier goes on without it, and takes it in "
             "again when it is back", self._place,
         )  # fmt: skip
+        if not os.path.isdir(self._place):
+            log.error(
+                "nothing is at %s; where the directory was removed for good, a restart makes a new "
+                "one", self._place,
+            )  # fmt: skip
         with self._lock:
             if self._is_closed:
                 return

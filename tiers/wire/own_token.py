@@ -4,8 +4,9 @@
     $XDG_RUNTIME_DIR/stratakv/cache-server-PORT.token       /run/user/UID where that is not set
     $XDG_CACHE_HOME/stratakv/cache-server-PORT.token        ~/.cache where that is not set
 
-The server writes the first that it can write, with mode 0600, anew at each start, and takes it away
-at its end; a client reads the first that is there. One that a killed server has left opens nothing.
+The server writes the first that it can write, with mode 0600, anew at each start, again where the
+file went, as all of $XDG_RUNTIME_DIR does at a logout, and takes it away at its end; a client reads
+the first that is there. One that a killed server has left opens nothing.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ def take_away_token(path: Path, token: str) -> None:
     with suppress(OSError, TierConfigError):
         if _read(path) == token:
             path.unlink()
+
+
+def token_places(port: int) -> list[Path]:
+    """Where a token for `port` may lie, in the order in which they are read."""
+    return [folder / _name(port) for folder in _folders()]
 
 
 def find_token(port: int) -> str | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +77,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
         self._stats = StatsSource()
+        self._process_id = os.getpid()
         if role is KVConnectorRole.SCHEDULER:
             # vLLM reads this when the connector has been made. A request whose blocks were lost is
             # computed: what a cache has lost is no reason to fail anybody.
@@ -89,8 +91,11 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     # Both
 
     def shutdown(self) -> None:
-        """Write down what is to survive, and release everything. Idempotent."""
+        """Write down what is to survive, and release everything. Idempotent, and nothing in a
+        process that was forked, which has the registration and none of the threads."""
         atexit.unregister(self.shutdown)
+        if self._process_id != os.getpid():
+            return
         if self._scheduler is not None:
             self._scheduler.shutdown()
         if self._worker is not None:

@@ -50,7 +50,7 @@ from stratakv.tiers.wire.frames import State
 from stratakv.tiers.wire.limits import PIECE_BYTES
 from stratakv.tiers.wire.messages import header_message, layout_message
 from stratakv.tiers.wire.raw_messages import Piece
-from stratakv.tiers.wire.rpc import Stub
+from stratakv.tiers.wire.rpc import Stub, make_channel
 
 from ...free_ports import free_ports
 from ...nursery_site.nursery_client import popen
@@ -97,10 +97,7 @@ class Client:
         # Otherwise the channels of a test share one connection.
         arguments.append(("grpc.use_local_subchannel_pool", 1))
         tls = self.tls if tls is None else tls
-        if tls is None:
-            channel = grpc.insecure_channel(self.address, arguments)
-        else:
-            channel = grpc.secure_channel(self.address, tls, arguments)
+        channel = make_channel(self.address, tls, arguments)
         return channel if token is None else grpc.intercept_channel(channel, _Bearer(token))
 
     def stub(self, token: str | None = None, tls: Any = None) -> Stub:

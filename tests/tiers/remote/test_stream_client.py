@@ -18,7 +18,7 @@ from stratakv.tiers.remote.stream_client import StreamConnection
 from stratakv.tiers.wire.frames import State
 from stratakv.tiers.wire.messages import header_message
 from stratakv.tiers.wire.raw_messages import Piece, encode_piece
-from stratakv.tiers.wire.rpc import SERVICE_NAME, Stub
+from stratakv.tiers.wire.rpc import SERVICE_NAME, Stub, make_channel
 from stratakv.tiers.wire.sockets import ConnectionLost
 
 from ..cache_server.rig import LAYOUT, WAIT_SECONDS, pieces_of, proof_of, running_server
@@ -65,7 +65,7 @@ def liar() -> Iterator[Liar]:
 
 @pytest.fixture
 def connection(liar: Liar) -> Iterator[StreamConnection]:
-    with grpc.insecure_channel(f"127.0.0.1:{liar.port}") as channel:
+    with make_channel(f"127.0.0.1:{liar.port}") as channel:
         yield StreamConnection(Stub(channel), (), LAYOUT, bytes(16))
 
 

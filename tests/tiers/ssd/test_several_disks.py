@@ -204,8 +204,8 @@ def test_one_whose_files_are_cut_short_serves_no_wrong_byte(tmp_path: Path) -> N
 
 def test_a_disk_that_is_down_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
-    paths = settings(tmp_path / "a", "/proc/stratakv")
-    with pytest.raises(TierDown, match="/proc/stratakv"):
+    paths = settings(tmp_path / "a", "/sys/stratakv")
+    with pytest.raises(TierDown, match="/sys/stratakv"):
         open_ssd(SMALL, paths, namespace=b"n", require=True)
     with closing(open_ssd(SMALL, paths, namespace=b"n")) as tier:
         assert isinstance(tier, SeveralDisks) and tier.is_up

@@ -12,7 +12,7 @@ import pytest
 
 from stratakv.proto.v1 import cache_service_pb2
 from stratakv.tiers.cache_server.service import CacheService
-from stratakv.tiers.wire.rpc import METHODS, SERVICE_NAME, Stub
+from stratakv.tiers.wire.rpc import METHODS, SERVICE_NAME, Stub, make_channel
 
 from ..cache_server.rig import running_server
 
@@ -43,7 +43,7 @@ def test_the_service_has_every_call(method) -> None:
 
 
 def test_a_stub_has_every_call() -> None:
-    with grpc.insecure_channel("127.0.0.1:1") as channel:
+    with make_channel("127.0.0.1:1") as channel:
         stub = Stub(channel)
         kinds = {method.attribute: method.kind for method in METHODS}
         for name, kind in kinds.items():

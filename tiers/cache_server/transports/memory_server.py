@@ -195,31 +195,43 @@ class MemoryServer(SessionServer):
 
     def start(self) -> str:
         """Listen; the path. Raises TierConfigError where that cannot be."""
-        try:
-            _remove_left_folders()
-            self._folder = tempfile.mkdtemp(prefix=_PREFIX)  # 0700
-            self._folder_lock = _lock(self._folder)
-            path = os.path.join(self._folder, _SOCKET)
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        why = []
+        for parent in _parents():
             try:
-                listener.bind(path)
-                os.chmod(path, 0o600)
-            except OSError:
-                listener.close()
-                raise
-        except OSError as error:
-            raise TierConfigError(
-                f"no Unix socket can be made under {tempfile.gettempdir()} ({error}); set TMPDIR "
-                "to a folder with a shorter name that may be written to"
-            ) from error
+                return self._start_in(parent)
+            except OSError as error:
+                self._remove_folder()
+                why.append(f"{parent}: {error.strerror or error}")
+        raise TierConfigError(
+            f"no Unix socket can be made for clients on this host ({'; '.join(why)}); set TMPDIR "
+            "to a folder with a short name that may be written to, or start without memory for "
+            "them: --no-shared-memory"
+        )
+
+    def _start_in(self, parent: str) -> str:
+        _remove_left_folders(parent)
+        self._folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)  # 0700
+        self._folder_lock = _lock(self._folder)
+        path = os.path.join(self._folder, _SOCKET)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(path)
+            os.chmod(path, 0o600)
+        except OSError:
+            listener.close()
+            raise
         self._accept_from(listener)
         return path
 
     def close(self, timeout_seconds: float) -> None:
         super().close(timeout_seconds)
-        if self._folder is not None:
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is not None:
             with contextlib.suppress(OSError):
-                shutil.rmtree(self._folder)
+                shutil.rmtree(folder)
         descriptor, self._folder_lock = self._folder_lock, None
         if descriptor is not None:
             os.close(descriptor)
@@ -256,9 +268,17 @@ def _lock(folder: str) -> int | None:
     return descriptor
 
 
-def _remove_left_folders() -> None:
-    """Remove the folders of this user's killed servers. One without a socket is being made."""
-    for entry in os.scandir(tempfile.gettempdir()):
+def _parents() -> list[str]:
+    """Where the folder may lie, the first that can be written to."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
+    named = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 - the folder in it is 0700 and new
+    return list(dict.fromkeys((named, "/tmp", runtime, "/dev/shm")))  # noqa: S108 - likewise
+
+
+def _remove_left_folders(parent: str) -> None:
+    """Remove the folders of this user's killed servers. One without a socket is being made. May
+    raise OSError."""
+    for entry in os.scandir(parent):
         with contextlib.suppress(OSError):
             if not entry.name.startswith(_PREFIX) or not entry.is_dir(follow_symlinks=False):
                 continue

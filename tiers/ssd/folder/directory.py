@@ -23,7 +23,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...errors import TierConfigError, TierDown
+from ...errors import LASTING, TierConfigError, TierDown, lasting_cause
+from ...process_lock import ProcessLock
 from ...settings.sizes import MIB, rough_size
 from ..disk.space import SpacePlan
 from ..index.index_file import DATA_FILE as INDEX_DATA
@@ -37,6 +38,8 @@ _RETRY_SECONDS = 0.01
 
 _FOLDERS = ("index", "index.new", "index.bad-*")
 
+# What is no answer to where a file is.
+_SAYS_NOTHING = (errno.EACCES, errno.EPERM, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
 # What a file system says that will never have locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -52,6 +55,7 @@ class StoreDirectory:
         self.path = path.absolute()
         self.slot_file = self.path / "blocks"
         self.index = self.path / "index"
+        self._opened: dict[Path, tuple[int, int]] = {}
         if not create and not os.path.lexists(self.path / "lock"):
             raise TierConfigError(
                 f"{self.path} holds no SSD tier (there is no lock file in it); give the directory "
@@ -62,17 +66,9 @@ class StoreDirectory:
             self._refuse_foreign_files()
             self._refuse_wrong_kind(self.path / "lock")
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._lock = os.open(self.path / "lock", flags, 0o600)
-        except (FileExistsError, NotADirectoryError):
-            raise TierConfigError(
-                f"the SSD tier needs a directory and {self.path} is in the way of one; use "
-                "another path or remove that file"
-            ) from None
+            self._lock = ProcessLock(os.open(self.path / "lock", flags, 0o600))
         except OSError as error:
-            raise TierDown(
-                f"the SSD tier cannot write to {self.path} ({error.strerror}); use another path "
-                "or change its permissions"
-            ) from error
+            raise self._error(error) from error
         self._take_lock()
         try:
             for each in self._ours():
@@ -111,19 +107,47 @@ class StoreDirectory:
         """What the file system has given to everything of ours."""
         return sum(each.lstat().st_blocks * 512 for each in self._ours())
 
+    def note_opened(self) -> None:
+        """The files are open now, and stay the same until `close`. May raise OSError."""
+        for each in (self.path / "lock", self.slot_file, self.index / INDEX_DATA):
+            status = each.lstat()
+            self._opened[each] = (status.st_dev, status.st_ino)
+
     def is_in_place(self) -> bool:
-        """Whether `path` still leads to this very directory: it does not where a disk was
-        unmounted, or another one mounted."""
-        try:
-            there = (self.path / "lock").lstat()
-        except OSError:
-            return False
-        ours = os.fstat(self._lock)
-        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+        """Whether `path` still leads to the files that are open: it does not where they or the
+        directory were removed or moved, a disk unmounted, or another one mounted. Takes
+        microseconds where the disk is well."""
+        for each, opened in self._opened.items():
+            try:
+                there = each.lstat()
+            except OSError as error:
+                if error.errno in _SAYS_NOTHING:
+                    continue
+                return False
+            if (there.st_dev, there.st_ino) != opened:
+                return False
+        return True
 
     def close(self) -> None:
-        """Let another process in."""
-        os.close(self._lock)
+        """Let another process in. Idempotent; nothing in a process that was forked."""
+        self._lock.close()
+
+    def _error(self, error: OSError) -> TierConfigError:
+        """What is raised where the directory cannot be made or its lock opened."""
+        cure = lasting_cause(error, self.path)
+        if cure is None:
+            is_away = isinstance(error, FileExistsError)
+            why = "a link leads to where nothing is" if is_away else error.strerror
+            return TierDown(
+                f"the SSD tier cannot write to {self.path} ({why}); use another path or change its "
+                "permissions"
+            )
+        if cure == LASTING[errno.EEXIST]:
+            return TierConfigError(
+                f"the SSD tier needs a directory and {self.path} is in the way of one; use "
+                "another path or remove that file"
+            )
+        return TierConfigError(f"the SSD tier cannot be in {self.path}: {cure}")
 
     def _refuse_foreign_files(self) -> None:
         """Files under our names that we did not make, since the lock file is always made first."""
@@ -158,23 +182,26 @@ class StoreDirectory:
         began = time.monotonic()
         try:
             while not self._has_lock():
-                owner = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
+                owner = (
+                    os.pread(self._lock.descriptor, 32, 0).decode(errors="replace").strip()
+                    or "unknown"
+                )
                 waited = time.monotonic() - began
                 if waited > (LEFT_BEHIND_SECONDS if _is_gone(owner) else GLANCE_SECONDS):
-                    os.close(self._lock)
+                    self._lock.close()
                     raise TierConfigError(
                         f"the SSD tier in {self.path} is in use by process {owner}; stop that "
                         "process or use another path"
                     )
                 time.sleep(_RETRY_SECONDS)
-            if not os.fstat(self._lock).st_nlink:
+            if not os.fstat(self._lock.descriptor).st_nlink:
                 raise OSError(errno.ENOENT, "the store was just removed")
             owner_line = f"{os.getpid()}\n".encode()
             # Over the last one, since a full disk may not give back what it is given.
-            os.pwrite(self._lock, owner_line, 0)
-            os.ftruncate(self._lock, len(owner_line))
+            os.pwrite(self._lock.descriptor, owner_line, 0)
+            os.ftruncate(self._lock.descriptor, len(owner_line))
         except OSError as error:
-            os.close(self._lock)
+            self._lock.close()
             kind = TierConfigError if error.errno in _NO_LOCKS else TierDown
             raise kind(
                 f"the SSD tier cannot lock {self.path} ({error.strerror}); use another path, on a "
@@ -183,7 +210,7 @@ class StoreDirectory:
 
     def _has_lock(self) -> bool:
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True

@@ -20,7 +20,7 @@ import lmdb
 from ...base import TierStats
 from ...block import BlockLayout
 from ...codecs.base import Codec
-from ...errors import TierConfigError, TierDown
+from ...errors import TierConfigError, TierDown, lasting_cause
 from ...mac_key import MacKey
 from ...policies.choice import DEFAULT_SSD_POLICY, LRU, PolicyFactory, policy_factory
 from ..disk.slot_file import SlotFile
@@ -130,11 +130,13 @@ def open_store(
                 write_note(directory.path, note)
 
             note_cleared(cleared_up_to)
+            directory.note_opened()
         except (OSError, lmdb.Error, IndexDamaged) as error:
-            kind = TierConfigError if isinstance(error, IndexDamaged) else TierDown
+            cure = lasting_cause(error)
+            kind = TierConfigError if cure or isinstance(error, IndexDamaged) else TierDown
             raise kind(
-                f"the SSD tier cannot use {directory.path} ({error}); use another path or make "
-                "room there"
+                f"the SSD tier cannot use {directory.path} ({error}); "
+                f"{cure or 'use another path or make room there'}"
             ) from error
         seal = None if mac_key is None else made_for.seal(mac_key)
         state = StoreState(layout, slot_file, index, stats, seal)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TLS of connections to https nodes: whom the router trusts, by a file that may be renewed.
+
+Every request has a connection of its own, so one look at the file before each is enough: what is
+written there is taken up without a restart.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+from pathlib import Path
+
+from ...tiers.settings.values import ConfigError
+from .settings import RouterConfig
+
+logger = logging.getLogger(__name__)
+
+
+class NodeTls:
+    """Belongs to one event loop. Raises ConfigError for a file that cannot be used at first."""
+
+    def __init__(self, ca_file: Path | None) -> None:
+        self._ca_file = ca_file
+        self._seen = _state_of(ca_file)
+        self._context = _read(ca_file)
+
+    def context(self) -> ssl.SSLContext:
+        """The context of the next connection. A file that was changed and cannot be used leaves the
+        one before in place, and is told once."""
+        seen = _state_of(self._ca_file)
+        if seen != self._seen:
+            self._seen = seen
+            try:
+                self._context = _read(self._ca_file)
+            except ConfigError as error:
+                logger.error("%s; those that were read before stay", error)
+            else:
+                logger.info("--node-ca-file %s was read anew", self._ca_file)
+        return self._context
+
+
+def make_node_tls(config: RouterConfig) -> NodeTls | None:
+    """None where no node is https. Raises ConfigError for a file that cannot be used."""
+    path = config.node_ca_file
+    if not any(address.is_tls for address in (*config.prefill, *config.decode)):
+        if path is not None:
+            raise ConfigError(
+                f"--node-ca-file {path} is for https nodes and all are http; drop it, or write "
+                "https://"
+            )
+        return None
+    return NodeTls(path)
+
+
+def _read(path: Path | None) -> ssl.SSLContext:
+    if path is None:
+        return ssl.create_default_context()
+    try:
+        return ssl.create_default_context(cafile=str(path))
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"--node-ca-file {path} holds no certificates as PEM ({error}); give one that does"
+        ) from error
+
+
+def _state_of(path: Path | None) -> tuple[int, ...] | None:
+    """Differs from before once the file has been written or replaced."""
+    if path is None:
+        return None
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

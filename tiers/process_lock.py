@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lock of one process on a file.
+
+flock belongs to what a descriptor was opened as, and a fork copies the descriptor: a child would
+hold the lock for as long as it lives, also when its parent has closed or was killed, and could give
+it up or change it for its parent. So a child that is forked closes its copy at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import suppress
+from weakref import WeakSet
+
+
+class ProcessLock:
+    """Owns `descriptor`, on which flock is called by whoever has this; until `close`."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._owner = os.getpid()
+        _LOCKS.add(self)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is open, in the process that opened it."""
+        return self.descriptor >= 0 and self._owner == os.getpid()
+
+    def close(self) -> None:
+        """Give the lock up, also where a process that is just being started has a copy of the
+        descriptor. Nothing in a child. Idempotent."""
+        descriptor, is_ours = self.descriptor, self.is_ours
+        self.descriptor = -1
+        if descriptor >= 0:
+            if is_ours:
+                with suppress(OSError):  # a file system that went; the kernel drops it then
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+
+def _close_copies() -> None:
+    """In a child."""
+    for lock in list(_LOCKS):
+        descriptor, lock.descriptor = lock.descriptor, -1
+        if descriptor >= 0:
+            with suppress(OSError):
+                os.close(descriptor)
+
+
+_LOCKS: WeakSet[ProcessLock] = WeakSet()
+os.register_at_fork(after_in_child=_close_copies)
