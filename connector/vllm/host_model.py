@@ -61,7 +61,7 @@ def _numbers_of(model: Any, load: Any) -> dict[str, Any]:
     """Beside the files: overrides of the configuration (rope, windows), the dtype that is computed
     in, quantisation while loading, random weights, what pictures are made to."""
     config = getattr(model, "hf_config", None)
-    known = dict(config.to_dict()) if hasattr(config, "to_dict") else {}
+    known = {} if config is None else dict(config.to_dict())
     for name in _NOT_NUMBERS:
         known.pop(name, None)
     load_format = str(getattr(load, "load_format", ""))

@@ -449,8 +449,9 @@ def _special_ids(
 def _eos_ids(source: JsonFields, vocab_size: int) -> tuple[int, ...]:
     """Those that the model can choose. One beyond the vocabulary, or -1, ends no text."""
     value = source.values["eos_token_id"]
-    ids = value if isinstance(value, list) else [value]
-    if any(type(each) is not int for each in ids) or len(ids) > MAX_EOS_IDS:
+    given = value if isinstance(value, list) else [value]
+    ids = [each for each in given if type(each) is int]
+    if len(ids) < len(given) or len(ids) > MAX_EOS_IDS:
         expected = f"a token id below {vocab_size}, or a list of at most {MAX_EOS_IDS} of them"
         raise source.fault("eos_token_id", expected, value)
     return tuple(dict.fromkeys(each for each in ids if 0 <= each < vocab_size))

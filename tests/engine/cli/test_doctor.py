@@ -245,7 +245,7 @@ def test_regions_of_engines_that_are_gone(case: vllm.VllmCase) -> None:
     place = folder / f"{region.PREFIX}{region.marked('engine')}.mmap"
     place.write_bytes(bytes(8192))
     assert not [each for each in said(case) if each.what == "regions"]
-    os.close(hold._descriptor)  # type: ignore[arg-type]  # as a kill would
+    os.close(hold._lock.descriptor)  # as a kill would
     hold._descriptor = None
     (folder / f"{region.PREFIX}other.mmap").write_bytes(bytes(4096))
     left, other = [each for each in said(case) if each.what == "regions"]
