@@ -74,6 +74,7 @@ def create_app(
     check_params: Callable[[SamplingParams], None] = lambda params: None,
     pooling: str = "last",
     tool_call_parser: str = "",
+    chat_template: ChatTemplate | None = None,
 ) -> FastAPI:
     """The application over one engine. The caller keeps the client and closes it afterwards.
 
@@ -82,12 +83,14 @@ def create_app(
     a client leaves out; it is what `load_default_sampling` finds. With `marks`, those of the
     model's thoughts, chats get these apart. `check_params` raises ValueError for parameters that a
     logits processor refuses. `pooling` is that of embeddings. `tool_call_parser` names what reads
-    calls of tools; where it is empty, the chat template shows it. Raises ConfigError for a chat
-    template or a parser that cannot be used.
+    calls of tools; where it is empty, the chat template shows it. `chat_template` is one in place of
+    the model's own. Raises ConfigError for a chat template or a parser that cannot be used.
     """
     settings = settings or ApiSettings()
-    template = ChatTemplate.load(model_path, tokenizer) if tokenizer is not None else None
-    parser = find_tool_parser(tool_call_parser, None if template is None else template.source)
+    if chat_template is None and tokenizer is not None:
+        chat_template = ChatTemplate.load(model_path, tokenizer)
+    template = chat_template
+    parser = find_tool_parser(tool_call_parser, None if template is None else template.tools_source)
     front = Front(
         client,
         model_name,

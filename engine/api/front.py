@@ -25,6 +25,7 @@ from ..text.tool_calls.choice import ToolFormat
 from .errors import ApiError
 from .metrics.metrics import Metrics
 from .openai.chat_template import ChatTemplate
+from .openai.dropped import DroppedFields
 from .openai.protocol import Prompt
 from .openai.token_texts import TokenTexts
 from .settings import ApiSettings
@@ -98,7 +99,11 @@ class Front:
         init=False, default_factory=lambda: asyncio.Semaphore(MAX_LONG_TEXTS)
     )
 
+    dropped: DroppedFields = field(init=False)
     _background: set[asyncio.Task[None]] = field(init=False, default_factory=set)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dropped", DroppedFields(self.metrics.dropped_fields.inc))
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something that nobody waits for, and that raises nothing."""
@@ -116,9 +121,9 @@ class Front:
         return self.max_model_len - 1
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 for a name that is not served; None is the one that is. A path may be
+        """Raises ApiError 404 for a name that is not served; None and "" are the one that is. A path may be
         spelt as paths are, `./x/` for `x`."""
-        if name is None or name == self.model_name:
+        if not name or name == self.model_name:
             return
         if not self.model_aliases or normpath(name) not in map(normpath, self.model_aliases):
             message = f"the model `{name[:64]}` is not served here; use `{self.model_name}`"

@@ -156,8 +156,10 @@ class ChatAnswer(Answer):
 async def create_chat_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
     """The route. `follows`: the request will come, and nothing but that is to be known."""
     arrival_seconds = time.monotonic()
-    request = decode_body(await read_body(http, front.settings), _decoder)
+    body = await read_body(http, front.settings)
+    request = decode_body(body, _decoder)
     check_chat(front, request)
+    front.dropped.look(body)
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
         max_tokens = request.max_tokens

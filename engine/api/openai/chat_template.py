@@ -122,7 +122,13 @@ MAX_CONFIG_BYTES = 64 * MIB
 MAX_CONCURRENT_RENDERINGS = 8
 MAX_PRODUCT_ITEMS = 1 * MIB  # of a repeated string or list
 MAX_POWER_BITS = 4096
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+MAX_NAMED_TEMPLATES = 64
+TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
+SPECIAL_TOKENS = (
+    "bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token",
+)  # fmt: skip
+# The names that transformers gives templates; those of others are never asked for.
+DEFAULT, TOOL_USE = "default", "tool_use"
 # Variables that the server sets, and a client may not.
 RESERVED_VARIABLES = frozenset(
     {"messages", "add_generation_prompt", "tools", "documents", *SPECIAL_TOKENS}
@@ -169,9 +175,16 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class ChatTemplate:
-    """One compiled template. Raises ConfigError where it cannot be compiled."""
+    """One compiled template. Raises ConfigError where it cannot be compiled. `tool_use` is the
+    source of the model's other template, for conversations that offer tools."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str) -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        origin: str,
+        tool_use: str | None = None,
+    ) -> None:
         if len(source) > MAX_TEMPLATE_CHARACTERS:
             raise ConfigError(
                 f"the chat template in {origin} has {len(source)} characters and at most "
@@ -186,25 +199,42 @@ class ChatTemplate:
             ) from error
         self.source = source
         self._special_tokens = dict(special_tokens)
-        whole = json.dumps([source, self._special_tokens], sort_keys=True)
+        sources = [source] if tool_use is None else [source, tool_use]
+        whole = json.dumps([*sources, self._special_tokens], sort_keys=True)
         self.digest = hashlib.sha256(whole.encode()).hexdigest()  # equal where all prompts are
         self._running = asyncio.Semaphore(MAX_CONCURRENT_RENDERINGS)
+        self._tool_use = None
+        if tool_use is not None:
+            self._tool_use = ChatTemplate(tool_use, special_tokens, f"{origin} ({TOOL_USE})")
 
     @classmethod
     def load(cls, model_path: Path, tokenizer: SpecialTokens) -> ChatTemplate | None:
-        """The template of a Hugging Face directory, from `chat_template.jinja` or else from
-        `tokenizer_config.json`; None where it has none."""
-        path = model_path / "chat_template.jinja"
-        if path.is_file():
-            source, origin = _read_text(path, 4 * MAX_TEMPLATE_CHARACTERS), str(path)
-        else:
-            path = model_path / "tokenizer_config.json"
-            found = tokenizer.chat_template or _named_default(path)
-            if found is None:
-                return None
-            source, origin = found, str(path)
-        tokens = {name: tokenizer.special_token(name) for name in SPECIAL_TOKENS}
-        return cls(source, {name: text for name, text in tokens.items() if text}, origin)
+        """The template of a Hugging Face directory: of `chat_template.jinja`, or else of
+        `tokenizer_config.json`; None where it has none. The one named `tool_use` stands in
+        `additional_chat_templates/`, or in the list of the configuration."""
+        sources, origin = _sources_in(model_path, tokenizer)
+        if DEFAULT not in sources:
+            return None
+        return cls(sources[DEFAULT], _texts_of(tokenizer), origin, sources.get(TOOL_USE))
+
+    @classmethod
+    def read(cls, path: Path, tokenizer: SpecialTokens) -> ChatTemplate:
+        """The template of a file, in place of the model's own. Raises ConfigError."""
+        return cls.of(read_template(path), tokenizer, str(path))
+
+    @classmethod
+    def of(cls, source: str, tokenizer: SpecialTokens, origin: str) -> ChatTemplate:
+        """The template of this source, with the special tokens of the model."""
+        return cls(source, _texts_of(tokenizer), origin)
+
+    def for_tools(self, tools: Sequence[object] | None) -> ChatTemplate:
+        """The one that is for a conversation with these tools."""
+        return self if self._tool_use is None or not tools else self._tool_use
+
+    @property
+    def tools_source(self) -> str:
+        """The source of the template that shows how the model calls tools."""
+        return self.source if self._tool_use is None else self._tool_use.source
 
     async def render(
         self,
@@ -315,6 +345,35 @@ def _check_product(items: object, count: object) -> None:
             raise SecurityError("a repetition with so many items")
 
 
+def read_template(path: Path) -> str:
+    """The source in a file. Raises ConfigError where it cannot be one."""
+    return _read_text(path, 4 * MAX_TEMPLATE_CHARACTERS)
+
+
+def _texts_of(tokenizer: SpecialTokens) -> dict[str, str]:
+    found = {name: tokenizer.special_token(name) for name in SPECIAL_TOKENS}
+    return {name: text for name, text in found.items() if text}
+
+
+def _sources_in(model_path: Path, tokenizer: SpecialTokens) -> tuple[dict[str, str], str]:
+    """The templates of a directory by name, and where they are from. Files go before the
+    configuration, as in transformers."""
+    path, folder = model_path / TEMPLATE_FILE, model_path / TEMPLATE_FOLDER
+    config = model_path / "tokenizer_config.json"
+    sources: dict[str, str] = {}
+    origin = str(path)
+    if path.is_file():
+        sources[DEFAULT] = read_template(path)
+    elif tokenizer.chat_template is not None:
+        sources[DEFAULT], origin = tokenizer.chat_template, str(config)
+    else:
+        sources, origin = _named(config), str(config)
+    more = folder / f"{TOOL_USE}.jinja"
+    if more.is_file():
+        sources[TOOL_USE] = read_template(more)
+    return sources, origin
+
+
 def _read_text(path: Path, max_bytes: int) -> str:
     try:
         size = path.stat().st_size
@@ -329,17 +388,21 @@ def _read_text(path: Path, max_bytes: int) -> str:
         raise ConfigError(f"{path} cannot be read ({error}); copy it from the model") from error
 
 
-def _named_default(path: Path) -> str | None:
-    """The template named `default` where the configuration holds a list of named ones."""
+def _named(path: Path) -> dict[str, str]:
+    """The templates where the configuration holds several: a list of them with names, or an
+    object."""
     if not path.is_file():
-        return None
+        return {}
     try:
         config = json.loads(_read_text(path, MAX_CONFIG_BYTES))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"{path} is no JSON file ({error}); copy it from the model") from error
     entries = config.get("chat_template") if isinstance(config, dict) else None
-    for entry in entries if isinstance(entries, list) else []:
-        if isinstance(entry, dict) and entry.get("name") == "default":
-            template = entry.get("template")
-            return template if isinstance(template, str) else None
-    return None
+    if isinstance(entries, list):
+        dicts = [each for each in entries[:MAX_NAMED_TEMPLATES] if isinstance(each, dict)]
+        entries = {str(each.get("name")): each.get("template") for each in dicts}
+    if not isinstance(entries, dict):
+        return {}
+    return {name: text for name, text in entries.items() if isinstance(text, str)}

@@ -34,7 +34,10 @@ from ...settings import ApiSettings
 from ..protocol import ChatRequest, FunctionDefinition, ToolDefinition
 from .structured import structured_outputs_of
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+# OpenAI's, and what servers of tools put between their name and a tool's.
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+# Keywords of a schema that hold values, which may be null.
+_VALUES = ("const", "default", "enum", "example", "examples")
 _MODES = ("auto", "none", "required")
 _NAMED = "named"
 # Fields that say what the whole answer has to look like, so that nothing can be called.
@@ -132,7 +135,7 @@ def template_tools(
         place, name = f"tools[{index}].function", tool.function.name
         if not _NAME.fullmatch(name):
             message = (
-                f"`{place}.name` must have 1 to 64 letters, digits, _ and -, got {name[:80]!r}"
+                f"`{place}.name` must have 1 to 128 letters, digits and _ - . : /, got {name[:140]!r}"
             )
             raise _invalid(f"{place}.name", message)
         if name in known:
@@ -162,7 +165,7 @@ def template_tools_of(given: object) -> list[Mapping[str, object]] | None:
 
 def _check_schema(place: str, schema: Mapping[str, Any] | None) -> None:
     """What is wrong in it otherwise is told by who compiles it."""
-    schema = schema or {}
+    schema = without_nulls(schema or {})
     kind = schema.get("type", "object")
     if kind != "object":
         message = (
@@ -271,7 +274,26 @@ def _by_grammar(use: ToolUse, tools: Sequence[ToolDefinition], choice: _Choice) 
 def _schema_of(function: FunctionDefinition) -> dict[str, Any]:
     if function.parameters is None:  # it takes none
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    return {"type": "object", **function.parameters}
+    return {"type": "object", **without_nulls(function.parameters)}
+
+
+def without_nulls(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same schema without keywords that are null, as some languages write an empty list. Values
+    that the schema is about are left alone."""
+    found: dict[str, Any] = _without_nulls(schema)
+    return found
+
+
+def _without_nulls(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_without_nulls(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: value if name in _VALUES else _without_nulls(value)
+        for name, value in schema.items()
+        if value is not None or name in _VALUES
+    }
 
 
 def _list_schema(
