@@ -20,7 +20,9 @@ _STRUCTURED = "see --structured-outputs-backend; requests say what white space t
 _SPECULATIVE = "tokens are computed one after another"
 _MULTIMODAL = "models read text only"
 _POOLING = "a server generates and makes embeddings; --pooling says which hidden states these are"
-_MODEL_FILES = "model and tokenizer are read as they lie in the model's directory; see --chat-template"
+_MODEL_FILES = (
+    "model and tokenizer are read as they lie in the model's directory; see --chat-template"
+)
 _COMPILED = "see --compilation and --enforce-eager"
 _STEPS = "see --max-num-batched-tokens, --max-num-seqs and --long-prefill-token-threshold"
 _LOGS = "see --log-level, --log-json and --log-stats"

@@ -121,8 +121,8 @@ class Front:
         return self.max_model_len - 1
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 for a name that is not served; None and "" are the one that is. A path may be
-        spelt as paths are, `./x/` for `x`."""
+        """Raises ApiError 404 for a name that is not served; None and "" are the one that is.
+        A path may be spelt as paths are, `./x/` for `x`."""
         if not name or name == self.model_name:
             return
         if not self.model_aliases or normpath(name) not in map(normpath, self.model_aliases):

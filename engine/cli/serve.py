@@ -157,6 +157,11 @@ async def _serve(
     from ..text.tool_calls.choice import find_tool_parser
 
     tokenizer = Tokenizer.find(config.model.path)
+    if tokenizer is None:
+        logger.warning(
+            "%s has no tokenizer.json: the server takes and gives token ids alone, and no chats",
+            config.model.path,
+        )
     marks = find_marks(tokenizer, config.model.reasoning_start, config.model.reasoning_end)
     # Whatever may be refused is read before the model is loaded.
     if server.tool_call_parser:

@@ -156,8 +156,8 @@ SERVER_OPTIONS: Mapping[str, Option] = {
         "NAME", "found in the chat template",
     ),
     "chat_template": Option(
-        "server", "chat_template", readers.path, "a Jinja file in place of the model's chat template",
-        "FILE", "the model's",
+        "server", "chat_template", readers.path,
+        "a Jinja file in place of the model's chat template", "FILE", "the model's",
     ),
     "enable_dev_routes": Option(
         "server", "enable_dev_routes", readers.switch, "routes for tests, such as cache resets"

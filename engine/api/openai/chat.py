@@ -71,6 +71,7 @@ class ChatAnswer(Answer):
                 part.stop_reason,
                 part.prompt_token_ids,
                 part.token_ids,
+                part.warning,
             )
             for part in parts
         ]
@@ -96,6 +97,7 @@ class ChatAnswer(Answer):
                 part.stop_reason,
                 part.prompt_token_ids,
                 part.token_ids,
+                part.warning,
             )
             for part in parts
         ]

@@ -44,6 +44,8 @@ class Renders(Protocol):
     @property
     def template(self) -> ChatTemplate | None: ...
     @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
     def settings(self) -> ApiSettings: ...
 
 
@@ -88,8 +90,16 @@ async def render(
 
 
 def _no_template(front: Renders) -> ApiError:
-    message = "the model has no chat template; use /v1/completions with a prompt"
-    message += ", or start the server with --chat-template"
+    if front.tokenizer is None:
+        message = (
+            "this server has no tokenizer, so it takes no texts: send token ids as `prompt` to "
+            "/v1/completions, or put tokenizer.json into the model's directory"
+        )
+        return ApiError(message, param="messages", code="no_tokenizer")
+    message = (
+        "the model has no chat template; use /v1/completions with a prompt, or start the server "
+        "with --chat-template"
+    )
     return ApiError(message, param="messages", code="no_chat_template")
 
 
@@ -199,9 +209,7 @@ def _as_users(results: Sequence[tuple[int, ChatMessage]]) -> Iterator[tuple[int,
         yield results[0][0], ChatMessage(role="user", content="\n".join(texts))
 
 
-def as_template_sees(
-    message: ChatMessage, form: CallForm, *, names_developer: bool
-) -> list[Seen]:
+def as_template_sees(message: ChatMessage, form: CallForm, *, names_developer: bool) -> list[Seen]:
     """One message as the template knows it: in text, since most templates know nothing else, the
     parts joined line by line. Calls go in the form that the template has for them. Where it has
     none they are a part of the text, and where it shows none beside a text they are a message of
@@ -346,6 +354,7 @@ class ConversationRenderer:
 
     def __init__(self, model_path: Path, tokenizer: Tokenizer, source: str | None = None) -> None:
         self.settings = ApiSettings()
+        self.tokenizer = tokenizer
         self.template: ChatTemplate | None
         if source is None:
             self.template = ChatTemplate.load(model_path, tokenizer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -39,7 +40,7 @@ class _Nested(msgspec.Struct):
     stream_options: _Raw | None = None
 
 
-def _names(kind: type[msgspec.Struct]) -> frozenset[str]:
+def _names(kind: Any) -> frozenset[str]:
     return frozenset(field.encode_name for field in msgspec.structs.fields(kind))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a message says: the text and the thought in its content, its parts and OpenAI's `refusal`."""
+"""What a message says: the text and the thought in its content, its parts and its refusal."""
 
 from __future__ import annotations
 
