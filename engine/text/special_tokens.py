@@ -33,11 +33,11 @@ MAX_ADDED_TOKENS = 65_536
 ROLES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
-_LISTS = ("additional_special_tokens", "extra_special_tokens")
+_LISTS = ("extra_special_tokens", "additional_special_tokens")
 _DECODER = "added_tokens_decoder"
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
-# Classes of tokenizers that put a space before a text once, not after each special token, where
-# their configuration says `legacy: false`.
+# Classes of tokenizers that put a space before a text once, not after each special token, unless
+# their configuration says `legacy: true`.
 _WITH_LEGACY = ("LlamaTokenizer", "LlamaTokenizerFast")
 _SPACE = "\u2581"
 
@@ -57,7 +57,7 @@ def read_settings(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             settings[name] = value
     path = directory / ADDED_TOKENS
     if is_there(path):
-        special = {_text_of(token) for token in _named(settings)}
+        special = {_text_of(each) for each in (*_with_names(settings), *_in_list(settings))}
         settings[_DECODER] = {
             index: {"content": text, "special": text in special, "normalized": text not in special}
             for text, index in read_json(path, MAX_FILE_BYTES).values.items()
@@ -68,23 +68,24 @@ def read_settings(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 def add_tokens(fast: FastTokenizer, settings: Mapping[str, Any], origin: Path) -> str:
     """Give a tokenizer the tokens that its settings name. Returns a digest of what has changed,
     empty where nothing has. Raises ConfigError for settings that name none."""
-    changed = ["legacy"] if _without_legacy(fast, settings) else []
-    known = {token.content for token in fast.get_added_tokens_decoder().values()}
+    changed = ["spaces"] if _moves_spaces(fast, settings) else []
     before = fast.get_added_tokens_decoder()
-    tokens: list[AddedToken] = []
+    tokens: dict[str, AddedToken] = {}
     try:
         decoder = settings.get(_DECODER) or {}
-        by_index = sorted(decoder.items(), key=lambda entry: int(entry[0]))
-        for index, value in by_index:
+        for index, value in sorted(decoder.items(), key=lambda entry: int(entry[0])):
             token = _token(value)
             if repr(before.get(int(index))) != repr(token):
-                tokens.append(token)
-                known.add(token.content)
-        for value in _named(settings):
+                tokens[token.content] = token
+        known = {token.content: token for token in before.values()} | tokens
+        with_names = {_text_of(value) for value in _with_names(settings)}
+        for text in with_names.intersection(known):
+            if text is not None and not known[text].special:
+                tokens[text] = known[text]
+        for value in (*_with_names(settings), *_in_list(settings)):
             token = _token(value, special=True)
             if token.content not in known:
-                tokens.append(token)
-                known.add(token.content)
+                tokens.setdefault(token.content, token)
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"{origin} names special tokens in a form that is not known ({error}); copy it from "
@@ -95,30 +96,40 @@ def add_tokens(fast: FastTokenizer, settings: Mapping[str, Any], origin: Path) -
             f"{origin} adds {len(tokens)} tokens and at most {MAX_ADDED_TOKENS} are added; copy it "
             "from the model"
         )
-    roles = {_text_of(settings.get(role)) for role in ROLES} - {None}
-    for token in tokens:
-        token.special = token.special or token.content in roles
+    for text, token in tokens.items():
+        token.special = token.special or text in with_names
     if tokens:
-        fast.add_tokens(tokens)
-    changed += [repr(token) for token in tokens]
+        fast.add_tokens(list(tokens.values()))
+    changed += [repr(token) for token in tokens.values()]
     return hashlib.sha256(json.dumps(changed).encode()).hexdigest() if changed else ""
 
 
-def _named(settings: Mapping[str, Any]) -> Iterator[Any]:
-    """Every special token that has a role or a name, and then those of the lists."""
+def _with_names(settings: Mapping[str, Any]) -> Iterator[Any]:
+    """Every special token that has a role or another name."""
     others = [name for name in settings if name.endswith("_token") and name not in ROLES]
     for name in (*ROLES, *others):
         value = settings.get(name)
         if isinstance(value, dict | str):
             yield value
-    name = next((name for name in reversed(_LISTS) if settings.get(name)), "")
-    values = settings.get(name) or ()
-    yield from values.values() if isinstance(values, dict) else _checked(name, values)
+    named = _list_of(settings)
+    if isinstance(named, dict):
+        yield from named.values()
 
 
-def _checked(name: str, values: Any) -> Iterable[Any]:
+def _in_list(settings: Mapping[str, Any]) -> Iterable[Any]:
+    """Those that have none."""
+    values = _list_of(settings)
+    return () if isinstance(values, dict) else _checked(values)
+
+
+def _list_of(settings: Mapping[str, Any]) -> Any:
+    """The newer list or, where there is none, the older one."""
+    return next((settings[name] for name in _LISTS if settings.get(name)), ())
+
+
+def _checked(values: Any) -> Iterable[Any]:
     if not isinstance(values, list | tuple):
-        raise TypeError(f"{name} is {format_value(values)}")
+        raise TypeError(f"{_LISTS[0]} are {format_value(values)}")
     return values
 
 
@@ -139,18 +150,22 @@ def _text_of(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _without_legacy(fast: FastTokenizer, settings: Mapping[str, Any]) -> bool:
-    """Whether spaces are put before a text by another part than the file says, and now are."""
-    is_asked = settings.get("legacy") is False and settings.get("tokenizer_class") in _WITH_LEGACY
-    if not is_asked or f'"prepend":"{_SPACE}"' not in str(_state(fast.normalizer)):
+def _moves_spaces(fast: FastTokenizer, settings: Mapping[str, Any]) -> bool:
+    """Whether the space before a text is put there by another part than the file says, and now
+    is."""
+    is_asked = settings.get("tokenizer_class") in _WITH_LEGACY
+    if not is_asked or f'"prepend":"{_SPACE}"' not in _state(fast.normalizer):
         return False
+    scheme = "always" if settings.get("legacy") else "first"
+    if settings.get("add_prefix_space") is False:
+        scheme = "never"
     fast.normalizer = None
     fast.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement=_SPACE, prepend_scheme="first", split=False
+        replacement=_SPACE, prepend_scheme=scheme, split=False
     )
     return True
 
 
 def _state(part: Any) -> str:
     """A part of a tokenizer as tokenizer.json has it."""
-    return "" if part is None else part.__getstate__().decode()
+    return "" if part is None else str(part.__getstate__().decode())

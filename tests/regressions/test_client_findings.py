@@ -150,7 +150,9 @@ def merge(so_far: dict[str, Any], delta: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, list):
             for entry in value:
                 place = entry["index"]
-                known[place : place + 1] = [merge(known[place] if place < len(known) else {}, entry)]
+                known[place : place + 1] = [
+                    merge(known[place] if place < len(known) else {}, entry)
+                ]
     return so_far
 
 
@@ -220,7 +222,10 @@ def test_x04_five_turns_of_the_library_without_a_refusal(
         messages=turns, response_format=Place, **free, extra_body=writes(server, text)
     )
     assert third.choices[0].message.parsed == Place(city="bonn")
-    turns += [third.choices[0].message, {"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    turns += [
+        third.choices[0].message,
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    ]
 
     fourth = "".join(
         chunk.choices[0].delta.content or ""
@@ -334,7 +339,9 @@ def test_x08_a_stop_string_does_not_cut_json(server: LiveServer, http: httpx.Cli
     assert "city" in json.loads(post(http, **asked)["choices"][0]["message"]["content"])
     pattern = {"guided_regex": "ab+\n", "stop": "\n", "max_tokens": 9, **thoughtless}
     [answer] = post(http, **pattern)["choices"]
-    assert answer["finish_reason"] in ("stop", "length") and "\n" not in answer["message"]["content"]
+    assert (
+        answer["finish_reason"] in ("stop", "length") and "\n" not in answer["message"]["content"]
+    )
 
 
 @pytest.mark.parametrize(("stop", "reason"), [("city", "stop"), ("</tool_call>", "tool_calls")])

@@ -22,7 +22,7 @@ from .chat_template import RESERVED_VARIABLES, ChatTemplate, TemplateRefused
 from .checks import check_messages
 from .messages import text_of, thought_of
 from .protocol import ChatMessage, MadeCall
-from .template_probe import ABSENT, NULL, CallForm, Seen, is_plain_in, probe_of
+from .template_probe import ABSENT, NULL, CallForm, Seen, probe_of
 
 _NO_ARGUMENTS = ("", "null", "None")  # as clients write that there are none
 
@@ -130,12 +130,11 @@ class _Rendering:
             seen[-1]["content"] = f"{seen[-1]['content']}{mark}"
         text = await self(seen)
         prompt = _until(mark, text) if goes_on else text
-        if not is_plain_in(text, seen):
-            shape = (self.opens_turn, bool(self.tools), msgspec.json.encode(self.variables))
-            left_out = await probe.left_out(seen, shape, self)
-            if left_out:
-                place = origins[left_out[0]]
-                raise _left_out(place, messages[place])
+        shape = (self.opens_turn, bool(self.tools), msgspec.json.encode(self.variables))
+        left_out = await probe.left_out(text, seen, shape, self)
+        if left_out:
+            place = origins[left_out[0]]
+            raise _left_out(place, messages[place])
         return prompt
 
     async def __call__(self, seen: Sequence[Seen]) -> str:

@@ -69,9 +69,24 @@ class TemplateProbe:
             self._forms[tools] = await _find_call_form(render, [_TOOL] if tools else None)
         return self._forms[tools]
 
-    async def left_out(self, seen: Sequence[Seen], shape: object, render: Render) -> list[int]:
-        """The places of messages with something in them that would leave no trace in a prompt.
-        `shape` is what else decides it."""
+    async def left_out(
+        self, text: str, seen: Sequence[Seen], shape: object, render: Render
+    ) -> list[int]:
+        """The places of messages with something in them that left no trace in the prompt `text`.
+        `shape` is what else decided it."""
+        missing, unsure = _look_for(text, seen)
+        if unsure:
+            missing |= unsure & await self._left_out_by_shape(seen, shape, render)
+        if not missing:
+            return []
+        # What the template does may depend on the texts, so it is asked about these before anything
+        # is refused. Where it takes no other text at all, nothing can be said against it.
+        return await _left_out(_marked(seen, missing), sorted(missing), render) or []
+
+    async def _left_out_by_shape(
+        self, seen: Sequence[Seen], shape: object, render: Render
+    ) -> frozenset[int]:
+        """Those of a small conversation with the same roles."""
         key = hashlib.sha256(repr((shape, *map(_shape, seen))).encode()).digest()
         known = self._left_out.get(key)
         if known is None:
@@ -82,11 +97,7 @@ class TemplateProbe:
                 self._left_out.popitem(last=False)
         else:
             self._left_out.move_to_end(key)
-        if not known:
-            return []
-        # What the template does may depend on the texts, so it is asked about these before anything
-        # is refused. Where it takes no other text at all, nothing can be said against it.
-        return await _left_out(_marked(seen, known), known, render) or []
+        return known
 
 
 _probes: WeakKeyDictionary[ChatTemplate, TemplateProbe] = WeakKeyDictionary()
@@ -99,30 +110,27 @@ def probe_of(template: ChatTemplate) -> TemplateProbe:
     return _probes[template]
 
 
-def is_plain_in(text: str, seen: Sequence[Seen]) -> bool:
-    """Whether the contents of all messages stand in a prompt one behind the other, and are so long
-    that this is no accident. Calls are no matter here but for their names."""
+def _look_for(text: str, seen: Sequence[Seen]) -> tuple[set[int], set[int]]:
+    """The places of messages whose contents do not stand in a prompt one behind the other, and of
+    those that are so short that this may be an accident."""
+    missing, unsure = set(), set()
     start = 0
-    for message in seen:
-        for part, telling in _said(message):
-            if len(part) < telling:
-                return False
-            part = part[-_LOOKED_FOR_CHARACTERS:]
-            start = text.find(part, start)
-            if start < 0:
-                return False
-            start += len(part)
-    return True
-
-
-def _said(message: Seen) -> Iterable[tuple[str, int]]:
-    """What a message says, each with the length from which it tells something. The probe has shown
-    that names of calls are in the prompt."""
-    content = (message.get("content") or "").strip()
-    if content:
-        yield content, _TELLING_CHARACTERS
-    for call in message.get("tool_calls") or ():
-        yield call["function"]["name"], 1
+    for place, message in enumerate(seen):
+        content = (message.get("content") or "").strip()
+        parts = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+        if content and not parts:
+            if len(content) < _TELLING_CHARACTERS:
+                unsure.add(place)
+            parts = [content[-_LOOKED_FOR_CHARACTERS:]]
+        for part in parts:
+            found = text.find(part, start)
+            if found < 0:  # as templates write texts in JSON
+                found = text.find(json.dumps(part, ensure_ascii=False)[1:-1], start)
+            if found >= 0:
+                start = found + len(part)
+            elif place not in unsure:
+                missing.add(place)
+    return missing, unsure
 
 
 def _shape(message: Seen) -> tuple[object, ...]:
