@@ -1,128 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chat template of a model: a conversation becomes one prompt text.
 
-Templates come with the model from elsewhere, so they are treated as hostile: rendered in Jinja's
-sandbox without access to Python's internals, limited in source and output size, in the size of
-products and powers, in time, and in how many run at once. What is not limited is the memory that a
-template's own string concatenations take before the time is up.
+Templates come with the model from elsewhere, so they are treated as hostile: compiled and rendered
+in Jinja's sandbox without access to Python's internals, in a process of its own that ends beyond
+its time and its memory, limited in source and output size and in how many run at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import hashlib
 import json
-import os
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
-
-import jinja2
-from jinja2 import nodes
-from jinja2.exceptions import SecurityError, TemplateError
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Protocol
 
 from ....tiers.settings.values import MIB, ConfigError
-
-T = TypeVar("T")
-
-MAX_WAIT = 10
-LEAST_WAIT_SECONDS = 0.01
-
-
-class Interrupted(BaseException):
-    """Raised inside the function. Not an Exception, so that the function's own handlers, and
-    those of the libraries it calls, let it through."""
-
-
-class _Work(Generic[T]):
-    """The function in its thread, and the future that waits for it."""
-
-    def __init__(self, function: Callable[[], T], name: str) -> None:
-        self._function = function
-        self._loop = asyncio.get_running_loop()
-        self.result: asyncio.Future[T] = self._loop.create_future()
-        # One thread each: an interruption that comes late hits nothing but this thread's end.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def processor_seconds(self) -> float:
-        """What the function has used until now; 0 once its thread is gone."""
-        try:
-            text = Path(f"/proc/self/task/{self._thread.native_id}/stat").read_text()
-        except OSError:
-            return 0.0
-        # Behind the name in parentheses, which may hold anything, the 12th and 13th field.
-        ticks = sum(map(int, text.rpartition(")")[2].split()[11:13]))
-        return ticks / os.sysconf("SC_CLK_TCK")
-
-    def interrupt(self) -> None:
-        if self._thread.is_alive() and self._thread.ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(self._thread.ident), ctypes.py_object(Interrupted)
-            )
-
-    def _run(self) -> None:
-        try:
-            self._finish()
-        except (RuntimeError, Interrupted):
-            return  # the loop is closed, or the time is up: nobody waits any more
-
-    def _finish(self) -> None:
-        try:
-            value = self._function()
-        except Exception as error:  # noqa: BLE001 - handed to the waiting side, whatever it is
-            self._tell(self.result.set_exception, error)
-        else:
-            self._tell(self.result.set_result, value)
-
-    def _tell(self, setter: Callable[..., None], value: object) -> None:
-        def deliver() -> None:
-            if not self.result.done():
-                setter(value)
-
-        self._loop.call_soon_threadsafe(deliver)
-
-
-async def run_interruptible(function: Callable[[], T], seconds: float, name: str) -> T:
-    """The function's result, or what it raised. TimeoutError once it has used `seconds` of a
-    processor, so that a busy machine refuses nobody, or after `MAX_WAIT` times as long by the
-    clock. The function, which runs in a thread of its own, is interrupted then, and also when the
-    waiting task is cancelled.
-
-    Python cannot kill a thread, but it can raise an exception in one between two bytecodes. That
-    ends any loop written in Python, which is what a hostile chat template is made of; a single call
-    into C runs to its end first.
-    """
-    work = _Work(function, name)
-    give_up = time.monotonic() + MAX_WAIT * seconds
-    try:
-        while True:
-            left = min(seconds - work.processor_seconds(), give_up - time.monotonic())
-            if left <= 0 and not work.result.done():
-                raise TimeoutError
-            # It cannot use more than passes by the clock.
-            done, _ = await asyncio.wait((work.result,), timeout=max(left, LEAST_WAIT_SECONDS))
-            if done:
-                return work.result.result()
-    finally:
-        if not work.result.done() or work.result.cancelled():
-            work.interrupt()
-
+from . import template_process
+from .template_process import Broken, Limits
+from .template_sandbox import Refused as TemplateRefused
 
 MAX_TEMPLATE_CHARACTERS = 1 * MIB
 MAX_CONFIG_BYTES = 64 * MIB
-MAX_CONCURRENT_RENDERINGS = 8
-MAX_PRODUCT_ITEMS = 1 * MIB  # of a repeated string or list
-MAX_POWER_BITS = 4096
+MAX_CONCURRENT_RENDERINGS = 4
 MAX_NAMED_TEMPLATES = 64
+COMPILE_SECONDS = 10.0  # of a processor
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 SPECIAL_TOKENS = (
     "bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token",
@@ -137,10 +41,6 @@ RESERVED_VARIABLES = frozenset(
 _NO_VARIABLES: Mapping[str, object] = MappingProxyType({})
 
 
-class TemplateRefused(ValueError):
-    """The template refused this conversation, or was refused for what it did."""
-
-
 class SpecialTokens(Protocol):
     """The part of a tokenizer that templates need."""
 
@@ -148,30 +48,6 @@ class SpecialTokens(Protocol):
     def chat_template(self) -> str | None: ...
 
     def special_token(self, name: str) -> str | None: ...
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's text for training; here its body is just text."""
-
-    tags = {"generation"}  # noqa: RUF012 - the form that Jinja declares
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which also refuses to build huge values by `*` and `**`."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            _check_power(left, right)
-        else:
-            _check_product(left, right)
-            _check_product(right, left)
-        return super().call_binop(context, operator, left, right)
 
 
 class ChatTemplate:
@@ -190,12 +66,18 @@ class ChatTemplate:
                 f"the chat template in {origin} has {len(source)} characters and at most "
                 f"{MAX_TEMPLATE_CHARACTERS} are read; take the model's own one"
             )
+        self._key = hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()
         try:
-            self._template = _environment().from_string(source)
-        except (TemplateError, RecursionError) as error:
+            template_process.ask(self._key, source, None, Limits(COMPILE_SECONDS, 0))
+        except (Broken, TemplateRefused) as error:
             raise ConfigError(
                 f"the chat template in {origin} cannot be compiled ({error}); correct it or "
                 "take the model's own one"
+            ) from error
+        except OSError as error:
+            raise ConfigError(
+                f"the chat template in {origin} cannot be tried: {error}; see to it that this user "
+                "may start processes"
             ) from error
         self.source = source
         self._special_tokens = dict(special_tokens)
@@ -259,90 +141,23 @@ class ChatTemplate:
             "documents": None,
         }
 
-        def work() -> str:
-            return self._render(context, max_characters)
+        limits = Limits(timeout_seconds, max_characters)
+        async with self._running:
+            return await self._ask(context, limits)
 
+    async def _ask(self, context: Mapping[str, object], limits: Limits) -> str:
+        """In a thread, which ends with the process that it waits for once nobody waits for it."""
+        process = await asyncio.to_thread(template_process.take)
+        work = partial(process.ask, self._key, self.source, context, limits)
         try:
-            async with self._running:
-                return await run_interruptible(work, timeout_seconds, "chat-template")
-        except TimeoutError:
-            raise TemplateRefused(
-                f"the chat template took longer than {timeout_seconds:g} seconds and was stopped; "
-                "send a shorter conversation"
-            ) from None
-
-    def _render(self, context: Mapping[str, object], max_characters: int) -> str:
-        parts: list[str] = []
-        size = 0
-        try:
-            for piece in self._template.generate(context):
-                size += len(piece)
-                if size > max_characters:
-                    raise TemplateRefused(
-                        f"the chat template made more than {max_characters} characters of this "
-                        "conversation; send a shorter one"
-                    )
-                parts.append(piece)
-        except SecurityError as error:
-            raise TemplateRefused(
-                f"the chat template was refused by its sandbox: {error}"
-            ) from error
-        except TemplateRefused:
+            return await asyncio.to_thread(work)
+        except asyncio.CancelledError:
+            process.end()
             raise
-        except (MemoryError, Exception) as error:
-            raise TemplateRefused(
-                f"the chat template refused this conversation: {str(error) or type(error).__name__}"
-            ) from error
-        return "".join(parts)
-
-
-def _environment() -> _Sandbox:
-    environment = _Sandbox(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", _GenerationTag],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _format_now
-    return environment
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON: Jinja's own filter escapes for HTML, which no model has been trained on."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _format_now(form: str) -> str:
-    return datetime.now(UTC).strftime(form)
-
-
-def _check_power(base: object, exponent: object) -> None:
-    if isinstance(base, int) and isinstance(exponent, int):
-        if base.bit_length() * abs(exponent) > MAX_POWER_BITS:
-            raise SecurityError("a power with so many digits")
-
-
-def _check_product(items: object, count: object) -> None:
-    if isinstance(items, str | bytes | list | tuple) and isinstance(count, int):
-        if len(items) * count > MAX_PRODUCT_ITEMS:
-            raise SecurityError("a repetition with so many items")
+        except EOFError as error:
+            raise TemplateRefused(f"the chat template was not rendered: {error}") from None
+        finally:
+            template_process.give_back(process)
 
 
 def read_template(path: Path) -> str:
