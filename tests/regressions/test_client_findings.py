@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients met in chats and what was mended: answers that could not be sent back, fields of other
-servers, stop strings in JSON, words that led nowhere.
+"""What clients met in chats and what was mended: answers that could not be sent back, fields of
+other servers, stop strings in JSON, words that led nowhere.
 
 One server runs, over a model that writes what it is told, with a template that is given as a file.
 """
@@ -98,8 +98,8 @@ def post(http: httpx.Client, **body: Any) -> Any:
     return answer.json()
 
 
-# What we send we take back. Each kind of answer: what the model writes, other fields of the request,
-# and what of it has to be in the next prompt.
+# What we send we take back. Each kind of answer: what the model writes, other fields of the
+# request, and what of it has to be in the next prompt.
 ANSWERS: dict[str, tuple[str | None, dict[str, Any], list[str]]] = {
     "plain": ("so it is", {}, ["so it is"]),
     "cut": ("so it is", {"max_tokens": 3}, ["so"]),
@@ -166,10 +166,11 @@ def test_x02_what_we_send_we_take_back(
     # A thought that the tiny model begins would never end.
     body |= {"logit_bias": {"300": -100}} if text is None else writes(server, text)
     message = answered(http, body, streams=streams)
-    turns = [HELLO, message]
-    for call in message.get("tool_calls") or ():
-        turns.append({"role": "tool", "tool_call_id": call["id"], "content": "sunny"})
-    turns.append({"role": "user", "content": "and then?"})
+    answers = [
+        {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
+        for call in message.get("tool_calls") or ()
+    ]
+    turns = [HELLO, message, *answers, {"role": "user", "content": "and then?"}]
     tools = fields.get("tools")
     post(http, messages=turns, **({"tools": tools} if tools else {}))
     prompt = prompt_of(http, messages=turns)
@@ -195,6 +196,7 @@ class Place(pydantic.BaseModel):
     floor: int | None = pydantic.Field(default=None, ge=0, le=9)
 
 
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of `parsed`, by the library
 def test_x04_five_turns_of_the_library_without_a_refusal(
     server: LiveServer, client: openai.OpenAI
 ) -> None:

@@ -6,7 +6,11 @@ templates that take all memory. In this process, without an engine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import resource
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,9 +20,11 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers
 
+from stratakv.engine.api.openai import chat_template
 from stratakv.engine.api.openai.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
 from stratakv.engine.api.openai.conversation import ChatOptions, ConversationRenderer
 from stratakv.engine.api.openai.outputs.tools import template_tools_of
+from stratakv.engine.api.openai.templates import process
 from stratakv.engine.options import EMBEDDED_MODEL
 from stratakv.engine.text.tokenizer import Tokenizer
 from stratakv.tiers.settings.values import ConfigError
@@ -322,11 +328,8 @@ def test_x05_a_template_is_found_where_transformers_finds_it(tmp_path: Path, cas
     for tools in (None, TOOLS):
         prompt = rendered(renderer, USER, tools=tools)
         assert prompt == theirs.apply_chat_template([USER], tools, tokenize=False)
-    assert (
-        renderer.template is not None
-        and "tojson" in renderer.template.tools_source
-        or ("two" not in case)
-    )
+    assert renderer.template is not None
+    assert ("tojson" in renderer.template.tools_source) == ("two" in case)
 
 
 @pytest.mark.parametrize("legacy", [True, False, None])
@@ -379,3 +382,96 @@ def test_x09_what_adds_tokens_counts_in_the_digest(tmp_path: Path) -> None:
         (folder := tmp_path / str(place)).mkdir()
         digests.add(Tokenizer.load(directory(folder, files)).digest)
     assert len(digests) == 3
+
+
+# Templates that take all memory or all time
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ '%3000000000d' % 1 }}",  # folded while the template is compiled
+        "{{ '%3000000000d' % messages | length }}",
+        "{{ '{:3000000000}'.format(messages | length) }}",
+        "{{ 'x' | center(3000000000) }}",
+        "{{ 'x'.ljust(3000000000) }}{{ 'x'.zfill(3000000000) }}",
+        "{{ '\t'.expandtabs(2000000000 + messages | length) }}",
+        "{{ messages | tojson(indent=3000000000) }}",
+        "{{ [messages] | batch(2000000000, 'x') | list | length }}",
+        "{% set s = 'a'.ljust(300000000) %}{% set t %}{{ s }}{{ s }}{{ s }}{% endset %}{{ t }}",
+    ],
+)
+def test_y07_a_template_that_takes_all_memory_is_stopped(source: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match="more than 768 MiB of memory and was stopped"):
+        rendered(source, USER)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024, "not here"
+    assert rendered(PLAIN, USER) == "<user>a question"
+
+
+def test_y07_a_template_is_stopped_while_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "COMPILE_SECONDS", 0.2)
+    with pytest.raises(ConfigError, match=r"cannot be compiled .*longer than 0\.2 seconds"):
+        ChatTemplate("{{ [1] | slice(1000000000) | list | length }}", {}, "test")
+
+
+def test_y07_one_call_that_takes_too_long_is_stopped() -> None:
+    template = ChatTemplate("{{ messages[0] | wordwrap(1) | length }}", {}, "test")
+    with pytest.raises(ValueError, match=r"longer than 0\.2 seconds"):
+        asyncio.run(template.render(
+            ["a" * 1_000_000], add_generation_prompt=False, max_characters=9, timeout_seconds=0.2  # type: ignore[list-item]
+        ))  # fmt: skip
+
+
+def test_y07_a_conversation_that_nobody_waits_for_is_stopped() -> None:
+    template = ChatTemplate(
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {}, "test"
+    )
+
+    async def leave() -> None:
+        asked = asyncio.ensure_future(template.render(
+            [USER], add_generation_prompt=False, max_characters=9, timeout_seconds=1000.0
+        ))  # fmt: skip
+        while not asks.is_set():
+            await asyncio.sleep(0.001)
+        asked.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asked
+
+    asks, taken = threading.Event(), []
+
+    def noting(self: process.TemplateProcess, *question: Any) -> str:
+        taken.append(self)
+        asks.set()
+        return ask(self, *question)
+
+    ask = process.TemplateProcess.ask
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process.TemplateProcess, "ask", noting)
+        asyncio.run(leave())
+    assert not taken[0].is_alive and taken[0] not in process._idle
+
+
+def test_y07_a_process_that_was_forked_or_ended_is_not_asked() -> None:
+    rendered(PLAIN, USER)
+    for spoil in ("fork", "end"):
+        found = process.take()
+        process.give_back(found)
+        if spoil == "fork":
+            found.owner += 1
+        else:
+            found._process.kill()
+            found._process.wait()
+        assert rendered(PLAIN, USER) == "<user>a question"
+        assert found not in process._idle
+        found.owner = os.getpid()
+        found.end()
+
+
+@pytest.mark.parametrize("value", [10**30, float("inf"), "\ud83d half", {"deep": [[None]]}])
+def test_y07_every_value_of_json_reaches_the_template(value: Any) -> None:
+    template = ChatTemplate("{{ messages[0].v }}", {}, "test")
+    text = asyncio.run(template.render(
+        [{"v": value}], add_generation_prompt=False, max_characters=99, timeout_seconds=9.0
+    ))  # fmt: skip
+    assert text == str(value)

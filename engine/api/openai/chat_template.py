@@ -12,15 +12,13 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
 from ....tiers.settings.values import MIB, ConfigError
-from . import template_process
-from .template_process import Broken, Limits
-from .template_sandbox import Refused as TemplateRefused
+from .templates.process import Asking, Broken, Limits
+from .templates.sandbox import TemplateRefused
 
 MAX_TEMPLATE_CHARACTERS = 1 * MIB
 MAX_CONFIG_BYTES = 64 * MIB
@@ -68,7 +66,7 @@ class ChatTemplate:
             )
         self._key = hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()
         try:
-            template_process.ask(self._key, source, None, Limits(COMPILE_SECONDS, 0))
+            Asking(self._key, source, None, Limits(COMPILE_SECONDS, 0)).run()
         except (Broken, TemplateRefused) as error:
             raise ConfigError(
                 f"the chat template in {origin} cannot be compiled ({error}); correct it or "
@@ -142,22 +140,15 @@ class ChatTemplate:
         }
 
         limits = Limits(timeout_seconds, max_characters)
+        asking = Asking(self._key, self.source, context, limits)
         async with self._running:
-            return await self._ask(context, limits)
-
-    async def _ask(self, context: Mapping[str, object], limits: Limits) -> str:
-        """In a thread, which ends with the process that it waits for once nobody waits for it."""
-        process = await asyncio.to_thread(template_process.take)
-        work = partial(process.ask, self._key, self.source, context, limits)
-        try:
-            return await asyncio.to_thread(work)
-        except asyncio.CancelledError:
-            process.end()
-            raise
-        except EOFError as error:
-            raise TemplateRefused(f"the chat template was not rendered: {error}") from None
-        finally:
-            template_process.give_back(process)
+            try:
+                return await asyncio.to_thread(asking.run)
+            except asyncio.CancelledError:
+                asking.cancel()
+                raise
+            except OSError as error:
+                raise TemplateRefused(f"the chat template was not rendered: {error}") from None
 
 
 def read_template(path: Path) -> str:

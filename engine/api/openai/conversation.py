@@ -18,11 +18,12 @@ from ....tiers.settings.format import format_value
 from ...text.tokenizer import Tokenizer
 from ..errors import ApiError
 from ..settings import ApiSettings
-from .chat_template import RESERVED_VARIABLES, ChatTemplate, TemplateRefused
+from .chat_template import RESERVED_VARIABLES, ChatTemplate
 from .checks import check_messages
 from .messages import text_of, thought_of
 from .protocol import ChatMessage, MadeCall
-from .template_probe import ABSENT, NULL, CallForm, Seen, probe_of
+from .templates.probe import ABSENT, NULL, CallForm, Seen, probe_of
+from .templates.sandbox import TemplateRefused
 
 _NO_ARGUMENTS = ("", "null", "None")  # as clients write that there are none
 

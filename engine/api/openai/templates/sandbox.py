@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sandbox in which chat templates are compiled and rendered: what they may use, and how much
-they may make. It runs in a process of its own, see template_worker.py.
+they may make. It runs in a process of its own, see worker.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_PRODUCT_ITEMS = 1024**2  # of a repeated string or list
 MAX_POWER_BITS = 4096
 
 
-class Refused(ValueError):
+class TemplateRefused(ValueError):
     """A template refused a conversation, or was refused for what it did."""
 
 
@@ -57,24 +57,24 @@ def compile_template(source: str) -> jinja2.Template:
 def render_template(
     template: jinja2.Template, context: Mapping[str, object], max_characters: int
 ) -> str:
-    """The text. Raises Refused, with the template's own words where it has some."""
+    """The text. Raises TemplateRefused, with the template's own words where it has some."""
     parts: list[str] = []
     size = 0
     try:
         for piece in template.generate(context):
             size += len(piece)
             if size > max_characters:
-                raise Refused(
+                raise TemplateRefused(
                     f"the chat template made more than {max_characters} characters of this "
                     "conversation; send a shorter one"
                 )
             parts.append(piece)
     except SecurityError as error:
-        raise Refused(f"the chat template was refused by its sandbox: {error}") from error
-    except (Refused, MemoryError):
+        raise TemplateRefused(f"the chat template was refused by its sandbox: {error}") from error
+    except (TemplateRefused, MemoryError):
         raise
     except Exception as error:
-        raise Refused(
+        raise TemplateRefused(
             f"the chat template refused this conversation: {str(error) or type(error).__name__}"
         ) from error
     return "".join(parts)

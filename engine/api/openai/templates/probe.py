@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from .chat_template import ChatTemplate, TemplateRefused
+from ..chat_template import ChatTemplate
+from .sandbox import TemplateRefused
 
 Seen = dict[str, Any]  # a message as the template sees it
 Render = Callable[[Sequence[Seen]], Awaitable[str]]  # raises TemplateRefused
@@ -220,7 +221,7 @@ async def _find_call_form(
 
     question: Seen = {"role": "user", "content": "question"}
 
-    async def shown(content: Seen, number: int = 1, *, as_text: bool = False) -> str:
+    async def prompt_with(content: Seen, number: int = 1, *, as_text: bool = False) -> str:
         """The prompt with so many calls; empty where the template refuses one or leaves it out."""
         calls, results = [], []
         for each in range(number):
@@ -238,7 +239,7 @@ async def _find_call_form(
 
     found: list[tuple[int, CallForm]] = []
     for name, content in _CONTENTS.items():
-        by_object, by_text = await shown(content), await shown(content, as_text=True)
+        by_object, by_text = await prompt_with(content), await prompt_with(content, as_text=True)
         # Some join arguments to a text, some write an object as Python has it.
         is_odd = _KEY not in by_object or repr(_arguments(0)) in by_object
         as_text = _KEY in by_text and is_odd
@@ -247,7 +248,7 @@ async def _find_call_form(
             # Some write a content that is not there as Python has that.
             form = CallForm(True, name, as_text, bool(by_text), shows_results=_RESULT in text)
             found.append((text.count("None"), form))
-    beside = await shown({"content": _TEXT}, as_text=bool(found) and found[0][1].as_text)
+    beside = await prompt_with({"content": _TEXT}, as_text=bool(found) and found[0][1].as_text)
     if not found and beside:
         return CallForm(True, EMPTY, shows_results=_RESULT in beside)
     if not found:
@@ -255,7 +256,7 @@ async def _find_call_form(
         result = {"role": "tool", "tool_call_id": f"{_ID}0", "content": _RESULT}
         return CallForm(False, shows_results=_RESULT in await prompt([question, answer, result]))
     _, form = min(found, key=lambda each: each[0])
-    several = await shown(_CONTENTS[form.content], 2, as_text=form.as_text)
+    several = await prompt_with(_CONTENTS[form.content], 2, as_text=form.as_text)
     return replace(form, beside_text=bool(beside), several=bool(several))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m stratakv.engine.api.openai.template_worker FD`: compiles and renders chat templates.
+"""`python -m stratakv.engine.api.openai.templates.worker FD`: compiles and renders chat templates.
 The process that started it asks over a socket.
 
 A template can ask for a text of gigabytes or for hours of work in one call into C, where no Python
@@ -27,7 +27,7 @@ from typing import Any
 
 import jinja2
 
-from .template_sandbox import Refused, compile_template, render_template
+from .sandbox import TemplateRefused, compile_template, render_template
 
 LENGTH = struct.Struct("!I")
 # Beyond what the process has when it starts. The longest conversation takes some 100 MiB.
@@ -85,7 +85,7 @@ def _work(question: dict[str, Any], templates: OrderedDict[str, jinja2.Template]
         return {"text": ""}
     try:
         text = render_template(templates[key], question["context"], question["max_characters"])
-    except Refused as refused:
+    except TemplateRefused as refused:
         return {"refused": str(refused)}
     return {"text": text}
 

@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from .template_sandbox import Refused
-from .template_worker import LENGTH, MEMORY
+from .sandbox import TemplateRefused
+from .worker import LENGTH, MEMORY
 
 MAX_IDLE = 2
 # By the clock, of the time that a template may take of a processor: machines are busy.
@@ -28,7 +28,7 @@ MAX_WAIT = 10
 # To start Python, on a busy machine.
 START_SECONDS = 60.0
 _END_SECONDS = 10.0
-_MODULE = f"{__package__}.template_worker"
+_MODULE = f"{__package__}.worker"
 _MAX_BYTES_A_CHARACTER = 12  # of JSON
 _MAX_OTHER_BYTES = 1024**2
 
@@ -72,8 +72,8 @@ class TemplateProcess:
     def ask(
         self, key: str, source: str, context: Mapping[str, object] | None, limits: Limits
     ) -> str:
-        """The text; empty without a context. Raises Refused, Broken for a source that is none, and
-        EOFError where the process ended by itself."""
+        """The text; empty without a context. Raises TemplateRefused, Broken for a source that is
+        none, and EOFError where the process ended by itself."""
         question = {
             "key": key,
             "source": source,
@@ -85,7 +85,7 @@ class TemplateProcess:
             body = json.dumps(question).encode()
         except RecursionError:
             words = "the conversation nests lists or objects too deeply; send a flat one"
-            raise Refused(words) from None
+            raise TemplateRefused(words) from None
         give_up = time.monotonic() + MAX_WAIT * limits.seconds
         give_up += 0.0 if self._has_answered else START_SECONDS
         try:
@@ -95,13 +95,13 @@ class TemplateProcess:
             answer = json.loads(self._read(give_up, most))
         except TimeoutError:
             self.end()
-            raise Refused(self._too_long(limits)) from None
+            raise TemplateRefused(self._too_long(limits)) from None
         except OSError:
             self.end()
             if self._process.returncode == -signal.SIGPROF:
-                raise Refused(self._too_long(limits)) from None
+                raise TemplateRefused(self._too_long(limits)) from None
             if self._process.returncode == -signal.SIGKILL and self._has_answered:
-                raise Refused(MEMORY) from None
+                raise TemplateRefused(MEMORY) from None
             raise EOFError(f"it ended with status {self._process.returncode}") from None
         self._has_answered = True
         if "broken" in answer:
@@ -109,7 +109,7 @@ class TemplateProcess:
         if "refused" in answer:
             if answer["refused"] == MEMORY:
                 self.end()  # it may keep what it had
-            raise Refused(answer["refused"])
+            raise TemplateRefused(answer["refused"])
         return str(answer["text"])
 
     @property
@@ -181,13 +181,37 @@ def give_back(process: TemplateProcess) -> None:
     process.end()
 
 
-def ask(key: str, source: str, context: Mapping[str, object] | None, limits: Limits) -> str:
-    """As of a process, by one that is free. Raises Refused, Broken, and OSError where there is
-    none that answers."""
-    process = take()
-    try:
-        return process.ask(key, source, context, limits)
-    except EOFError as error:
-        raise OSError(f"the process that renders chat templates is gone: {error}") from None
-    finally:
-        give_back(process)
+class Asking:
+    """One question, for a thread that asks it and another one that may no longer want to know."""
+
+    def __init__(
+        self, key: str, source: str, context: Mapping[str, object] | None, limits: Limits
+    ) -> None:
+        self._question = key, source, context, limits
+        self._process: TemplateProcess | None = None
+        self._is_cancelled = False
+
+    def run(self) -> str:
+        """As `TemplateProcess.ask`, by one that is free. Raises TemplateRefused, Broken, and
+        OSError where there is none that answers."""
+        process = take()
+        try:
+            with _lock:
+                self._process = process
+                if self._is_cancelled:
+                    return ""
+            return process.ask(*self._question)
+        except EOFError as error:
+            raise OSError(f"the process that renders chat templates is gone: {error}") from None
+        finally:
+            with _lock:
+                self._process = None
+            give_back(process)
+
+    def cancel(self) -> None:
+        """Nobody waits for the answer: end what works on it."""
+        with _lock:
+            self._is_cancelled = True
+            process = self._process
+        if process is not None:
+            process.end()
