@@ -235,8 +235,6 @@ def _cure(path: str, known: Sequence[str]) -> str:
     if path in DEV_ROUTES:
         return "; start the server with --enable-dev-routes"
     bare = path.rstrip("/")
-    if bare in known:
-        return f"; leave out the slash at the end of {bare}/"
     # Of the other APIs the routes below count too.
     other = next((name for name in NOT_BUILT if f"{bare}/".startswith(f"{name}/")), None)
     if other is not None:

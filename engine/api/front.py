@@ -166,7 +166,12 @@ class Front:
         ids = [next(encoded) if isinstance(item, str) else item for item in prompts]
         one = prompts is not prompt
         return [
-            self.check_ids(item, param if one else f"{param}[{i}]", keep_last)
+            self.check_ids(
+                item,
+                param if one else f"{param}[{i}]",
+                keep_last,
+                is_text=isinstance(prompts[i], str),
+            )
             for i, item in enumerate(ids)
         ]
 
@@ -213,8 +218,11 @@ class Front:
         async with asyncio.timeout(self.settings.request_timeout_seconds), self._long_texts:
             return await asyncio.to_thread(work)
 
-    def check_ids(self, ids: Sequence[int], param: str, keep_last: int | None = None) -> bytes:
-        """A prompt's token ids as little-endian int32 bytes, each within the vocabulary."""
+    def check_ids(
+        self, ids: Sequence[int], param: str, keep_last: int | None = None, *, is_text: bool = False
+    ) -> bytes:
+        """A prompt's token ids as little-endian int32 bytes, each within the vocabulary. `is_text`:
+        the tokenizer has made them of what the client sent."""
         if not ids:
             message = f"`{param}` is empty; send at least one token"
             raise ApiError(message, param=param, code="empty_prompt")
@@ -227,9 +235,11 @@ class Front:
                 f"{most + 1} tokens leaves one for the answer); shorten it"
             )
             raise ApiError(message, param=param, code="context_length_exceeded")
-        return self.check_vocabulary(ids, param).astype("<i4").tobytes()
+        return self.check_vocabulary(ids, param, is_text=is_text).astype("<i4").tobytes()
 
-    def check_vocabulary(self, ids: Sequence[int], param: str) -> NDArray[np.int64]:
+    def check_vocabulary(
+        self, ids: Sequence[int], param: str, *, is_text: bool = False
+    ) -> NDArray[np.int64]:
         """The ids as an array. Raises ApiError, naming the place, for one that is out of range."""
         vocab_size = self.client.ready.vocab_size
         try:
@@ -241,10 +251,10 @@ class Front:
         wrong = array.view(np.uint64) >= vocab_size
         if wrong.any():
             place = int(wrong.argmax())
-            message = (
-                f"`{param}[{place}]` is {array[place]}, and the model's token ids run from 0 to "
-                f"{vocab_size - 1}"
-            )
+            what = f"`{param}[{place}]` is {array[place]}"
+            if is_text:
+                what = f"the tokenizer makes {array[place]} of a token in `{param}`"
+            message = f"{what}, and the model's token ids run from 0 to {vocab_size - 1}"
             raise ApiError(message, param=param, code="token_id_out_of_range")
         return array
 

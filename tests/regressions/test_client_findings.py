@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pydantic
 import pytest
@@ -389,7 +390,7 @@ def test_z08_a_limit_that_went_into_the_thought_is_said(
         ("/v1/responses/resp_1/cancel", "OpenAI's API of responses"),
         ("/v1/messages", "Anthropic's API is not built here"),
         ("/v1/audio/speech", "OpenAI's API of speech"),
-        ("/v1/chat/completions/", "leave out the slash"),
+        ("/v1/chat/completions/", "did you mean /v1/chat/completions?"),
         ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
         ("/api/chat", "Ollama's API"),
         ("/other", "the API lies under /v1"),
@@ -427,6 +428,18 @@ def test_x13_numbers_that_cannot_be(http: httpx.Client, fields: dict[str, Any], 
     assert answer.status_code == 400 and words in answer.json()["error"]["message"]
 
 
+def test_x13_a_token_beyond_the_model_is_no_message(
+    server: LiveServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.client, "ready", msgspec.structs.replace(
+        server.client.ready, vocab_size=60
+    ))  # fmt: skip
+    for path, body in ((CHAT, {"messages": [HELLO]}), ("/v1/completions", {"prompt": "hello"})):
+        error = http.post(path, json=body).json()["error"]
+        assert error["message"].startswith("the tokenizer makes ")
+        assert error["message"].endswith("the model's token ids run from 0 to 59")
+
+
 # Models that know no calls, and none of texts
 
 
@@ -448,7 +461,7 @@ def test_x10_a_server_without_a_tokenizer_says_so(model_path: Path) -> None:
     live = LiveServer(model_path, has_tokenizer=False)
     with httpx.Client(base_url=live.url, timeout=30, verify=False) as http:
         error = http.post(CHAT, json={"messages": [HELLO]}).json()["error"]
-        assert error["code"] == "no_tokenizer"
+        assert error["code"] == "no_chat_template"
         assert "send token ids as `prompt` to /v1/completions" in error["message"]
         error = http.post("/v1/completions", json={"prompt": "hello"}).json()["error"]
         assert "chat" not in error["message"] and "token ids" in error["message"]

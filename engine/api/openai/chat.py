@@ -221,4 +221,4 @@ async def _prompt(front: Front, request: ChatRequest, text: str, max_tokens: int
         max_tokens=front.max_prompt_tokens if keep_last is None else None,
         param="messages",
     )
-    return front.check_ids(ids, "messages", keep_last)
+    return front.check_ids(ids, "messages", keep_last, is_text=True)

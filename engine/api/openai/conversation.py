@@ -96,7 +96,7 @@ def _no_template(front: Renders) -> ApiError:
             "this server has no tokenizer, so it takes no texts: send token ids as `prompt` to "
             "/v1/completions, or put tokenizer.json into the model's directory"
         )
-        return ApiError(message, param="messages", code="no_tokenizer")
+        return ApiError(message, param="messages", code="no_chat_template")
     message = (
         "the model has no chat template; use /v1/completions with a prompt, or start the server "
         "with --chat-template"
