@@ -20,7 +20,9 @@ _STRUCTURED = "see --structured-outputs-backend; requests say what white space t
 _SPECULATIVE = "tokens are computed one after another"
 _MULTIMODAL = "models read text only"
 _POOLING = "a server generates and makes embeddings; --pooling says which hidden states these are"
-_MODEL_FILES = "model, tokenizer and template are read as they lie in the model's directory"
+_MODEL_FILES = (
+    "model and tokenizer are read as they lie in the model's directory; see --chat-template"
+)
 _COMPILED = "see --compilation and --enforce-eager"
 _STEPS = "see --max-num-batched-tokens, --max-num-seqs and --long-prefill-token-threshold"
 _LOGS = "see --log-level, --log-json and --log-stats"
@@ -64,7 +66,7 @@ _BY_REASON: Mapping[str, str] = {
     _MODEL_FILES: """
         tokenizer tokenizer_revision code_revision skip_tokenizer_init hf_config_path hf_overrides
         hf_token download_dir config_format model_impl model_loader_extra_config ignore_patterns
-        rope_scaling rope_theta chat_template chat_template_content_format
+        rope_scaling rope_theta chat_template_content_format
         trust_request_chat_template override_generation_config response_role
     """,
     _COMPILED: """

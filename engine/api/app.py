@@ -54,6 +54,26 @@ Handler = Callable[[Front, Request], Awaitable[ASGIApp]]
 
 METRICS_PATH = "/metrics"
 DEV_ROUTES = ("/reset_prefix_cache", "/pause", "/resume", "/is_paused")
+# Routes of OpenAI's API, and of others that clients ask for, that are not built.
+NOT_BUILT: Mapping[str, str] = {
+    **{
+        f"/v1/{name}": f"OpenAI's API of {what} is not built here"
+        for name, what in (
+            ("responses", "responses"), ("conversations", "conversations"),
+            ("assistants", "assistants"), ("threads", "assistants"), ("audio", "speech"),
+            ("images", "images"), ("videos", "videos"), ("moderations", "moderations"),
+            ("files", "files"), ("uploads", "files"), ("batches", "batches"),
+            ("fine_tuning", "fine-tuning"), ("vector_stores", "vector stores"),
+            ("realtime", "realtime sessions"), ("evals", "evaluations"),
+        )
+    },
+    "/v1/messages": "Anthropic's API is not built here",
+    "/api": "Ollama's API is not built here",
+    **dict.fromkeys(
+        ("/v1/rerank", "/rerank", "/v1/score", "/score", "/pooling", "/classify"),
+        "scores and ranks are not built here",
+    ),
+}  # fmt: skip
 RESETS = ("pool", "all")
 PAUSES = ("new", "all")
 NODE_OBJECT = "stratakv.node"  # of a node's account of itself
@@ -75,6 +95,7 @@ def create_app(
     check_params: Callable[[SamplingParams], None] = lambda params: None,
     pooling: str = "last",
     tool_call_parser: str = "",
+    chat_template: ChatTemplate | None = None,
 ) -> FastAPI:
     """The application over one engine. The caller keeps the client and closes it afterwards.
 
@@ -83,12 +104,15 @@ def create_app(
     a client leaves out; it is what `load_default_sampling` finds. With `marks`, those of the
     model's thoughts, chats get these apart. `check_params` raises ValueError for parameters that a
     logits processor refuses. `pooling` is that of embeddings. `tool_call_parser` names what reads
-    calls of tools; where it is empty, the chat template shows it. Raises ConfigError for a chat
-    template or a parser that cannot be used.
+    calls of tools; where it is empty, the chat template shows it. `chat_template` is there in place
+    of the model's own. Raises ConfigError for a chat template or a parser that cannot be used.
     """
     settings = settings or ApiSettings()
-    template = ChatTemplate.load(model_path, tokenizer) if tokenizer is not None else None
-    parser = find_tool_parser(tool_call_parser, None if template is None else template.source)
+    if chat_template is None and tokenizer is not None:
+        chat_template = ChatTemplate.load(model_path, tokenizer)
+    template = chat_template
+    shown = None if template is None else template.tools_source
+    parser = find_tool_parser(tool_call_parser, shown)
     front = Front(
         client,
         model_name,
@@ -197,9 +221,7 @@ async def _answer_http_exception(
     answer = to_api_error(error)
     path, headers = request.url.path[:MAX_QUOTED_CHARACTERS], getattr(error, "headers", None) or {}
     if answer.status == 404:
-        cure = did_you_mean(path, [route.path for route in routes]) or "; the API lies under /v1"
-        if path in DEV_ROUTES:
-            cure = "; start the server with --enable-dev-routes"
+        cure = _cure(path, [route.path for route in routes])
         answer = ApiError(f"there is no route {path}{cure}", status=404, code=answer.code)
     elif answer.status == 405:
         message = f"{path} does not take {request.method[:16]}; use {headers.get('Allow')}"
@@ -207,6 +229,20 @@ async def _answer_http_exception(
     response = error_response(answer)
     response.headers.update(headers)
     return response
+
+
+def _cure(path: str, known: Sequence[str]) -> str:
+    """What to do in place of asking for a route that is not there, as the end of a sentence."""
+    if path in DEV_ROUTES:
+        return "; start the server with --enable-dev-routes"
+    bare = path.rstrip("/")
+    # Of the other APIs the routes below count too.
+    other = next((name for name in NOT_BUILT if f"{bare}/".startswith(f"{name}/")), None)
+    if other is not None:
+        return f": {NOT_BUILT[other]}; chats are at /v1/chat/completions"
+    if bare in ("", "/v1"):
+        return "; it is the base of /v1/chat/completions, /v1/completions and /v1/models"
+    return did_you_mean(path, known) or "; the API lies under /v1"
 
 
 async def _list_models(front: Front, request: Request, *, created: int) -> ASGIApp:

@@ -25,6 +25,7 @@ from ..text.tool_calls.choice import ToolFormat
 from .errors import ApiError
 from .metrics.metrics import Metrics
 from .openai.chat_template import ChatTemplate
+from .openai.dropped import DroppedFields
 from .openai.protocol import Prompt
 from .openai.token_texts import TokenTexts
 from .settings import ApiSettings
@@ -98,7 +99,11 @@ class Front:
         init=False, default_factory=lambda: asyncio.Semaphore(MAX_LONG_TEXTS)
     )
 
+    dropped: DroppedFields = field(init=False)
     _background: set[asyncio.Task[None]] = field(init=False, default_factory=set)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dropped", DroppedFields(self.metrics.dropped_fields.inc))
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something that nobody waits for, and that raises nothing."""
@@ -116,9 +121,9 @@ class Front:
         return self.max_model_len - 1
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 for a name that is not served; None is the one that is. A path may be
-        spelt as paths are, `./x/` for `x`."""
-        if name is None or name == self.model_name:
+        """Raises ApiError 404 for a name that is not served; None and "" are the one that is.
+        A path may be spelt as paths are, `./x/` for `x`."""
+        if not name or name == self.model_name:
             return
         if not self.model_aliases or normpath(name) not in map(normpath, self.model_aliases):
             message = f"the model `{name[:64]}` is not served here; use `{self.model_name}`"
@@ -161,7 +166,12 @@ class Front:
         ids = [next(encoded) if isinstance(item, str) else item for item in prompts]
         one = prompts is not prompt
         return [
-            self.check_ids(item, param if one else f"{param}[{i}]", keep_last)
+            self.check_ids(
+                item,
+                param if one else f"{param}[{i}]",
+                keep_last,
+                is_text=isinstance(prompts[i], str),
+            )
             for i, item in enumerate(ids)
         ]
 
@@ -208,8 +218,11 @@ class Front:
         async with asyncio.timeout(self.settings.request_timeout_seconds), self._long_texts:
             return await asyncio.to_thread(work)
 
-    def check_ids(self, ids: Sequence[int], param: str, keep_last: int | None = None) -> bytes:
-        """A prompt's token ids as little-endian int32 bytes, each within the vocabulary."""
+    def check_ids(
+        self, ids: Sequence[int], param: str, keep_last: int | None = None, *, is_text: bool = False
+    ) -> bytes:
+        """A prompt's token ids as little-endian int32 bytes, each within the vocabulary. `is_text`:
+        the tokenizer has made them of what the client sent."""
         if not ids:
             message = f"`{param}` is empty; send at least one token"
             raise ApiError(message, param=param, code="empty_prompt")
@@ -222,9 +235,11 @@ class Front:
                 f"{most + 1} tokens leaves one for the answer); shorten it"
             )
             raise ApiError(message, param=param, code="context_length_exceeded")
-        return self.check_vocabulary(ids, param).astype("<i4").tobytes()
+        return self.check_vocabulary(ids, param, is_text=is_text).astype("<i4").tobytes()
 
-    def check_vocabulary(self, ids: Sequence[int], param: str) -> NDArray[np.int64]:
+    def check_vocabulary(
+        self, ids: Sequence[int], param: str, *, is_text: bool = False
+    ) -> NDArray[np.int64]:
         """The ids as an array. Raises ApiError, naming the place, for one that is out of range."""
         vocab_size = self.client.ready.vocab_size
         try:
@@ -236,10 +251,10 @@ class Front:
         wrong = array.view(np.uint64) >= vocab_size
         if wrong.any():
             place = int(wrong.argmax())
-            message = (
-                f"`{param}[{place}]` is {array[place]}, and the model's token ids run from 0 to "
-                f"{vocab_size - 1}"
-            )
+            what = f"`{param}[{place}]` is {array[place]}"
+            if is_text:
+                what = f"the tokenizer makes {array[place]} of a token in `{param}`"
+            message = f"{what}, and the model's token ids run from 0 to {vocab_size - 1}"
             raise ApiError(message, param=param, code="token_id_out_of_range")
         return array
 

@@ -149,6 +149,7 @@ async def _serve(
     model_aliases: Sequence[str],
     check_params: ParamsCheck,
 ) -> int:
+    from ..api.openai.chat_template import ChatTemplate
     from ..client.process import ProcessClient
     from ..models.checkpoint.generation_config import load_default_sampling
     from ..text.reasoning import find_marks
@@ -156,9 +157,23 @@ async def _serve(
     from ..text.tool_calls.choice import find_tool_parser
 
     tokenizer = Tokenizer.find(config.model.path)
+    if tokenizer is None:
+        logger.warning(
+            "%s has no tokenizer.json: the server takes and gives token ids alone, and no chats",
+            config.model.path,
+        )
     marks = find_marks(tokenizer, config.model.reasoning_start, config.model.reasoning_end)
-    if server.tool_call_parser:  # before the model is loaded
+    # Whatever may be refused is read before the model is loaded.
+    if server.tool_call_parser:
         find_tool_parser(server.tool_call_parser, None)
+    template = None
+    if server.chat_template is not None:
+        if tokenizer is None:
+            raise ConfigError(
+                f"--chat-template makes prompts of texts, and {config.model.path} has no "
+                "tokenizer.json to cut these into tokens; copy it from the model or drop the option"
+            )
+        template = ChatTemplate.read(server.chat_template, tokenizer)
     recommends = server.generation_config == "auto"
     default_sampling = load_default_sampling(config.model.path) if recommends else {}
     told = asyncio.Event()
@@ -187,6 +202,7 @@ async def _serve(
             check_params=check_params,
             pooling=config.model.pooling,
             tool_call_parser=server.tool_call_parser,
+            chat_template=template,
         )
         return await _serve_app(app, client, config, server, sock, tls, told)
     finally:

@@ -33,6 +33,7 @@ class ServerConfig:
     api_key: str | None = field(default=None, repr=False)  # None: no key is asked for
     generation_config: str = "auto"  # "none": the model's recommendations do not count
     tool_call_parser: str = ""  # empty: the one whose form the chat template shows
+    chat_template: Path | None = None  # None: the model's own
     enable_dev_routes: bool = False
     log_level: str = "info"
     log_json: bool = False
@@ -153,6 +154,10 @@ SERVER_OPTIONS: Mapping[str, Option] = {
         "the form in which the model calls tools: hermes, llama3_json, mistral, pythonic, one of "
         "another package, or none",
         "NAME", "found in the chat template",
+    ),
+    "chat_template": Option(
+        "server", "chat_template", readers.path,
+        "a Jinja file in place of the model's chat template", "FILE", "the model's",
     ),
     "enable_dev_routes": Option(
         "server", "enable_dev_routes", readers.switch, "routes for tests, such as cache resets"

@@ -127,13 +127,16 @@ class OutputProcessor:
     ) -> None:
         if tokenizer is None and params.stop:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids instead")
+        # A stop string cannot end an answer of JSON before it is one, and nothing follows then.
+        stops = () if _is_json(params) else params.stop
         context = unpack_token_ids(prompt_token_bytes[-_CONTEXT_TOKENS * BYTES_PER_TOKEN :])
         self._params = params
         self._num_tokens = 0
         # The core's timings up to the first token, and the moment it came.
         self._first_timings: dict[str, float] | None = None
         self._first_at = 0.0
-        self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
+        self._looks_for_stops = bool(stops)
+        self._stops = StopStrings(stops, include=params.include_stop_str_in_output)
         self._thoughts = None if tokenizer is None else thoughts
         self._detokenizer = None
         if tokenizer is not None:
@@ -159,7 +162,7 @@ class OutputProcessor:
             ticket=output.ticket,
             embedding=output.embedding,
         )
-        if self._params.stop:
+        if self._looks_for_stops:
             self._take_until_stop(output, result)
         else:
             self._take(output.new_token_ids, output, result)
@@ -222,6 +225,12 @@ class OutputProcessor:
         if output.finish_reason == "stop" and not self._params.include_stop_str_in_output:
             return token_ids[:-1]
         return token_ids
+
+
+def _is_json(params: SamplingParams) -> bool:
+    """Whether a grammar has the whole answer be JSON, as calls that are required are."""
+    asked = params.structured_outputs
+    return asked is not None and (asked.json is not None or bool(asked.json_object))
 
 
 _GOES_ON = TokenOutput(request_id="", new_token_ids=[])

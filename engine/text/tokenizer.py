@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer of a model: text to token ids and back, by the `tokenizers` package.
 
-Reads `tokenizer.json`, and from `tokenizer_config.json` what the first does not say.
+Reads `tokenizer.json`, and from the smaller files beside it what that does not say: see
+special_tokens.py.
 `detokenizer.py` turns a growing output into text.
 """
 
@@ -21,6 +22,7 @@ from ...tiers.settings.values import ConfigError
 from ..models.checkpoint.files import is_there
 from ..models.checkpoint.json_fields import read_json
 from ..sampling_params import MAX_BAD_SEQUENCE_TOKENS, SamplingParams
+from .special_tokens import add_tokens, read_settings
 
 # Any text would do; tokenizers that mark the start of a text mark this one instead of the space.
 _ANCHOR = "a"
@@ -134,7 +136,7 @@ class Tokenizer:
         fast.no_padding()
         self._fast = fast
         self._config = config or {}
-        self.digest = digest  # of the file that it was read from
+        self.digest = digest  # of the file that it was read from, and of tokens that others add
         vocabulary = fast.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._longest_token = max((len(token) for token in vocabulary), default=1)
@@ -168,9 +170,13 @@ class Tokenizer:
             raise ConfigError(
                 f"{path} cannot be read as a tokenizer ({error}); copy it from the model again"
             ) from error
-        settings = directory / TOKENIZER_CONFIG
-        found = read_json(settings, MAX_SETTINGS_BYTES).values if is_there(settings) else {}
-        return cls(fast, found, hashlib.sha256(data).hexdigest())
+        config = directory / TOKENIZER_CONFIG
+        found = read_json(config, MAX_SETTINGS_BYTES).values if is_there(config) else {}
+        settings = read_settings(directory, found)
+        digest = hashlib.sha256(data)
+        with _panics_are_errors():
+            digest.update(add_tokens(fast, settings, config).encode())
+        return cls(fast, settings, digest.hexdigest())
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None

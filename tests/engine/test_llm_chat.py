@@ -146,7 +146,10 @@ def test_a_grammar_begins_behind_the_thought(llm: LLM) -> None:
     assert "</think>" in plain.text, "with a budget it begins behind the thought there too"
 
 
-REFUSED = "{% if messages[0].content == 'no' %}{{ raise_exception('not that') }}{% endif %}x"
+REFUSED = (
+    "{% if messages[0].content == 'no' %}{{ raise_exception('not that') }}{% endif %}"
+    "{{ messages[0].content }}"
+)
 
 
 @pytest.mark.parametrize(

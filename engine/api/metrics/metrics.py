@@ -81,6 +81,10 @@ class Metrics:
             "vllm:prompt_tokens_cached", "Prompt tokens that were not computed anew."
         )
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self.dropped_fields = self._counter(
+            "stratakv:request_fields_dropped",
+            "Fields inside messages, tools and stream options that nothing here reads.",
+        )
         self._cached_by_source = Counter(
             "vllm:prompt_tokens_cached_by_source", "The same, by the tier that held them.",
             (*LABELS, "source"), registry=self.registry,

@@ -61,6 +61,12 @@ class Part:
     def index(self) -> int:
         return self.generation.index
 
+    @property
+    def warning(self) -> str | UnsetType:
+        """What a client should know of the end of a choice."""
+        is_cut = self.finish_reason == "length"
+        return (self.generation.begun_too_late if is_cut else "") or UNSET
+
 
 @dataclass(slots=True)
 class Answer(ABC):

@@ -27,6 +27,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _UNKNOWN_FIELD = re.compile(r"unknown field `(.*?)`(?: - at `\$\.?(.*)`)?", re.DOTALL)
 _MISSING_FIELD = re.compile(r"missing required field `(.*?)`(?: - at `(.*)`)?", re.DOTALL)
+_WANTS_WHOLE = re.compile(r"Expected `int( \| null)?`, got `float`")
 _AT_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 _INDEX = re.compile(r"\[[^]]*\]")
 JSON = "application/json"
@@ -96,7 +97,12 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         raise ApiError("the body is empty; send a JSON object", code="invalid_json")
     try:
         with _collector_paused():
-            return decoder.decode(body)
+            try:
+                return decoder.decode(body)
+            except msgspec.ValidationError as error:
+                if not _WANTS_WHOLE.match(str(error)):
+                    raise
+                return _with_whole_numbers(body, decoder)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), decoder) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -105,6 +111,16 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     except RecursionError:
         message = "the body nests lists or objects too deeply; send a flat one"
         raise ApiError(message, code="invalid_json") from None
+
+
+def _with_whole_numbers(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """The typed request, where whole numbers are written as `4.0`, as some languages do."""
+    given = msgspec.json.decode(body)
+    if isinstance(given, dict):
+        for name, value in given.items():
+            if isinstance(value, float) and value.is_integer():
+                given[name] = int(value)
+    return msgspec.convert(given, decoder.type)
 
 
 @contextmanager

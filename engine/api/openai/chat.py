@@ -71,6 +71,7 @@ class ChatAnswer(Answer):
                 part.stop_reason,
                 part.prompt_token_ids,
                 part.token_ids,
+                part.warning,
             )
             for part in parts
         ]
@@ -96,6 +97,7 @@ class ChatAnswer(Answer):
                 part.stop_reason,
                 part.prompt_token_ids,
                 part.token_ids,
+                part.warning,
             )
             for part in parts
         ]
@@ -156,8 +158,10 @@ class ChatAnswer(Answer):
 async def create_chat_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
     """The route. `follows`: the request will come, and nothing but that is to be known."""
     arrival_seconds = time.monotonic()
-    request = decode_body(await read_body(http, front.settings), _decoder)
+    body = await read_body(http, front.settings)
+    request = decode_body(body, _decoder)
     check_chat(front, request)
+    front.dropped.look(body)
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
         max_tokens = request.max_tokens
@@ -217,4 +221,4 @@ async def _prompt(front: Front, request: ChatRequest, text: str, max_tokens: int
         max_tokens=front.max_prompt_tokens if keep_last is None else None,
         param="messages",
     )
-    return front.check_ids(ids, "messages", keep_last)
+    return front.check_ids(ids, "messages", keep_last, is_text=True)

@@ -10,6 +10,7 @@ from ...wire import check_priority
 from ..errors import ApiError
 from ..front import Front
 from ..settings import ApiSettings
+from .messages import check_parts
 from .protocol import (
     NEUTRAL_IN_MESSAGES,
     NEUTRAL_VALUES,
@@ -72,6 +73,7 @@ def check_messages(settings: ApiSettings, messages: list[ChatMessage]) -> None:
             message = f"`{place}.role` is function, the older form of tool; send tool"
             raise ApiError(message, param=f"{place}.role", code="unsupported_parameter")
         refuse_unsupported(each, NEUTRAL_IN_MESSAGES, f"{place}.")
+        check_parts(each, place)
         _check_tools_in(each, place)
         # An assistant's message without any text is what clients keep of an empty answer.
         if each.content is None and each.role != "assistant":

@@ -115,8 +115,11 @@ class CompletionAnswer(Answer):
 async def create_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
     """The route. `follows`: the request will come, and nothing but that is to be known."""
     arrival_seconds = time.monotonic()
-    request = decode_body(await read_body(http, front.settings), _decoder)
+    body = await read_body(http, front.settings)
+    request = decode_body(body, _decoder)
     check_completion(front, request)
+    if request.stream_options is not None:
+        front.dropped.look(body)
     embeds: list[bytes] = []
     if request.prompt_embeds is not None:
         embeds, prompts = await _resolve_embeds(front, request)

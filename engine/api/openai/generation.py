@@ -68,6 +68,7 @@ class Generation:
     calls: CallReader | None = None  # None: calls of tools are
     decoder: Decoder | None = None  # in place of the tokenizer
     tool: str = ""  # that the answer has called
+    has_text: bool = False  # beside thoughts and calls
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -92,6 +93,7 @@ class Generation:
                     if self.calls is not None:
                         self.calls.read(output)
                         self._note_tool(front, output)
+                    self.has_text = self.has_text or bool(output.text)
                     if output.finish_reason == "error":
                         raise _engine_error(output)
                     if not self.keeps_tokens:
@@ -99,6 +101,18 @@ class Generation:
                     yield output
         finally:
             watch.close()
+
+    @property
+    def begun_too_late(self) -> str:
+        """What to tell a client whose limit of tokens went into a thought, so that an answer that
+        it gave a form never began; empty for others. Known at the end."""
+        asks = self.request.sampling_params.structured_outputs is not None
+        if self.thoughts is None or not asks or self.has_text or self.tool:
+            return ""
+        return (
+            "max_tokens was used up in the thought, before the answer began: raise it, or end the "
+            "thought sooner with thinking_token_budget"
+        )
 
     def _note_tool(self, front: Front, output: TextOutput) -> None:
         """Of a job's turn that has ended, the first tool that it called is of use to the engine."""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What requests may hold, field by field; replies.py has the answers.
 
-Unknown fields are refused; a field of OpenAI's API or of vLLM's that is not built is listed with
-the values that change nothing, which are those that clients send without being asked, and every
-other value is refused.
+Unknown fields of a request are refused; a field of OpenAI's API or of vLLM's that is not built is
+listed with the values that change nothing, which are those that clients send without being asked,
+and every other value is refused. Inside messages, tools and `stream_options`, where clients put
+fields of other servers and what those gave them, unknown fields are left aside: see dropped.py.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from ...sampling_params import RepetitionDetection
 from ..errors import ApiError
 
 
-class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class StreamOptions(msgspec.Struct, kw_only=True):
     """`include_usage`: one more chunk at the end, without choices, that holds the usage.
     `continuous_usage_stats`: the usage so far in every chunk."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+    include_obfuscation: Any = None  # of OpenAI's service: noise that hides lengths; ignored
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -137,14 +139,16 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     user: str | None = None  # for the records of OpenAI's service; ignored
 
 
-class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One part of a message's content."""
+class ContentPart(msgspec.Struct, kw_only=True):
+    """One part of a message's content: see messages.py for the types."""
 
-    type: Literal["text"]
-    text: str
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    thinking: str | None = None
 
 
-class FunctionDefinition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class FunctionDefinition(msgspec.Struct, kw_only=True):
     """A function that a model may call. `parameters` is a JSON schema; `strict` changes nothing."""
 
     name: str
@@ -153,45 +157,48 @@ class FunctionDefinition(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     strict: bool | None = None
 
 
-class ToolDefinition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ToolDefinition(msgspec.Struct, kw_only=True):
     """One of the tools that a request offers."""
 
     function: FunctionDefinition
     type: Literal["function"] = "function"
 
 
-class CalledFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What an earlier answer called. `arguments` is a JSON object, mostly as text."""
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """What an earlier answer called. `arguments` is a JSON object, mostly as text; whatever else a
+    model wrote there comes back too."""
 
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: Any = ""
 
 
-class MadeCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class MadeCall(msgspec.Struct, kw_only=True):
     """A call in an earlier answer, as clients send it back."""
 
     function: CalledFunction
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
     index: int | None = None  # of a stream's piece
 
 
-class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ChatMessage(msgspec.Struct, kw_only=True):
     """One message, as clients write them and as they send answers back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     # The thoughts of an earlier answer, by vLLM's older and newer name; for the template.
     reasoning_content: str | None = None
     reasoning: str | None = None
+    refusal: str | None = None  # OpenAI's: what the model said in place of an answer
     tool_calls: list[MadeCall] | None = None  # of the assistant
     tool_call_id: str | None = None  # of a tool's answer: the call that it answers
     # Not built: see NEUTRAL_IN_MESSAGES.
     function_call: Any = None
-    refusal: Any = None
-    annotations: Any = None
     audio: Any = None
+    # Of OpenAI's service, for its records; ignored.
+    id: Any = None
+    annotations: Any = None
 
 
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -204,6 +211,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None  # for the template, which may know it
     tools: list[ToolDefinition] | None = None  # see tools.py
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -215,7 +223,6 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     prediction: Any = None
     moderation: Any = None
     web_search_options: Any = None
-    reasoning_effort: Any = None
     verbosity: Any = None
     documents: Any = None
     chat_template: Any = None
@@ -261,7 +268,6 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "prediction": (),
     "moderation": (),
     "web_search_options": (),
-    "reasoning_effort": (),
     "verbosity": ("medium",),
     "documents": ([],),
     "chat_template": (),
@@ -269,8 +275,6 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
 # The same in messages, where clients send back what other servers gave them.
 NEUTRAL_IN_MESSAGES: dict[str, tuple[object, ...]] = {
     "function_call": (),
-    "refusal": ("",),
-    "annotations": ([],),
     "audio": (),
 }
 # OpenAI's older form of tools.

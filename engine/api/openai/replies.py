@@ -166,6 +166,7 @@ class ChatChoice(msgspec.Struct):
     stop_reason: int | str | None = None
     prompt_token_ids: TokenIds = UNSET
     token_ids: TokenIds = UNSET
+    warning: str | UnsetType = UNSET  # UNSET where there is nothing to say
 
 
 class Delta(msgspec.Struct):
@@ -188,6 +189,7 @@ class ChatChunkChoice(msgspec.Struct):
     stop_reason: int | str | None = None
     prompt_token_ids: TokenIds = UNSET
     token_ids: TokenIds = UNSET
+    warning: str | UnsetType = UNSET  # UNSET where there is nothing to say
 
 
 class ChatCompletion(msgspec.Struct):

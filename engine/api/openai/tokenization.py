@@ -26,8 +26,11 @@ _OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "cha
 
 async def tokenize(front: Front, http: Request) -> ASGIApp:
     """The route of texts and conversations."""
-    request = decode_body(await read_body(http, front.settings), _tokenize_decoder)
+    body = await read_body(http, front.settings)
+    request = decode_body(body, _tokenize_decoder)
     front.check_model(request.model)
+    if request.messages is not None:
+        front.dropped.look(body)
     text, special = await _text(front, request)
     if request.add_special_tokens is not None:
         special = request.add_special_tokens

@@ -3,7 +3,7 @@
 
 `huggingface_hub` does the work, so its cache is shared with other programs and its variables hold:
 HF_HOME and HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE. Only files that the engine reads
-are taken, by a list of names: never code, never pickled weights, nothing in a folder. Weights come
+are taken, by a list of names: never code, never pickled weights. Weights come
 last, so a directory that holds them holds the rest too, and what was interrupted is gone on with.
 """
 
@@ -22,7 +22,10 @@ from .shards import INDEX_FILE, SINGLE_FILE, find_shards, read_weight_map
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 # Besides config.json, which is taken first, and weights, which are taken last.
-_SMALL_FILES = (GENERATION_CONFIG, TOKENIZER, "tokenizer_config.json", "chat_template.jinja")
+_SMALL_FILES = (
+    GENERATION_CONFIG, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja",
+)  # fmt: skip
 _WEIGHTS_SUFFIX = ".safetensors"
 _MAIN = "main"
 _ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)

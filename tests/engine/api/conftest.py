@@ -24,6 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from stratakv.engine.api.app import create_app
 from stratakv.engine.api.http.server import make_server
+from stratakv.engine.api.openai.chat_template import ChatTemplate
 from stratakv.engine.api.settings import ApiSettings
 from stratakv.engine.client.in_process import InProcessClient
 from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -63,7 +64,9 @@ class LiveServer:
         logits_processors: tuple[str, ...] = (),
         tool_call_parser: str = "",
         policy: str = "fcfs",
+        chat_template: Path | None = None,
     ) -> None:
+        self._chat_template = chat_template
         self._policy = policy
         self._tool_call_parser = tool_call_parser
         self._role = role
@@ -113,6 +116,9 @@ class LiveServer:
         config = replace(config, scheduler=scheduler, logits_processors=self._logits_processors)
         self.core = EngineCore(config)
         self.client = InProcessClient(self.core)
+        template = None
+        if self._chat_template is not None and self._tokenizer is not None:
+            template = ChatTemplate.read(self._chat_template, self._tokenizer)
         self.app = create_app(
             self.client,
             model_name=MODEL_NAME,
@@ -123,6 +129,7 @@ class LiveServer:
             marks=self._marks,
             check_params=make_params_check(self._logits_processors),
             tool_call_parser=self._tool_call_parser,
+            chat_template=template,
         )
         self.server = make_server(self.app, log_level="warning", shutdown_seconds=1)
         self.loop.call_soon(self._ready.set)

@@ -84,13 +84,17 @@ def _other_template(model: Path) -> None:
 
 
 def _other_special_token(model: Path) -> None:
+    _change(model / "tokenizer_config.json", '"bos_token": "<s>"', '"bos_token": "</s>"')
+
+
+def _another_special_token(model: Path) -> None:
     _change(model / "tokenizer_config.json", '"bos_token": "', '"bos_token": "<<')
 
 
 @pytest.mark.parametrize(
     ("change", "field"),
     [(_other_word, "tokenizer"), (_other_template, "chat_template"),
-     (_other_special_token, "chat_template")],
+     (_other_special_token, "chat_template"), (_another_special_token, "tokenizer")],
 )  # fmt: skip
 def test_what_makes_other_prompts_is_another_node(
     server: LiveServer, model_path: Path, tmp_path: Path, change: Callable[[Path], None], field: str

@@ -113,6 +113,7 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
     "api_key": (("a", "a"), ("b", "b"), ("c", "c")),
     "generation_config": (("none", "none"), ("auto", "auto"), ("vllm", "none")),
     "tool_call_parser": (("hermes", "hermes"), ("none", "none"), ("mine", "mine")),
+    "chat_template": (("a.jinja", Path("a.jinja")), ("/b/c", Path("/b/c")), ("./d", Path("d"))),
     "enable_dev_routes": (("yes", True), ("false", False), ("1", True)),
     "log_level": (("debug", "debug"), ("info", "info"), ("error", "error")),
     "log_json": (("yes", True), ("false", False), ("1", True)),

@@ -34,7 +34,10 @@ from ...settings import ApiSettings
 from ..protocol import ChatRequest, FunctionDefinition, ToolDefinition
 from .structured import structured_outputs_of
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+# OpenAI's, and what servers of tools put between their name and a tool's.
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+# Keywords of a schema that hold values, which may be null.
+_VALUES = ("const", "default", "enum", "example", "examples")
 _MODES = ("auto", "none", "required")
 _NAMED = "named"
 # Fields that say what the whole answer has to look like, so that nothing can be called.
@@ -53,6 +56,7 @@ class CallReader:
         self._only_first = only_first
         self._ends_with_calls = ends_with_calls
         self._has_calls = False
+        self._arguments: list[str] = []  # of the last call
 
     def read(self, output: TextOutput) -> None:
         """Take the calls out of the text of the next output."""
@@ -64,8 +68,12 @@ class CallReader:
             pieces = [piece for piece in pieces if piece.number == 0]
         output.text, output.tool_calls = content, pieces
         self._has_calls = self._has_calls or bool(pieces)
+        for piece in pieces:
+            self._arguments = [*([] if piece.name else self._arguments), piece.arguments]
         if output.finish_reason == "stop" and self._has_calls and self._ends_with_calls:
-            output.finish_reason = "tool_calls"
+            # A stop string or a stop token may cut a call.
+            if output.stop_reason is None or _is_json("".join(self._arguments)):
+                output.finish_reason = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +122,9 @@ def tools_of(front: Front, request: ChatRequest) -> ToolUse:
         marks=front.marks,
     )
     if choice.mode == "auto":
-        return _by_parser(front, use, [tool.function.name for tool in tools])
+        is_result = bool(request.messages) and request.messages[-1].role == "tool"
+        names = [tool.function.name for tool in tools]
+        return _by_parser(front, use, names, is_result=is_result)
     return _by_grammar(use, tools, choice)
 
 
@@ -132,7 +142,8 @@ def template_tools(
         place, name = f"tools[{index}].function", tool.function.name
         if not _NAME.fullmatch(name):
             message = (
-                f"`{place}.name` must have 1 to 64 letters, digits, _ and -, got {name[:80]!r}"
+                f"`{place}.name` must have 1 to 128 letters, digits and _ - . : /, got "
+                f"{name[:140]!r}"
             )
             raise _invalid(f"{place}.name", message)
         if name in known:
@@ -160,9 +171,17 @@ def template_tools_of(given: object) -> list[Mapping[str, object]] | None:
         raise ValueError(error.message) from None
 
 
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def _check_schema(place: str, schema: Mapping[str, Any] | None) -> None:
     """What is wrong in it otherwise is told by who compiles it."""
-    schema = schema or {}
+    schema = without_nulls(schema or {})
     kind = schema.get("type", "object")
     if kind != "object":
         message = (
@@ -232,8 +251,11 @@ def _refuse_other_forms(front: Front, request: ChatRequest, choice: _Choice) -> 
     raise _invalid(name, message)
 
 
-def _by_parser(front: Front, use: ToolUse, names: Sequence[str]) -> ToolUse:
-    """Calls are found in free text."""
+def _by_parser(front: Front, use: ToolUse, names: Sequence[str], *, is_result: bool) -> ToolUse:
+    """Calls are found in free text. `is_result`: the request brings what a tool has answered, so
+    that the last answer called one."""
+    if front.tool_format is None and is_result:
+        return use  # what a tool has answered is told as text
     if front.tool_format is None:
         message = (
             "the form in which this model calls tools is not known: its chat template shows none; "
@@ -271,7 +293,26 @@ def _by_grammar(use: ToolUse, tools: Sequence[ToolDefinition], choice: _Choice) 
 def _schema_of(function: FunctionDefinition) -> dict[str, Any]:
     if function.parameters is None:  # it takes none
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    return {"type": "object", **function.parameters}
+    return {"type": "object", **without_nulls(function.parameters)}
+
+
+def without_nulls(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The same schema without keywords that are null, as some languages write an empty list. Values
+    that the schema is about are left alone."""
+    found: dict[str, Any] = _without_nulls(schema)
+    return found
+
+
+def _without_nulls(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_without_nulls(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: value if name in _VALUES else _without_nulls(value)
+        for name, value in schema.items()
+        if value is not None or name in _VALUES
+    }
 
 
 def _list_schema(

@@ -336,8 +336,8 @@ def tool(name: Any = "f", **fields: Any) -> dict[str, Any]:
 
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [tool("a b")]}, "tools[0].function.name", "1 to 64 letters, digits, _ and -"),
-    ({"tools": [tool(), tool("x" * 65)]}, "tools[1].function.name", "got 'xxx"),
+    ({"tools": [tool("a b")]}, "tools[0].function.name", "1 to 128 letters, digits and _ - . : /"),
+    ({"tools": [tool(), tool("x" * 129)]}, "tools[1].function.name", "got 'xxx"),
     ({"tools": [tool(), tool()]}, "tools[1].function.name", "names must differ"),
     ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools", "129 tools and at most 128"),
     ({"tools": [tool(description="x" * 300_000)]}, "tools", "at most 262144"),
@@ -350,7 +350,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function"}]}, "tools[0].function", "missing required field"),
     ({"tools": [{**tool(), "type": "custom"}]}, "tools[0].type", "send function"),
     ({"tools": [tool(parameters="{}")]}, "tools[0].function.parameters", "object"),
-    ({"tools": [tool(size=1)]}, "tools[0].function.size", "unknown field `size`"),
+    ({"tools": [tool(strict="x")]}, "tools[0].function.strict", "Expected `bool | null`"),
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "auto, none, required or {"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "wether"}}},
      "tool_choice", "none of `tools`; did you mean weather?"),
@@ -368,10 +368,10 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
      "messages[0].tool_call_id", "for messages of the role tool, not user"),
     ({"messages": [{"role": "user", "content": "a", "tool_calls": [tool(arguments="")]}]},
      "messages[0].tool_calls", "for messages of the role assistant, not user"),
-    ({"messages": [{"role": "assistant", "tool_calls": [tool(arguments="[1]")]}]},
-     "messages[0].tool_calls[0].function.arguments", "must be a JSON object as text, got '[1]'"),
-    ({"messages": [{"role": "assistant", "tool_calls": [tool(arguments='{"a')]}]},
-     "messages[0].tool_calls[0].function.arguments", "must be a JSON object as text"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{**tool(), "type": "custom"}]}]},
+     "messages[0].tool_calls[0].type", "send function"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
+     "messages[0].tool_calls[0].function", "missing required field"),
     ({"messages": [{"role": "function", "name": "f", "content": "a"}]}, "messages[0].role",
      "older form of tool; send tool"),
 ]  # fmt: skip

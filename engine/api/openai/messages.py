@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a message says: the text and the thought in its content, its parts and its refusal."""
+
+from __future__ import annotations
+
+from ..errors import ApiError
+from .protocol import ChatMessage, ContentPart
+
+# Kinds of parts that hold text, each with the field that holds it. The first is that of chats, the
+# next two are the names of the same in OpenAI's newer API.
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_THOUGHTS = {"thinking": "thinking", "reasoning": "text"}
+_FIELDS = {**_TEXTS, **_THOUGHTS}
+_MAX_QUOTED_CHARACTERS = 64
+
+
+def text_of(message: ChatMessage) -> str:
+    """What it says, the parts joined line by line. A model's refusal is what it said instead."""
+    content = message.content
+    texts = [content] if isinstance(content, str) else _texts_in(content, _TEXTS)
+    if isinstance(message.refusal, str):
+        texts.append(message.refusal)
+    return "\n".join(texts) if len(texts) > 1 and texts[0] else "".join(texts)
+
+
+def thought_of(message: ChatMessage) -> str:
+    """The thought of an earlier answer, empty where there is none."""
+    content = message.content
+    parts = [] if isinstance(content, str) else _texts_in(content, _THOUGHTS)
+    return message.reasoning_content or message.reasoning or "\n".join(parts)
+
+
+def check_parts(message: ChatMessage, place: str) -> None:
+    """Raises ApiError for the first part that holds no text."""
+    if not isinstance(message.content, list):
+        return
+    for index, part in enumerate(message.content):
+        at = f"{place}.content[{index}]"
+        field = _FIELDS.get(part.type)
+        if field is None:
+            kind = part.type[:_MAX_QUOTED_CHARACTERS]
+            words = (
+                f"`{at}` is a part of the type {kind}; models read text here, no pictures, sounds "
+                "or files, so send parts of the type text"
+            )
+            raise ApiError(words, param=f"{at}.type", code="unsupported_content_part")
+        if getattr(part, field) is None:
+            words = f"`{at}` is a part of the type {part.type} without `{field}`; add it"
+            raise ApiError(words, param=f"{at}.{field}", code="missing_field")
+
+
+def _texts_in(parts: list[ContentPart] | None, fields: dict[str, str]) -> list[str]:
+    found = [getattr(part, fields[part.type]) for part in parts or () if part.type in fields]
+    return [text for text in found if text is not None]

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that compile and render chat templates, and the pool of those that are idle.
+
+One is started when it is first needed, and again after it was ended for what a template did. It
+ends by itself with this process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import NamedTuple
+
+from .sandbox import TemplateRefused
+from .worker import LENGTH, MEMORY
+
+MAX_IDLE = 2
+# By the clock, of the time that a template may take of a processor: machines are busy.
+MAX_WAIT = 10
+# To start Python, on a busy machine.
+START_SECONDS = 60.0
+_END_SECONDS = 10.0
+_MODULE = f"{__package__}.worker"
+_MAX_BYTES_A_CHARACTER = 12  # of JSON
+_MAX_OTHER_BYTES = 1024**2
+
+
+class Broken(ValueError):
+    """The source is no template."""
+
+
+class Limits(NamedTuple):
+    """Of one rendering: time of a processor, and characters of the text."""
+
+    seconds: float
+    max_characters: int
+
+
+class TemplateProcess:
+    """One process. Asked by one thread at a time; any thread may end it."""
+
+    def __init__(self) -> None:
+        python = sys.executable
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                # -P: a file in the working directory must not take the place of a package.
+                [python, "-P", "-m", _MODULE, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C is for this process
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._connection = ours
+        self._has_answered = False
+        self._known: set[str] = set()
+        self.owner = os.getpid()
+
+    def ask(
+        self, key: str, source: str, context: Mapping[str, object] | None, limits: Limits
+    ) -> str:
+        """The text; empty without a context. Raises TemplateRefused, Broken for a source that is
+        none, and EOFError where the process ended by itself."""
+        question = {
+            "key": key,
+            "source": source,
+            "context": context,
+            "seconds": limits.seconds,
+            "max_characters": limits.max_characters,
+        }
+        try:
+            body = json.dumps(question).encode()
+        except RecursionError:
+            words = "the conversation nests lists or objects too deeply; send a flat one"
+            raise TemplateRefused(words) from None
+        give_up = time.monotonic() + MAX_WAIT * limits.seconds
+        give_up += 0.0 if self._has_answered else START_SECONDS
+        try:
+            self._wait_until(give_up)
+            self._connection.sendall(LENGTH.pack(len(body)) + body)
+            most = limits.max_characters * _MAX_BYTES_A_CHARACTER + _MAX_OTHER_BYTES
+            answer = json.loads(self._read(give_up, most))
+        except TimeoutError:
+            self.end()
+            raise TemplateRefused(self._too_long(limits)) from None
+        except OSError:
+            self.end()
+            if self._process.returncode == -signal.SIGPROF:
+                raise TemplateRefused(self._too_long(limits)) from None
+            if self._process.returncode == -signal.SIGKILL and self._has_answered:
+                raise TemplateRefused(MEMORY) from None
+            raise EOFError(f"it ended with status {self._process.returncode}") from None
+        self._has_answered = True
+        if "broken" in answer:
+            raise Broken(answer["broken"])
+        if "refused" in answer:
+            if answer["refused"] == MEMORY:
+                self.end()  # it may keep what it had
+            raise TemplateRefused(answer["refused"])
+        return str(answer["text"])
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def end(self) -> None:
+        """At once, and wait for it. Idempotent."""
+        if self.owner == os.getpid():
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
+        with suppress(OSError):  # wakes who reads
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    @staticmethod
+    def _too_long(limits: Limits) -> str:
+        return (
+            f"the chat template took longer than {limits.seconds:g} seconds and was stopped; send "
+            "a shorter conversation"
+        )
+
+    def _wait_until(self, give_up: float) -> None:
+        left = give_up - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+
+    def _read(self, give_up: float, most: int) -> bytes:
+        (size,) = LENGTH.unpack(self._read_exactly(LENGTH.size, give_up))
+        if size > most:
+            raise ConnectionError("the answer is longer than any may be")
+        return self._read_exactly(size, give_up)
+
+    def _read_exactly(self, size: int, give_up: float) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            self._wait_until(give_up)
+            piece = self._connection.recv(min(size - len(data), 1024**2))
+            if not piece:
+                raise ConnectionResetError
+            data += piece
+        return bytes(data)
+
+
+_lock = threading.Lock()
+_idle: list[TemplateProcess] = []
+
+
+def take() -> TemplateProcess:
+    """One that is idle, or a new one. Raises OSError where none can be started."""
+    while True:
+        with _lock:
+            found = _idle.pop() if _idle else None
+        if found is None:
+            return TemplateProcess()
+        if found.owner == os.getpid() and found.is_alive:
+            return found
+        found.end()  # of the process that this one was forked from, or somebody ended it
+
+
+def give_back(process: TemplateProcess) -> None:
+    """It is idle again, or has ended."""
+    with _lock:
+        if process.is_alive and len(_idle) < MAX_IDLE:
+            _idle.append(process)
+            return
+    process.end()
+
+
+class Asking:
+    """One question, for a thread that asks it and another one that may no longer want to know."""
+
+    def __init__(
+        self, key: str, source: str, context: Mapping[str, object] | None, limits: Limits
+    ) -> None:
+        self._question = key, source, context, limits
+        self._process: TemplateProcess | None = None
+        self._is_cancelled = False
+
+    def run(self) -> str:
+        """As `TemplateProcess.ask`, by one that is free. Raises TemplateRefused, Broken, and
+        OSError where there is none that answers."""
+        process = take()
+        try:
+            with _lock:
+                self._process = process
+                if self._is_cancelled:
+                    return ""
+            return process.ask(*self._question)
+        except EOFError as error:
+            raise OSError(f"the process that renders chat templates is gone: {error}") from None
+        finally:
+            with _lock:
+                self._process = None
+            give_back(process)
+
+    def cancel(self) -> None:
+        """Nobody waits for the answer: end what works on it."""
+        with _lock:
+            self._is_cancelled = True
+            process = self._process
+        if process is not None:
+            process.end()

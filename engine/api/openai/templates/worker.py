@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m stratakv.engine.api.openai.templates.worker FD`: compiles and renders chat templates.
+The process that started it asks over a socket.
+
+A template can ask for a text of gigabytes or for hours of work in one call into C, where no Python
+could stop it. Here the system does: beyond its memory an allocation fails, and beyond its time the
+whole process ends. Imports little, since it is started again after each end.
+
+    question  {"key": …, "source": … or null, "seconds": …, "context": …, "max_characters": …}
+    answer    {"text": …}, {"refused": why} or {"broken": why}, of a template that is none
+
+each as JSON behind its length in four bytes. A question without a context asks whether the template
+can be compiled. JSON, not msgpack: it has numbers of any size, and halves of characters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+from collections import OrderedDict
+from typing import Any
+
+import jinja2
+
+from .sandbox import TemplateRefused, compile_template, render_template
+
+LENGTH = struct.Struct("!I")
+# Beyond what the process has when it starts. The longest conversation takes some 100 MiB.
+MAX_MEMORY_BYTES = 768 * 1024**2
+MAX_TEMPLATES = 8
+_ALIVE_SECONDS = 10.0  # between looks whether the other process is still there
+
+MEMORY = (
+    f"the chat template took more than {MAX_MEMORY_BYTES // 1024**2} MiB of memory and was "
+    "stopped; send a shorter conversation"
+)
+
+
+def main() -> None:
+    """Answer until the other process is gone."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.settimeout(_ALIVE_SECONDS)
+    _limit_memory()
+    templates: OrderedDict[str, jinja2.Template] = OrderedDict()
+    parent = os.getppid()
+    while (body := _read_frame(connection, parent)) is not None:
+        answer = json.dumps(_answer(body, templates)).encode()
+        connection.settimeout(None)
+        connection.sendall(LENGTH.pack(len(answer)) + answer)
+        connection.settimeout(_ALIVE_SECONDS)
+
+
+def _answer(body: bytes, templates: OrderedDict[str, jinja2.Template]) -> dict[str, str]:
+    try:
+        question: dict[str, Any] = json.loads(body)
+        # The signal's default is to end the process, whatever it is doing.
+        signal.setitimer(signal.ITIMER_PROF, question["seconds"])
+        return _work(question, templates)
+    except MemoryError:
+        return {"refused": MEMORY}
+    except RecursionError:
+        return {"refused": "the conversation nests lists or objects too deeply; send a flat one"}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+
+
+def _work(question: dict[str, Any], templates: OrderedDict[str, jinja2.Template]) -> dict[str, str]:
+    key = question["key"]
+    if key not in templates:
+        try:
+            templates[key] = compile_template(question["source"])
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of a source that is anybody's
+            return {"broken": str(error) or type(error).__name__}
+        while len(templates) > MAX_TEMPLATES:
+            templates.popitem(last=False)
+    templates.move_to_end(key)
+    if question["context"] is None:
+        return {"text": ""}
+    try:
+        text = render_template(templates[key], question["context"], question["max_characters"])
+    except TemplateRefused as refused:
+        return {"refused": str(refused)}
+    return {"text": text}
+
+
+def _limit_memory() -> None:
+    pages = int(open("/proc/self/statm").read().split()[0])  # noqa: SIM115 - of this process
+    most = pages * resource.getpagesize() + MAX_MEMORY_BYTES
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if hard == resource.RLIM_INFINITY or hard > most:
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _read_frame(connection: socket.socket, parent: int) -> bytes | None:
+    """One question; None once nobody asks any more. A process that the other one has forked may
+    hold its end open."""
+    data = bytearray()
+    size = LENGTH.size
+    has_length = False
+    while len(data) < size:
+        try:
+            piece = connection.recv(min(size - len(data), 1024**2))
+        except TimeoutError:
+            if os.getppid() != parent:
+                return None
+            continue
+        if not piece:
+            return None
+        data += piece
+        if len(data) == size and not has_length:
+            (size,) = LENGTH.unpack(data)
+            data.clear()
+            has_length = True
+    return bytes(data)
+
+
+if __name__ == "__main__":
+    main()

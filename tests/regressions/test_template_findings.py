@@ -1,0 +1,477 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model's directory says of texts and was not read, messages that templates leave out, and
+templates that take all memory. In this process, without an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, normalizers
+
+from stratakv.engine.api.openai import chat_template
+from stratakv.engine.api.openai.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
+from stratakv.engine.api.openai.conversation import ChatOptions, ConversationRenderer
+from stratakv.engine.api.openai.outputs.tools import template_tools_of
+from stratakv.engine.api.openai.templates import process
+from stratakv.engine.options import EMBEDDED_MODEL
+from stratakv.engine.text.tokenizer import Tokenizer
+from stratakv.tiers.settings.values import ConfigError
+
+pytestmark = pytest.mark.regression
+
+TEMPLATES = Path(__file__).parents[1] / "engine/api/model_templates"
+Message = dict[str, Any]
+USER: Message = {"role": "user", "content": "a question"}
+RULE: Message = {"role": "developer", "content": "RULE"}
+CALL = {"id": "c", "type": "function", "function": {"name": "ring", "arguments": '{"at": "six"}'}}
+CALLS: Message = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT: Message = {"role": "tool", "tool_call_id": "c", "content": "rung"}
+TOOLS = [{"type": "function", "function": {"name": "ring", "parameters": {"type": "object"}}}]
+WORDS = "would leave no trace in the prompt"
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(EMBEDDED_MODEL)
+
+
+def rendered(source: str | ConversationRenderer, *messages: Message, tools: Any = None) -> str:
+    renderer = source
+    if isinstance(renderer, str):
+        renderer = ConversationRenderer(EMBEDDED_MODEL, tokenizer(), renderer)
+    shown = template_tools_of(tools)
+    return asyncio.run(renderer.render(list(messages), ChatOptions(), shown))
+
+
+def model(name: str) -> str:
+    return (TEMPLATES / f"{name}.jinja").read_text()
+
+
+# Messages that leave no trace
+
+
+@pytest.mark.parametrize("name", ["qwen-2.5", "qwen-3", "r1-distill", "llama-3", "phi", "gemma-3"])
+def test_x01_a_developers_text_is_a_systems(name: str) -> None:
+    system = {**RULE, "role": "system"}
+    prompt = rendered(model(name), RULE, USER)
+    assert prompt == rendered(model(name), system, USER) and "RULE" in prompt
+
+
+def test_x01_a_template_that_knows_developers_gets_them() -> None:
+    assert "# Instructions\n\nRULE" in rendered(model("gpt-oss"), RULE, USER)
+    named = "{% for m in messages %}<{{ m.role if m.role == 'developer' else '' }}{{ m.content }}"
+    assert rendered(f"{named}{{% endfor %}}", RULE) == "<developerRULE"
+
+
+KEEPS_USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "place"),
+    [
+        (KEEPS_USERS, [USER, {"role": "assistant", "content": "an answer"}, USER], 1),
+        (KEEPS_USERS, [{"role": "system", "content": "a"}, USER], 0),
+        (KEEPS_USERS, [{"role": "system", "content": "question"}, USER], 0),
+        ("{{ messages[-1].content }}", [USER, {"role": "assistant", "content": "b"}, USER], 0),
+        ("nothing at all", [USER], 0),
+        # Only the length of a text decides.
+        ("{% for m in messages if m.content | length < 5000 %}{{ m.content }}{% endfor %}",
+         [USER, {"role": "user", "content": "x" * 5000}], 1),
+    ],
+)  # fmt: skip
+def test_x01_a_message_that_is_left_out_is_refused(
+    source: str, messages: list[Message], place: int
+) -> None:
+    with pytest.raises(ValueError, match=WORDS) as caught:
+        rendered(source, *messages)
+    assert f"`messages[{place}]`, of the role {messages[place]['role']}" in str(caught.value)
+
+
+def test_x01_two_systems_of_which_one_shows() -> None:
+    first = {"role": "system", "content": "the first of two rules"}
+    with pytest.raises(ValueError, match=r"messages\[0\]"):
+        rendered(model("r1-distill"), first, {**first, "content": "another one"}, USER)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
+        "{% for m in messages %}{{ m.content | tojson }}{% endfor %}",
+        "{% for m in messages %}{{ m.content.split('x') | join('y') }}{% endfor %}",
+        "{% for m in messages %}{{ m.content | replace('a', 'o') }}{% endfor %}",
+        "{% for m in messages[::-1] %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content[:-1] }}{{ m.content[-1] }}{% endfor %}",
+    ],
+)
+def test_x01_what_is_shown_otherwise_is_shown(source: str) -> None:
+    turns = [USER, {"role": "assistant", "content": 'x "and" a\nlonger text that is quoted'}, USER]
+    assert rendered(source, *turns)
+
+
+def test_x01_a_conversation_is_rendered_once_and_a_small_one_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Long texts that stand in the prompt need no second look, and shapes are remembered."""
+    renderer = ConversationRenderer(EMBEDDED_MODEL, tokenizer(), model("qwen-3"))
+    sizes: list[int] = []
+    render = ChatTemplate.render
+
+    async def noting(self: ChatTemplate, messages: Any, **options: Any) -> str:
+        sizes.append(sum(len(message.get("content") or "") for message in messages))
+        return await render(self, messages, **options)
+
+    monkeypatch.setattr(ChatTemplate, "render", noting)
+    long = {"role": "user", "content": "a long question " * 1000}
+    rendered(renderer, long)
+    assert sizes == [16_000]
+    rendered(renderer, long, {"role": "assistant", "content": "no"}, long)
+    assert len(sizes) == 3 and sizes[2] < 100
+    rendered(renderer, long, {"role": "assistant", "content": "so"}, long)
+    assert len(sizes) == 4
+
+
+# Calls in the form of each template
+
+NULL = (
+    "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}"
+    "<call>{{ m.tool_calls[0].function.name }}"
+    "{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+JOINED = (
+    "{% for m in messages %}{% if m.tool_calls %}"
+    "{{ '<call>' + m.tool_calls[0].function.arguments }}"
+    "{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+ITEMS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<{{ c.function.name }}{% for k, v in c.function.arguments.items() %} {{ k }}={{ v }}"
+    "{% endfor %}>{% endfor %}{% endfor %}"
+)
+PYTHONS = ITEMS.replace("{% for k, v in c.function.arguments.items() %} {{ k }}={{ v }}",
+                        "{{ c.function.arguments }}{% if 0 %}").replace(
+                        "{% endfor %}>{% endfor %}", "{% endif %}>{% endfor %}")  # fmt: skip
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        (NULL, "<call>ring<tool>rung"),
+        (JOINED, '<call>{"at": "six"}<tool>rung'),
+        (ITEMS, "<assistant><ring at=six><tool>rung"),
+        (PYTHONS, '<assistant><ring{"at": "six"}><tool>rung'),
+        (PLAIN, '<assistant>{"name": "ring", "arguments": {"at": "six"}}<tool>rung'),
+        (model("r1-distill"), '<|tool_sep|>ring\n```json\n{"at": "six"}\n```<|tool_call_end|>'),
+        (model("phi"), "<|user|>\nrung<|end|>"),
+    ],
+)
+def test_x03_a_call_without_a_text(source: str, shown: str) -> None:
+    assert shown in rendered(source, USER, CALLS, RESULT)
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        (NULL, "<assistant>look<call>ring"),
+        (ITEMS, "<assistant>look<ring at=six>"),
+        (model("r1-distill"), "<|Assistant|>look</s>"),
+    ],
+)
+def test_x03_a_call_beside_a_text(source: str, shown: str) -> None:
+    prompt = rendered(source.replace("eos_token", "'</s>'"), USER, {**CALLS, "content": "look"})
+    assert shown in prompt and "ring" in prompt
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [(JOINED, '<call>{"at": "s'), (ITEMS, "<ring>"), (model("qwen-3"), '"arguments": {"at": "s}'),
+     (model("llama-3").replace("bos_token", "''"), r'"parameters": "{\"at\": \"s"}')],
+)  # fmt: skip
+def test_x03_arguments_that_are_no_object(source: str, shown: str) -> None:
+    function = {"name": "ring", "arguments": '{"at": "s'}
+    cut = {**CALLS, "tool_calls": [{**CALL, "function": function}]}
+    assert shown in rendered(source, USER, cut, RESULT)
+
+
+def test_x03_each_of_two_calls_is_followed_by_its_result() -> None:
+    two = [{**CALL, "id": each, "function": {"name": each, "arguments": "{}"}} for each in "ab"]
+    turns = [USER, {**CALLS, "tool_calls": two}]
+    turns += [{**RESULT, "tool_call_id": each, "content": f"rung {each}"} for each in "ba"]
+    prompt = rendered(model("llama-3").replace("bos_token", "''"), *turns)
+    order = [
+        prompt.index(words) for words in ('"name": "a"', '"rung a"', '"name": "b"', '"rung b"')
+    ]
+    assert order == sorted(order)
+
+
+def test_x03_a_template_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text("{{ eos_token }}{{ messages[0].content }}")
+    assert ChatTemplate.read(path, tokenizer()).source == path.read_text()
+    broken = {
+        "gone.jinja": (None, "cannot be read"),
+        "broken.jinja": ("{% if %}", "cannot be compiled"),
+        "large.jinja": ("x" * (MAX_TEMPLATE_CHARACTERS + 1), "characters and at most"),
+        "huge.jinja": ("x" * (4 * MAX_TEMPLATE_CHARACTERS + 1), "bytes and at most"),
+    }
+    for name, (text, words) in broken.items():
+        if text is not None:
+            (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=words) as caught:
+            ChatTemplate.read(tmp_path / name, tokenizer())
+        assert name in str(caught.value)
+
+
+# What transformers reads of a directory
+
+
+def directory(folder: Path, files: dict[str, Any]) -> Path:
+    """The embedded model's tokenizer with other files beside it; `tokenizer.json` may be a function
+    that changes it."""
+    files = dict(files)
+    change: Callable[[Any], None] | None = files.pop("tokenizer.json", None)
+    whole = json.loads((EMBEDDED_MODEL / "tokenizer.json").read_text())
+    if change is not None:
+        change(whole)
+    files["tokenizer.json"] = whole
+    files.setdefault("tokenizer_config.json", {})
+    if isinstance(files["tokenizer_config.json"], dict):
+        files["tokenizer_config.json"].setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / name).write_text(text)
+    return folder
+
+
+CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+SHOWS = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}|{{ messages[0].content }}"
+TWO = {"default": "plain " + SHOWS, "tool_use": "{{ tools | tojson }}" + SHOWS}
+NEW = {"content": "<new>", "lstrip": True, "rstrip": False, "normalized": False,
+       "single_word": False, "special": True}  # fmt: skip
+
+
+def not_special(whole: Any) -> None:
+    for token in whole["added_tokens"]:
+        token["special"] = False
+
+
+FILES: dict[str, dict[str, Any]] = {
+    "roles in the configuration": {CONFIG: {"bos_token": "<|endoftext|>", "eos_token": "</s>"}},
+    "roles with flags": {CONFIG: {"eos_token": {"__type": "AddedToken", **NEW}}},
+    "roles in the map": {MAP: {"bos_token": "<|endoftext|>", "eos_token": {**NEW}}},
+    "the map over the configuration": {CONFIG: {"eos_token": "</s>"}, MAP: {"eos_token": "<new>"}},
+    "the map is left where tokens are listed": {
+        CONFIG: {"added_tokens_decoder": {"3": NEW}}, MAP: {"eos_token": "<new>"}},
+    "tokens by their ids": {CONFIG: {"added_tokens_decoder": {
+        "70000": NEW, "60000": {**NEW, "content": "<im>", "special": False}}}},
+    "a flag that differs": {CONFIG: {"added_tokens_decoder": {
+        "0": {**NEW, "content": "<|endoftext|>", "special": False}}}},
+    "additional special tokens": {CONFIG: {"additional_special_tokens": ["<im>", "<new>"]}},
+    "extra special tokens": {CONFIG: {"extra_special_tokens": ["<im>", "<new>"]}},
+    "extra special tokens by name": {CONFIG: {"extra_special_tokens": {"im_token": "<im>"}}},
+    "a role of its own": {CONFIG: {"im_token": "<im>"}},
+    "both lists": {CONFIG: {"extra_special_tokens": ["<new>"],
+                            "additional_special_tokens": ["<im>"]}},
+    "a list in the map": {CONFIG: {"extra_special_tokens": ["<im>"]},
+                          MAP: {"extra_special_tokens": ["<new>"]}},
+    "a file of added tokens": {ADDED: {"<new>": 70001, "<im>": 70000},
+                               CONFIG: {"additional_special_tokens": ["<im>"]}},
+    "an end that is not marked": {"tokenizer.json": not_special,
+                                  CONFIG: {"eos_token": "<|endoftext|>"}},
+    "a template in a file": {"chat_template.jinja": SHOWS, CONFIG: {"chat_template": "no"}},
+    "a template in the configuration": {CONFIG: {"chat_template": SHOWS, "bos_token": "</s>"}},
+    "two templates in a list": {
+        CONFIG: {"chat_template": [{"name": k, "template": v} for k, v in TWO.items()]}},
+    "two templates in files": {"chat_template.jinja": TWO["default"],
+                               "additional_chat_templates/tool_use.jinja": TWO["tool_use"],
+                               "additional_chat_templates/rag.jinja": "no"},
+}  # fmt: skip
+TEXT = "to the <im> and <new> of </s> it<|endoftext|> all"
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_x09_a_directory_is_read_as_transformers_reads_it(tmp_path: Path, case: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = directory(tmp_path, FILES[case])
+    ours = Tokenizer.load(folder)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    for adds in (True, False):
+        ids = theirs(TEXT, add_special_tokens=adds).input_ids
+        assert ours.encode(TEXT, add_special_tokens=adds) == ids
+        for skips in (True, False):
+            text = theirs.decode(ids, skip_special_tokens=skips)
+            assert ours.decode(ids, skip_special_tokens=skips) == text
+    for role in ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "mask_token"):
+        assert ours.special_token(role) == getattr(theirs, role)
+
+
+@pytest.mark.parametrize("case", [case for case in FILES if "template" in case])
+def test_x05_a_template_is_found_where_transformers_finds_it(tmp_path: Path, case: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = directory(tmp_path, FILES[case])
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    renderer = ConversationRenderer(folder, Tokenizer.load(folder))
+    for tools in (None, TOOLS):
+        prompt = rendered(renderer, USER, tools=tools)
+        assert prompt == theirs.apply_chat_template([USER], tools, tokenize=False)
+    assert renderer.template is not None
+    assert ("tojson" in renderer.template.tools_source) == ("two" in case)
+
+
+@pytest.mark.parametrize("legacy", [True, False, None])
+def test_x09_a_space_before_a_text(tmp_path: Path, legacy: bool | None) -> None:
+    """`legacy: false` puts it there once, not behind each special token."""
+    transformers = pytest.importorskip("transformers")
+    letters = ["\u2581", *"abc"]
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{c: i for i, c in enumerate(letters, 3)}}
+    fast = FastTokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    fast.add_special_tokens(["<unk>", "<s>", "</s>"])
+    fast.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1)]
+    )
+    fast.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>",
+              "eos_token": "</s>", "unk_token": "<unk>"}  # fmt: skip
+    config |= {} if legacy is None else {"legacy": legacy}  # type: ignore[dict-item]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = Tokenizer.load(tmp_path)
+    theirs = transformers.LlamaTokenizer.from_pretrained(tmp_path)
+    for text in ("ab c", " ab", "<s>ab</s>c a", "</s> b"):
+        ids = theirs(text, add_special_tokens=False).input_ids
+        assert ours.encode(text, add_special_tokens=False) == ids
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {CONFIG: {"added_tokens_decoder": {"x": NEW}}},
+        {CONFIG: {"added_tokens_decoder": {"5": 7}}},
+        {CONFIG: {"additional_special_tokens": "<new>"}},
+        {CONFIG: {"extra_special_tokens": [7]}},
+        {CONFIG: {"extra_special_tokens": [f"<{i}>" for i in range(70_000)]}},
+        {MAP: "[]"},
+        {ADDED: '{"a":'},
+        {ADDED: {"<new>": "x"}},
+    ],
+)
+def test_x09_files_that_name_no_tokens(tmp_path: Path, files: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Tokenizer.load(directory(tmp_path, files))
+
+
+def test_x09_what_adds_tokens_counts_in_the_digest(tmp_path: Path) -> None:
+    digests = set()
+    for place, files in enumerate(({}, {MAP: {"eos_token": "<a>"}}, {MAP: {"eos_token": "<b>"}})):
+        (folder := tmp_path / str(place)).mkdir()
+        digests.add(Tokenizer.load(directory(folder, files)).digest)
+    assert len(digests) == 3
+
+
+# Templates that take all memory or all time
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ '%3000000000d' % 1 }}",  # folded while the template is compiled
+        "{{ '%3000000000d' % messages | length }}",
+        "{{ '{:3000000000}'.format(messages | length) }}",
+        "{{ 'x' | center(3000000000) }}",
+        "{{ 'x'.ljust(3000000000) }}{{ 'x'.zfill(3000000000) }}",
+        "{{ '\t'.expandtabs(2000000000 + messages | length) }}",
+        "{{ messages | tojson(indent=3000000000) }}",
+        "{{ [messages] | batch(2000000000, 'x') | list | length }}",
+        "{% set s = 'a'.ljust(300000000) %}{% set t %}{{ s }}{{ s }}{{ s }}{% endset %}{{ t }}",
+    ],
+)
+def test_y07_a_template_that_takes_all_memory_is_stopped(source: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match="more than 768 MiB of memory and was stopped"):
+        rendered(source, USER)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024, "not here"
+    assert rendered(PLAIN, USER) == "<user>a question"
+
+
+def test_y07_a_template_is_stopped_while_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "COMPILE_SECONDS", 0.2)
+    with pytest.raises(ConfigError, match=r"cannot be compiled .*longer than 0\.2 seconds"):
+        ChatTemplate("{{ [1] | slice(1000000000) | list | length }}", {}, "test")
+
+
+def test_y07_one_call_that_takes_too_long_is_stopped() -> None:
+    template = ChatTemplate("{{ messages[0] | wordwrap(1) | length }}", {}, "test")
+    with pytest.raises(ValueError, match=r"longer than 0\.2 seconds"):
+        asyncio.run(template.render(
+            ["a" * 1_000_000], add_generation_prompt=False, max_characters=9, timeout_seconds=0.2  # type: ignore[list-item]
+        ))  # fmt: skip
+
+
+def test_y07_a_conversation_that_nobody_waits_for_is_stopped() -> None:
+    template = ChatTemplate(
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {}, "test"
+    )
+
+    async def leave() -> None:
+        asked = asyncio.ensure_future(template.render(
+            [USER], add_generation_prompt=False, max_characters=9, timeout_seconds=1000.0
+        ))  # fmt: skip
+        while not asks.is_set():
+            await asyncio.sleep(0.001)
+        asked.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asked
+
+    asks, taken = threading.Event(), []
+
+    def noting(self: process.TemplateProcess, *question: Any) -> str:
+        taken.append(self)
+        asks.set()
+        return ask(self, *question)
+
+    ask = process.TemplateProcess.ask
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process.TemplateProcess, "ask", noting)
+        asyncio.run(leave())
+    assert not taken[0].is_alive and taken[0] not in process._idle
+
+
+def test_y07_a_process_that_was_forked_or_ended_is_not_asked() -> None:
+    rendered(PLAIN, USER)
+    for spoil in ("fork", "end"):
+        found = process.take()
+        process.give_back(found)
+        if spoil == "fork":
+            found.owner += 1
+        else:
+            found._process.kill()
+            found._process.wait()
+        assert rendered(PLAIN, USER) == "<user>a question"
+        assert found not in process._idle
+        found.owner = os.getpid()
+        found.end()
+
+
+@pytest.mark.parametrize("value", [10**30, float("inf"), "\ud83d half", {"deep": [[None]]}])
+def test_y07_every_value_of_json_reaches_the_template(value: Any) -> None:
+    template = ChatTemplate("{{ messages[0].v }}", {}, "test")
+    text = asyncio.run(template.render(
+        [{"v": value}], add_generation_prompt=False, max_characters=99, timeout_seconds=9.0
+    ))  # fmt: skip
+    assert text == str(value)
