@@ -40,9 +40,7 @@ from stratakv.tiers.record import (
     encode_header,
 )
 
-IDENTITY = Identity(
-    model="m", revision="", dtype="bfloat16", kv_dtype="float32", block_size=16
-)
+IDENTITY = Identity(model="m", revision="", dtype="bfloat16", kv_dtype="float32", block_size=16)
 LAYOUT = BlockLayout(num_layers=6, block_size=16, num_kv_heads=2, head_dim=64, kv_dtype="float32")
 ROOT = "f410d5b9a0196cde1a85cfc30e5373e034893f6247b7cecb84f6c44080b2781d"
 CHAIN = [

@@ -30,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ..mounts import mount_of
+from .mounts import mount_of
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ....tiers.errors import TierConfigError
+from ....tiers.identity.mounts import mount_of
 from ....tiers.mac_key import read_mac_key
-from ....tiers.mounts import mount_of
 from ....tiers.settings.sizes import rough_size
 from ....tiers.ssd.folder.identity import key_name, read_note, unpack
 from ....tiers.ssd.folder.inventory import is_store, look_at
