@@ -99,6 +99,20 @@ def test_x01_a_message_that_is_left_out_is_refused(
     assert f"`messages[{place}]`, of the role {messages[place]['role']}" in str(caught.value)
 
 
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% for part in m.content if part.type == 'text' %}"
+    "{{ part.text }}{% endfor %}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def test_x01_a_template_that_shows_parts_alone_gets_parts() -> None:
+    turns = [{**RULE, "role": "system"}, USER, {**CALLS, "content": "look"}, RESULT]
+    assert (
+        rendered(PARTS, *turns) == "<system>RULE<user>a question<assistant>look<call>ring<tool>rung"
+    )
+
+
 def test_x01_two_systems_of_which_one_shows() -> None:
     first = {"role": "system", "content": "the first of two rules"}
     with pytest.raises(ValueError, match=r"messages\[0\]"):
@@ -136,7 +150,8 @@ def test_x01_a_conversation_is_rendered_once_and_a_small_one_beside(
     monkeypatch.setattr(ChatTemplate, "render", noting)
     long = {"role": "user", "content": "a long question " * 1000}
     rendered(renderer, long)
-    assert sizes == [16_000]
+    assert sizes == [10, 16_000], "the first is a probe"
+    del sizes[0]
     rendered(renderer, long, {"role": "assistant", "content": "no"}, long)
     assert len(sizes) == 3 and sizes[2] < 100
     rendered(renderer, long, {"role": "assistant", "content": "so"}, long)
