@@ -244,6 +244,35 @@ def test_x04_five_turns_of_the_library_without_a_refusal(
     assert (fourth, fifth.choices[0].message.content) == ("yes", "the end")
 
 
+# Bodies of conversations in which litellm, langchain and the AI SDK talked with a server: tools and
+# their results, answers sent back, streams, developers' messages, schemas of pydantic and zod. To
+# record them anew, put a proxy that writes bodies down between such a client and `stratakv serve`.
+RECORDED = [
+    json.loads(line) for line in (TEMPLATES.parent / "client_bodies.jsonl").read_text().splitlines()
+]
+
+
+@pytest.mark.parametrize(
+    "recorded",
+    RECORDED,
+    ids=[f"{i}-{each['client'].split()[0]}" for i, each in enumerate(RECORDED)],
+)
+def test_x04_bodies_of_other_clients(http: httpx.Client, recorded: dict[str, Any]) -> None:
+    body = {**recorded["body"], "model": "tiny"}
+    for name in ("max_tokens", "max_completion_tokens"):
+        if name in body:
+            body[name] = 1
+    answer = http.post(CHAT, json=body)
+    assert answer.status_code == 200, answer.text
+
+
+def test_x04_all_of_them_are_recorded() -> None:
+    clients = {each["client"].split()[0] for each in RECORDED}
+    assert clients == {
+        "litellm", "langchain-openai", "@ai-sdk/openai", "@ai-sdk/openai-compatible",
+    }  # fmt: skip
+
+
 MORE: list[tuple[str, dict[str, Any]]] = [
     ("noise", {"stream": True, "stream_options": {"include_obfuscation": False}}),
     ("options", {"stream": True, "stream_options": {"include_usage": None, "other": {"a": 1}}}),

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import resource
+import socket
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -25,7 +27,9 @@ from stratakv.engine.api.openai.chat_template import MAX_TEMPLATE_CHARACTERS, Ch
 from stratakv.engine.api.openai.conversation import ChatOptions, ConversationRenderer
 from stratakv.engine.api.openai.outputs.tools import template_tools_of
 from stratakv.engine.api.openai.templates import process
-from stratakv.engine.options import EMBEDDED_MODEL
+from stratakv.engine.cli import serve
+from stratakv.engine.options import EMBEDDED_MODEL, engine_config
+from stratakv.engine.settings.server import server_config
 from stratakv.engine.text.tokenizer import Tokenizer
 from stratakv.tiers.settings.values import ConfigError
 
@@ -99,6 +103,20 @@ def test_x01_a_message_that_is_left_out_is_refused(
     assert f"`messages[{place}]`, of the role {messages[place]['role']}" in str(caught.value)
 
 
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% for part in m.content if part.type == 'text' %}"
+    "{{ part.text }}{% endfor %}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def test_x01_a_template_that_shows_parts_alone_gets_parts() -> None:
+    turns = [{**RULE, "role": "system"}, USER, {**CALLS, "content": "look"}, RESULT]
+    assert (
+        rendered(PARTS, *turns) == "<system>RULE<user>a question<assistant>look<call>ring<tool>rung"
+    )
+
+
 def test_x01_two_systems_of_which_one_shows() -> None:
     first = {"role": "system", "content": "the first of two rules"}
     with pytest.raises(ValueError, match=r"messages\[0\]"):
@@ -136,7 +154,8 @@ def test_x01_a_conversation_is_rendered_once_and_a_small_one_beside(
     monkeypatch.setattr(ChatTemplate, "render", noting)
     long = {"role": "user", "content": "a long question " * 1000}
     rendered(renderer, long)
-    assert sizes == [16_000]
+    assert sizes == [10, 16_000], "the first is a probe"
+    del sizes[0]
     rendered(renderer, long, {"role": "assistant", "content": "no"}, long)
     assert len(sizes) == 3 and sizes[2] < 100
     rendered(renderer, long, {"role": "assistant", "content": "so"}, long)
@@ -233,6 +252,27 @@ def test_x03_a_template_from_a_file(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words) as caught:
             ChatTemplate.read(tmp_path / name, tokenizer())
         assert name in str(caught.value)
+
+
+def test_x03_a_template_that_cannot_be_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stratakv.engine.client.process.ProcessClient.start", None)
+    path = tmp_path / "broken.jinja"
+    path.write_text("{% if %}")
+    config = engine_config(str(EMBEDDED_MODEL), {})
+    server = server_config({"chat_template": str(path)})
+    for words in ("broken.jinja cannot be compiled", "broken.jinja cannot be read"):
+        with pytest.raises(ConfigError, match=words), socket.socket() as sock:
+            asyncio.run(serve._serve(config, server, sock, None, (), lambda params: None))
+        path.unlink(missing_ok=True)
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare/config.json").write_text((EMBEDDED_MODEL / "config.json").read_text())
+    bare = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, path=tmp_path / "bare")
+    )
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"), socket.socket() as sock:
+        asyncio.run(serve._serve(bare, server, sock, None, (), lambda params: None))
 
 
 # What transformers reads of a directory

@@ -8,6 +8,7 @@ import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replace_field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from .chat_template import RESERVED_VARIABLES, ChatTemplate
 from .checks import check_messages
 from .messages import text_of, thought_of
 from .protocol import ChatMessage, MadeCall
-from .templates.probe import ABSENT, NULL, CallForm, Seen, probe_of
+from .templates.probe import ABSENT, NULL, CallForm, Seen, in_parts, probe_of
 from .templates.sandbox import TemplateRefused
 
 _NO_ARGUMENTS = ("", "null", "None")  # as clients write that there are none
@@ -113,9 +114,12 @@ class _Rendering:
     opens_turn: bool
     variables: Mapping[str, object]
     tools: Sequence[Mapping[str, object]] | None
+    in_parts: bool = False  # contents go as lists of parts
 
     async def prompt(self, messages: list[ChatMessage], *, goes_on: bool) -> str:
         probe = probe_of(self.template)
+        if not self.in_parts and await probe.takes_parts(self._plain):
+            return await replace_field(self, in_parts=True).prompt(messages, goes_on=goes_on)
         form = CallForm()
         if any(message.tool_calls or message.role == "tool" for message in messages):
             form = await probe.call_form(self._plain, tools=bool(self.tools))
@@ -141,7 +145,7 @@ class _Rendering:
     async def __call__(self, seen: Sequence[Seen]) -> str:
         return await self._render(seen, self.tools, self.opens_turn, self.variables)
 
-    async def _plain(self, seen: Sequence[Seen], tools: Sequence[Any] | None) -> str:
+    async def _plain(self, seen: Sequence[Seen], tools: Sequence[Any] | None = None) -> str:
         """Without anything of this request."""
         return await self._render(seen, tools, False, {})
 
@@ -153,7 +157,7 @@ class _Rendering:
         variables: Mapping[str, object],
     ) -> str:
         return await self.template.render(
-            seen,
+            [in_parts(message) for message in seen] if self.in_parts else seen,
             add_generation_prompt=opens_turn,
             variables=variables,
             max_characters=self.settings.max_rendered_characters,

@@ -58,8 +58,19 @@ class TemplateProbe:
 
     def __init__(self, template: ChatTemplate) -> None:
         self.names_developer = "developer" in template.source
+        self._takes_parts: bool | None = None
         self._forms: dict[bool, CallForm] = {}
         self._left_out: OrderedDict[bytes, frozenset[int]] = OrderedDict()
+
+    async def takes_parts(self, render: Render) -> bool:
+        """Whether contents have to be lists of parts: a text alone would show nothing, as in
+        templates that know pictures."""
+        if self._takes_parts is None:
+            user = {"role": "user", "content": _TEXT}
+            self._takes_parts = False
+            if not await _shows(render, user):
+                self._takes_parts = await _shows(render, in_parts(user))
+        return self._takes_parts
 
     async def call_form(
         self, render: Callable[[Sequence[Seen], Sequence[Any] | None], Awaitable[str]], tools: bool
@@ -109,6 +120,21 @@ def probe_of(template: ChatTemplate) -> TemplateProbe:
     if template not in _probes:
         _probes[template] = TemplateProbe(template)
     return _probes[template]
+
+
+def in_parts(message: Seen) -> Seen:
+    """The same message, its content as a list of parts."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
+
+
+async def _shows(render: Render, message: Seen) -> bool:
+    try:
+        return _TEXT in await render([message])
+    except TemplateRefused:
+        return False
 
 
 def _look_for(text: str, seen: Sequence[Seen]) -> tuple[set[int], set[int]]:
