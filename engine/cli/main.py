@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     _write_any_text()
+    _lose_what_standard_error_cannot_take()
     _silence_grpc()
     try:
         code = _run(words)
@@ -90,6 +91,36 @@ def _write_any_text() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+class _Lossy(TextIOWrapper):
+    """Standard error: a full disk behind it loses what is told beside the output, and ends no
+    command."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return len(text)
+
+
+def _lose_what_standard_error_cannot_take() -> None:
+    if type(sys.stderr) is TextIOWrapper and sys.stderr is sys.__stderr__:
+        sys.stderr = _Lossy(
+            sys.stderr.buffer, sys.stderr.encoding, "backslashreplace", line_buffering=True
+        )
+
+
+def _check_working_directory() -> None:
+    """Raises ConfigError where it was removed: no relative path means anything, and libraries that
+    look there end the process with words of their own."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the working directory is gone ({error.strerror}); change to one that is there"
+        ) from error
+
+
 def _flush() -> None:
     """Flush standard output now, because a full disk is a failure too."""
     if sys.stdout is not None:
@@ -119,6 +150,7 @@ def _run(words: list[str]) -> int:
         raise ConfigError(f"there is no {kind} {format_value(name)}{near}")
     if name in _RELOADED:  # it has not read anything yet that it would have to read anew
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    _check_working_directory()
     command = importlib.import_module(f".{name.replace('-', '_')}", __package__)
     parser = Parser(prog=f"stratakv {name}", description=command.DESCRIPTION)
     command.add_arguments(parser)

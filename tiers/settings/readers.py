@@ -113,11 +113,12 @@ def text(called: str, value: Any) -> str:
             f"{called} takes a text that is not empty, not {format_value(value)}{_quote(value)}"
         )
     _check_length(called, value)
-    if _UNUSABLE.search(value):
+    if found := _UNUSABLE.search(value):
+        is_half = found[0] >= "\ud800"
         raise ConfigError(
             f"{called} takes one line of UTF-8 without control characters, not "
             f"{format_value(value)}; "
-            "leave them out"
+            f"{'some of its bytes are no UTF-8: write it anew' if is_half else 'leave them out'}"
         )
     return value
 
