@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
+from typing import Any, TextIO, cast
 
 from ... import __version__
 from ...tiers.settings.format import format_value, one_line
@@ -91,23 +92,38 @@ def _write_any_text() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-class _Lossy(TextIOWrapper):
+class _Lossy:
     """Standard error: a full disk behind it loses what is told beside the output, and ends no
     command."""
 
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
     def write(self, text: str) -> int:
+        """All of it, or nothing from then on."""
         try:
-            return super().write(text)
+            return self._stream.write(text)
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            self._drop()
             return len(text)
+
+    def flush(self) -> None:
+        """Nothing is left behind that Python would try again at its end."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._drop()
+
+    def _drop(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _lose_what_standard_error_cannot_take() -> None:
     if type(sys.stderr) is TextIOWrapper and sys.stderr is sys.__stderr__:
-        sys.stderr = _Lossy(
-            sys.stderr.buffer, sys.stderr.encoding, "backslashreplace", line_buffering=True
-        )
+        sys.stderr = cast(TextIO, _Lossy(sys.stderr))
 
 
 def _check_working_directory() -> None:
