@@ -99,6 +99,10 @@ class RouterConfig:
     tenant_header: str | None = setting(
         None, _header, "one more header of clients that nodes get", "NAME"
     )
+    allowed_hosts: tuple[str, ...] | None = setting(
+        None, readers.hosts, "what requests may call this router beside addresses and localhost",
+        "LIST", "none on loopback, else any",
+    )  # fmt: skip
     admin_key_file: Path | None = setting(
         None, readers.path, "file with the key that /nodes asks for", "FILE"
     )
