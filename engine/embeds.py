@@ -36,12 +36,15 @@ class EmbedsError(ValueError):
     """These bytes are no prompt embeddings of this model; says why."""
 
 
-def read_embeds(data: bytes, hidden_size: int, max_tokens: int) -> EmbedArray:
+def read_embeds(
+    data: bytes, hidden_size: int, max_tokens: int, largest: float = math.inf
+) -> EmbedArray:
     """The one tensor of a safetensors file: float16, bfloat16, float32 or float64 `[num_tokens,
     hidden_size]` of 1 to `max_tokens` tokens. Float64 stays; the others become float32, which
-    changes no number.
+    changes no number. `largest` is the last number of the type that the model computes in.
 
-    Raises EmbedsError, naming what is wrong, for anything else and for numbers that are not finite.
+    Raises EmbedsError, naming what is wrong, for anything else, for numbers that are not finite and
+    for those that would not be in the model.
     """
     tensor, content = _only_tensor(data)
     name, shape = tensor.dtype, tensor.shape
@@ -72,6 +75,12 @@ def read_embeds(data: bytes, hidden_size: int, max_tokens: int) -> EmbedArray:
         raise EmbedsError(
             f"prompt embeddings are finite numbers, and element {element} of token {token} is "
             f"{values[token, element]}"
+        )
+    if largest < math.inf and not (within := np.abs(values) <= largest).all():
+        token, element = np.argwhere(~within)[0].tolist()
+        raise EmbedsError(
+            f"this model computes with numbers up to {largest:.6g}, and element {element} of token "
+            f"{token} of the prompt embeddings is {values[token, element]:.6g}"
         )
     return values
 

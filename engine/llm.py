@@ -49,7 +49,7 @@ from .sampling_params import SamplingParams, check_params_for_embeds
 from .text.output_processor import OutputProcessor, TextOutput, generate_text
 from .text.reasoning import find_marks, with_reasoning_marks
 from .text.tokenizer import Tokenizer, with_spelt_bad_words
-from .wire import AddRequest, RequestExtras, check_priority
+from .wire import AddRequest, Ready, RequestExtras, check_priority
 
 if TYPE_CHECKING:
     from .core.engine_core import EngineCore
@@ -352,7 +352,7 @@ class LLM:
         longest = ready.max_model_len - 1
         extras = None
         if isinstance(prompt, np.ndarray) and (prompt.ndim != 1 or prompt.dtype.kind == "f"):
-            extras = _embeds_extras(prompt, params, ready.hidden_size, longest)
+            extras = _embeds_extras(prompt, params, ready, longest)
             ids: Sequence[int] = [0] * len(prompt)
         elif isinstance(prompt, str):
             ids = self._need_tokenizer().encode(prompt, max_tokens=longest)
@@ -431,12 +431,12 @@ class LLM:
 
 
 def _embeds_extras(
-    prompt: npt.NDArray[Any], params: SamplingParams, hidden_size: int, longest: int
+    prompt: npt.NDArray[Any], params: SamplingParams, ready: Ready, longest: int
 ) -> RequestExtras:
     """A prompt of numbers, checked as the core checks it; raises ValueError."""
     check_params_for_embeds(params)
     data = write_embeds(prompt)
-    read_embeds(data, hidden_size, longest)
+    read_embeds(data, ready.hidden_size, longest, ready.largest_embedding)
     return RequestExtras(prompt_embeds=data)
 
 

@@ -7,6 +7,7 @@ encoding them. Messages are arrays on the wire, so new fields go to the end and 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -153,6 +154,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     identity: dict[str, str] = {}  # what another engine must have too to find its blocks
     takes_priority: bool = False  # whether requests may say one
     pins_turns: bool = False  # whether blocks are kept between the turns of a job
+    largest_embedding: float = math.inf  # the last number of the type that the model computes in
 
 
 class Fatal(msgspec.Struct, tag="fatal", array_like=True):

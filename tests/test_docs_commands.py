@@ -296,7 +296,8 @@ def test_fields_of_embeddings() -> None:
 def test_limits() -> None:
     settings = ApiSettings()
     switches = {
-        "api_key", "enable_dev_routes", "metrics_without_key", "cross_origin", "tenant_header",
+        "api_key", "enable_dev_routes", "metrics_without_key", "cross_origin", "allowed_hosts",
+        "tenant_header",
     }  # fmt: skip
     wanted = {
         field.name: getattr(settings, field.name)

@@ -36,6 +36,7 @@ from ..text.tool_calls.choice import find_tool_parser, make_tool_format
 from .errors import ENGINE, ApiError, ClientGone, error_response, to_api_error
 from .front import Front
 from .http.auth import HEALTH_PATH, NODE_PATH, ApiKeyMiddleware
+from .http.hosts import HostMiddleware
 from .metrics.metrics import Metrics
 from .openai.body import MAX_QUOTED_CHARACTERS
 from .openai.chat import create_chat_completion
@@ -171,6 +172,8 @@ def create_app(
     if settings.cross_origin is not None:
         # Outside the key check: a browser asks first without a key, and a page has to see a 401.
         _allow_cross_origin(app, settings.cross_origin)
+    if settings.allowed_hosts is not None:
+        app.add_middleware(HostMiddleware, allowed=settings.allowed_hosts)
     return app
 
 

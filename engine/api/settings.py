@@ -27,6 +27,7 @@ class ApiSettings:
     metrics_without_key: bool = False
     tenant_header: str | None = None  # whose word is taken for the tenant; None: there is one
     cross_origin: CrossOrigin | None = None  # None: no page of another origin may use the server
+    allowed_hosts: frozenset[str] | None = None  # what requests may call us; None: anything
     max_body_bytes: int = 16 * MIB
     max_prompts_per_request: int = 128
     max_messages_per_request: int = 4096

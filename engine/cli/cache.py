@@ -77,10 +77,11 @@ def _ls(words: list[str]) -> int:
         return 0
     for entry in found:
         blocks = "unknown" if entry.blocks is None else f"{entry.blocks:,}"
+        used = "" if entry.used_bytes is None else f"{_size(entry.used_bytes)} used by "
         print(
             f"{one_line(str(entry.path))}\n"
             f"  made for   {one_line(entry.layout_text or _UNKNOWN)}\n"
-            f"  size       {_size(entry.allocated_bytes)}, {blocks} blocks\n"
+            f"  size       {_size(entry.allocated_bytes)} reserved, {used}{blocks} blocks\n"
             f"  last used  {_moment(entry)}{_use(entry)}"
         )
     if not found:
@@ -205,6 +206,7 @@ def _as_json(entry: StoreEntry) -> dict[str, Any]:
         "made_for": entry.layout_text,
         "allocated_bytes": entry.allocated_bytes,
         "blocks": entry.blocks,
+        "used_bytes": entry.used_bytes,
         "last_used_unix_seconds": entry.last_used,
         "in_use": entry.owner is not None,
         "owner": entry.owner,

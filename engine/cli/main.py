@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
+from typing import Any, TextIO, cast
 
 from ... import __version__
 from ...tiers.settings.format import format_value, one_line
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     _write_any_text()
+    _lose_what_standard_error_cannot_take()
     _silence_grpc()
     try:
         code = _run(words)
@@ -90,6 +92,51 @@ def _write_any_text() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+class _Lossy:
+    """Standard error: a full disk behind it loses what is told beside the output, and ends no
+    command."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """All of it, or nothing from then on."""
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        """Nothing is left behind that Python would try again at its end."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._drop()
+
+    def _drop(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _lose_what_standard_error_cannot_take() -> None:
+    if type(sys.stderr) is TextIOWrapper and sys.stderr is sys.__stderr__:
+        sys.stderr = cast(TextIO, _Lossy(sys.stderr))
+
+
+def _check_working_directory() -> None:
+    """Raises ConfigError where it was removed: no relative path means anything, and libraries that
+    look there end the process with words of their own."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the working directory is gone ({error.strerror}); change to one that is there"
+        ) from error
+
+
 def _flush() -> None:
     """Flush standard output now, because a full disk is a failure too."""
     if sys.stdout is not None:
@@ -119,6 +166,7 @@ def _run(words: list[str]) -> int:
         raise ConfigError(f"there is no {kind} {format_value(name)}{near}")
     if name in _RELOADED:  # it has not read anything yet that it would have to read anew
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    _check_working_directory()
     command = importlib.import_module(f".{name.replace('-', '_')}", __package__)
     parser = Parser(prog=f"stratakv {name}", description=command.DESCRIPTION)
     command.add_arguments(parser)

@@ -124,6 +124,7 @@ def _explain_bind(error: OSError, host: str, port: int) -> str:
 
 def api_settings(server: ServerConfig) -> ApiSettings:
     """The part of the server's settings that the routes use."""
+    from ..api.http.hosts import hosts_to_check
     from ..api.settings import ApiSettings, CrossOrigin
 
     allowed = CrossOrigin(
@@ -138,6 +139,11 @@ def api_settings(server: ServerConfig) -> ApiSettings:
         metrics_without_key=server.metrics_without_key,
         tenant_header=server.tenant_header,
         cross_origin=allowed if server.allowed_origins else None,
+        allowed_hosts=hosts_to_check(
+            server.allowed_hosts,
+            server.host,
+            asks_for_key=server.api_key is not None or server.ssl_cert_reqs == ssl.CERT_REQUIRED,
+        ),
     )
 
 

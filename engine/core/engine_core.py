@@ -117,6 +117,7 @@ class EngineCore:
             overlaps = config.executor == "mp" or device.type != "cpu"
             max_steps_in_flight = 2 if config.async_scheduling and overlaps else 1
         self._dtype = dtype_for(config, self.spec, device)
+        self._largest_embedding = float(torch.finfo(self._dtype).max)
         kv_dtype = kv_dtype_name(config.cache.kv_cache_dtype, self._dtype)
         layout = self.spec.layout(config.cache.block_size, kv_dtype)
         self._groups = plan_groups(layout, config.cache.num_groups, self.spec.layer_attention)
@@ -176,6 +177,7 @@ class EngineCore:
                 config.tenant_secret,
                 config.role,
                 takes_priority=self.scheduler.takes_priority,
+                largest_embedding=self._largest_embedding,
             )
             self._grammars = GrammarManager(
                 config.model.path,
@@ -224,6 +226,7 @@ class EngineCore:
             eos_token_ids=list(self.spec.eos_token_ids),
             tiers=("pool", *self.config.offload.tier_names),
             hidden_size=self.spec.hidden_size,
+            largest_embedding=self._largest_embedding,
             identity=self._identity,
             takes_priority=self.scheduler.takes_priority,
             pins_turns=self.scheduler.pins_turns,

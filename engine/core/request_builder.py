@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 
 import msgspec
 import numpy as np
@@ -39,6 +40,7 @@ class RequestBuilder:
         role: str = "both",
         *,
         takes_priority: bool = False,
+        largest_embedding: float = math.inf,
     ) -> None:
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
@@ -47,6 +49,7 @@ class RequestBuilder:
         self._tenant_secret = tenant_secret
         self._role = role
         self._takes_priority = takes_priority
+        self._largest_embedding = largest_embedding
 
     def build(self, request: AddRequest) -> tuple[Request, Ticket | None]:
         """The request, and its ticket where that is of this prompt and these parameters. Raises as
@@ -135,7 +138,9 @@ class RequestBuilder:
         if not data:
             return None
         check_params_for_embeds(request.sampling_params)
-        embeds = read_embeds(data, self._hidden_size, self._max_model_len - 1)
+        embeds = read_embeds(
+            data, self._hidden_size, self._max_model_len - 1, self._largest_embedding
+        )
         if len(embeds) != num_tokens:
             raise ValueError(
                 f"prompt embeddings stand for each of the prompt's {num_tokens} tokens, and they "

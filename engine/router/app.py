@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -27,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...tiers.settings.values import MIB, ConfigError
 from ..api.errors import ApiError, ClientGone, error_response, to_api_error
+from ..api.http.hosts import check_host, host_in, hosts_to_check
 from ..api.openai.body import read_body
 from ..api.openai.streaming import until_disconnect
 from ..api.settings import ApiSettings
@@ -83,6 +84,9 @@ class Router:
             max_body_bytes=config.max_body_bytes, body_timeout_seconds=config.body_seconds
         )
         self._key_digest = None if admin_key is None else _digest(admin_key)
+        self._allowed_hosts = hosts_to_check(
+            config.allowed_hosts or (), config.host, asks_for_key=False
+        )
         self._passed = _PASSED_HEADERS
         if config.tenant_header is not None:
             self._passed = self._passed | {config.tenant_header.encode()}
@@ -114,6 +118,8 @@ class Router:
         if scope["type"] != "http":
             return
         try:
+            if not scope["path"].startswith("/nodes"):  # which looks more closely
+                check_host(scope, self._allowed_hosts)
             own = self._answer_own(scope)
         except ApiError as error:
             own = error_response(error)
@@ -189,7 +195,7 @@ class Router:
             raise ApiError(message, status=401, kind="authentication_error", code="invalid_api_key")
         ends = [each[0] for each in (scope.get("client"), scope.get("server")) if each]
         # A page may reach this machine by a name of its own; then that is its host.
-        host = _host_in(headers.get(b"host", b""))
+        host = host_in(headers.get(b"host", b""))
         ends.append("127.0.0.1" if host == "localhost" else host)
         if len(ends) < 3 or not all(_is_loopback(each) for each in ends):
             message = (
@@ -293,14 +299,6 @@ def read_admin_key(path: Path | None) -> str | None:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
-
-
-def _host_in(header: bytes) -> str:
-    """The name in the header Host, without the port."""
-    try:
-        return urlsplit(f"//{header.decode('latin-1')}").hostname or ""
-    except ValueError:
-        return ""
 
 
 def _is_loopback(address: str) -> bool:

@@ -54,9 +54,11 @@ def read_node(called: str, value: Any) -> NodeAddress:
     is_plain = not (url.path.strip("/") or url.query or url.fragment or "@" in url.netloc)
     is_url = url.scheme in _DEFAULT_PORTS and url.hostname and port != 0 and is_plain
     if not is_url or not url.hostname or not text.isascii() or any(c.isspace() for c in text):
+        bare = text.partition("//")[2].count(":") > 1 and "[" not in text
         raise ConfigError(
             f"{called} takes the URL of a node, such as http://10.0.0.5:8000 (no path, no user), "
             f"not {format_value(value)}"
+            f"{'; an IPv6 address stands in brackets, as in http://[::1]:8000' * bare}"
         )
     return NodeAddress(url.hostname, port or _DEFAULT_PORTS[url.scheme], url.scheme == "https")
 
@@ -97,6 +99,10 @@ class RouterConfig:
     tenant_header: str | None = setting(
         None, _header, "one more header of clients that nodes get", "NAME"
     )
+    allowed_hosts: tuple[str, ...] | None = setting(
+        None, readers.hosts, "what requests may call this router beside addresses and localhost",
+        "LIST", "none on loopback, else any",
+    )  # fmt: skip
     admin_key_file: Path | None = setting(
         None, readers.path, "file with the key that /nodes asks for", "FILE"
     )

@@ -315,7 +315,14 @@ def _tenants(options: Mapping[str, Any], left_token: str | None) -> tuple[Tenant
         return tenant, own_token
     if token_file is not None:
         raise ConfigError("--token-file is for a server without --tenants; give one of the two")
-    tenants = read_tenants(_text_of(path, "--tenants"), f"the tenants file {path}", readers.size)
+    text = _text_of(path, "--tenants")
+    mode = path.stat().st_mode
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):  # who writes it lets in whomever he likes
+        raise ConfigError(
+            f"--tenants names {path}, which other users can write (mode {stat.S_IMODE(mode):04o}); "
+            f"run: chmod go-w {path}"
+        )
+    tenants = read_tenants(text, f"the tenants file {path}", readers.size)
     check_totals(tenants, cpu_bytes, ssd_bytes)
     if ssd_bytes and not any(tenant.ssd_bytes for tenant in tenants):
         raise ConfigError(

@@ -44,6 +44,7 @@ class ServerConfig:
     allowed_methods: tuple[str, ...] = (ANY,)
     allowed_headers: tuple[str, ...] = (ANY,)
     allow_credentials: bool = False
+    allowed_hosts: tuple[str, ...] = ()  # empty: on loopback without a key its own names
     tenant_header: str | None = None  # in small letters; None: all clients are one tenant
     ssl_certfile: Path | None = None  # None: plain HTTP
     ssl_keyfile: Path | None = None  # None: the key lies in the certificate's file
@@ -186,6 +187,11 @@ SERVER_OPTIONS: Mapping[str, Option] = {
     "allow_credentials": Option(
         "server", "allow_credentials", readers.switch,
         "let them use cookies and what else a browser keeps for this server",
+    ),
+    "allowed_hosts": Option(
+        "server", "allowed_hosts", readers.hosts,
+        "what requests may call this server beside addresses and localhost: *, or names",
+        "LIST", "none on loopback without a key, else any",
     ),
     "tenant_header": Option(
         "server", "tenant_header", _header,

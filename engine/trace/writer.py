@@ -8,7 +8,10 @@ dropped and counted; where it fails, the trace ends with one line in the log.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
+import stat
 import threading
 import time
 from collections import deque
@@ -34,12 +37,12 @@ MakeRecord = Callable[[], Record | EncodedDecision]
 
 
 class TraceWriter:
-    """Appends to the file at `path`. Raises ConfigError where it cannot be opened."""
+    """Appends to the file at `path`, which only its user can read then. Raises ConfigError where it
+    cannot be opened."""
 
     def __init__(self, path: Path, *, most_queued: int = MOST_QUEUED) -> None:
         try:
-            with path.open("ab"):
-                pass
+            self._descriptor = _open(path)
         except OSError as error:
             raise ConfigError(
                 f"--step-trace {path} cannot be written: {error.strerror}; name a file in a "
@@ -119,7 +122,7 @@ class TraceWriter:
         self._loop, self._nudge = asyncio.get_running_loop(), asyncio.Event()
         encoder = msgspec.json.Encoder()
         queue = self._queue
-        async with aiofiles.open(self._path, "ab", buffering=0) as file:
+        async with aiofiles.open(self._descriptor, "ab", buffering=0) as file:
             while True:
                 is_closing = self._closing.is_set()
                 while queue:
@@ -142,6 +145,34 @@ class TraceWriter:
         if not self._queue and not self._closing.is_set():
             await self._nudge.wait()
         self._sleeps = False
+
+
+def _open(path: Path) -> int:
+    """A descriptor to append with. No link is followed, a pipe is not waited for, and a trace,
+    which tells of every request, is its user's alone. May raise OSError."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(error.errno, "it is a link, and none is followed") from error
+        if error.errno == errno.ENXIO:
+            raise OSError(error.errno, "it is no ordinary file") from error
+        raise
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode):
+            if status.st_nlink > 1:
+                raise OSError(errno.EMLINK, "it has another name somewhere (a hard link)")
+            if status.st_uid == os.geteuid() and status.st_mode & 0o077:
+                os.fchmod(descriptor, 0o600)
+        elif not stat.S_ISCHR(status.st_mode):  # such as /dev/null
+            raise OSError(errno.EINVAL, "it is no ordinary file")
+        os.set_blocking(descriptor, True)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 async def _write_whole(file: aiofiles.threadpool.binary.AsyncFileIO, data: bytes) -> None:

@@ -26,7 +26,7 @@ _OUT_OF_BOUNDS = {
     1: "slots from -1 to the last one of the pool",
     2: "block ids of the pool",
     3: "lengths that the block tables hold",
-    4: "query_starts that ascend from 0 to the number of tokens",
+    4: "query_starts that ascend within the tokens, of which those of no request stay as they are",
 }
 
 

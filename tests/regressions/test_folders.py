@@ -13,9 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from stratakv.engine.cli.main import main
 from stratakv.tiers import registry
 from stratakv.tiers.contract import make_keys, payload_of
 from stratakv.tiers.errors import TierConfigError, TierDown
+from stratakv.tiers.ssd.folder.inventory import look_at
 from stratakv.tiers.ssd.store import SsdStore
 from stratakv.tiers.ssd.watched import GONE, WatchedStore
 from stratakv.tiers.tier_settings import SsdSettings
@@ -171,3 +173,13 @@ def test_w07_a_tier_of_a_package_is_judged_alike(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(TierConfigError) as raised:
             registry.open_tier(registry.TierRequest("own", SMALL, b"", {}))
         assert raised.type is kind
+
+
+def test_z12_what_is_used_of_what_is_reserved(
+    path: Path, store: WatchedStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.close(SECONDS)
+    entry = look_at(path)
+    assert entry.used_bytes == len(KEYS) * SMALL.page_bytes < entry.allocated_bytes
+    assert main(["cache", "ls", str(path)]) == 0
+    assert f"KiB used by {len(KEYS)} blocks" in capsys.readouterr().out

@@ -14,7 +14,7 @@ from ..errors import TierConfigError
 DEFAULT_PORT = 9400
 SCHEMES = ("grpc", "grpcs")
 _ADDRESS = re.compile(
-    r"(?P<scheme>[a-z]+)://(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::(?P<port>[0-9]{1,5}))?/?"
+    r"(?P<scheme>[a-z]+)://(?P<host>\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._~-]+)?\]|[A-Za-z0-9._-]+)(?::(?P<port>[0-9]{1,5}))?/?"
 )
 
 
@@ -48,6 +48,15 @@ def parse_address(text: str) -> ServerAddress:
     if match is None or match["scheme"] not in SCHEMES or not 0 < port < 65536:
         raise TierConfigError(
             f"a cache server's address looks like grpc://host:{DEFAULT_PORT} or "
-            f"grpcs://host:{DEFAULT_PORT}, not {text[:200]!r}"
+            f"grpcs://host:{DEFAULT_PORT}, not {text[:200]!r}{_in_brackets(text)}"
         )
     return ServerAddress(match["host"].strip("[]"), port, match["scheme"] == "grpcs")
+
+
+def _in_brackets(text: str) -> str:
+    """What to add where an IPv6 address stands bare."""
+    scheme, _, rest = text.strip().partition("://")
+    host, _, port = rest.rpartition(":")
+    if "[" in rest or host.count(":") < 2 or not port.isdecimal():
+        return ""
+    return f"; an IPv6 address stands in brackets: {scheme}://[{host[:100]}]:{port[:5]}"

@@ -46,6 +46,7 @@ _OPENING_SHARE = 0.4  # of the time that is left, for each way to connect
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 2.0
 _REFUSED_PAUSE = 30.0
+_MOST_TOLD = 32  # refusals that are remembered
 _READ_ONLY = (
     "it is an engine, which stores no blocks of others; name it in --kv-peers, not in --kv-offload"
 )
@@ -101,7 +102,7 @@ class ServerLink:
         self.was_up = False  # attached, at some time
         self._is_up = False
         self._closed = False
-        self._told = ""  # the last refusal that was logged
+        self._told: set[str] = set()  # refusals that were logged since it was up
         self._has_told_of_memory = False
         self._boot_id = b""
         self._questions = 0
@@ -401,9 +402,8 @@ class ServerLink:
             self._tell(Retry.RARELY, str(error))
             return Retry.RARELY
         except Exception as error:  # this thread is the only one that ever attaches
-            if str(error) != self._told:
+            if self._is_news(str(error)):
                 log.exception("%s cannot be attached", self.address)
-                self._told = str(error)
             self.count_error("internal")
             self._close_channel()
             return Retry.LATER
@@ -418,7 +418,7 @@ class ServerLink:
             self.capacity_bytes = response.capacity_bytes
             self.was_up = True
             self._is_up = not self._closed
-            self._told = ""
+            self._told.clear()
             self._changed.notify_all()
         log.info("%s is attached", self.address)
         return None
@@ -436,10 +436,18 @@ class ServerLink:
         if channel is not None:
             channel.close()
 
+    def _is_news(self, what: str) -> bool:
+        """Whether this was not told yet; two causes may take turns."""
+        if what in self._told:
+            return False
+        if len(self._told) >= _MOST_TOLD:  # a text that is another each time
+            self._told.clear()
+        self._told.add(what)
+        return True
+
     def _tell(self, retry: Retry, what: str) -> None:
         """One line for each cause, not for each try."""
-        if retry is Retry.ATTACH or what == self._told:
+        if retry is Retry.ATTACH or not self._is_news(what):
             return
-        self._told = what
         pause = f"; tried again, later every {_REFUSED_PAUSE:g} s" if retry in _REFUSALS else ""
         log.warning("%s is not used for now: %s%s", self.address, what, pause)

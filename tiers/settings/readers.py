@@ -30,6 +30,7 @@ MAX_TEXT_CHARACTERS = 4096
 # Line breaks, terminal sequences, and bytes of a command line that are no UTF-8: in a name or a
 # path they would spoil the log, the identity of blocks or an answer.
 _UNUSABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")
 
 
 def integer(called: str, value: Any) -> int:
@@ -113,11 +114,12 @@ def text(called: str, value: Any) -> str:
             f"{called} takes a text that is not empty, not {format_value(value)}{_quote(value)}"
         )
     _check_length(called, value)
-    if _UNUSABLE.search(value):
+    if found := _UNUSABLE.search(value):
+        is_half = found[0] >= "\ud800"
         raise ConfigError(
             f"{called} takes one line of UTF-8 without control characters, not "
             f"{format_value(value)}; "
-            "leave them out"
+            f"{'some of its bytes are no UTF-8: write it anew' if is_half else 'leave them out'}"
         )
     return value
 
@@ -129,6 +131,18 @@ def path(called: str, value: Any) -> Path:
         return Path(place).expanduser()
     except RuntimeError as error:  # `~name` of nobody on this machine
         raise ConfigError(f"{called} takes a path, not {format_value(place)} ({error})") from error
+
+
+def hosts(called: str, value: Any) -> tuple[str, ...]:
+    """Names of hosts with commas between, in small letters; `*` is any."""
+    names = texts(called, value)
+    for name in names:
+        if name != "*" and not _HOST.fullmatch(name):
+            raise ConfigError(
+                f"{called} takes * or names of hosts such as models.example.org (no port, no "
+                f"https://), not {format_value(name)}"
+            )
+    return tuple(name.lower().rstrip(".") for name in names)
 
 
 def model(called: str, value: Any) -> str:

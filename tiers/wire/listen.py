@@ -14,7 +14,7 @@ LARGEST_PORT = 65535
 
 def is_loopback(host: str) -> bool:
     """Whether nobody but this machine can reach `host`."""
-    if host == "localhost":
+    if host.lower() == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -13,6 +13,7 @@ import math
 import socket
 import ssl
 from pathlib import Path
+from typing import Any
 
 import h11
 import uvicorn
@@ -87,12 +88,31 @@ def _refuse_password() -> str:
 
 logger = logging.getLogger(__name__)
 
+# Limit on the request line and all headers together, also before they are complete.
+MAX_HEADER_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0
 # Within it a client must take something of what waits for it. The kernel tells of a reader in large
 # steps, so a shorter time would cut slow ones off.
 STALL_SECONDS = 300.0
 
 _INVALID = ApiError("this is no valid HTTP request; send HTTP/1.1", code="invalid_http")
+
+
+class _BoundedHeads(h11.Connection):
+    """h11 counts what has not become a whole head yet, and not one that comes at once."""
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        if self.their_state is not h11.IDLE:
+            return super().next_event()
+        before = len(self.trailing_data[0])
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            size = before - len(self.trailing_data[0])
+            if size > MAX_HEADER_BYTES:
+                raise h11.RemoteProtocolError(
+                    f"a head of {size} bytes; {MAX_HEADER_BYTES} are taken", error_status_hint=431
+                )
+        return event
 
 
 class HttpProtocol(H11Protocol):
@@ -102,6 +122,10 @@ class HttpProtocol(H11Protocol):
     that reads nothing would hold its answer in memory as well. Bytes that are not HTTP are answered
     with an error object.
     """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.conn = _BoundedHeads(h11.SERVER, MAX_HEADER_BYTES)
 
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
@@ -190,8 +214,6 @@ class HttpProtocol(H11Protocol):
             self._head_timer = None
 
 
-# Limit on the request line and all headers together, checked before they are complete.
-MAX_HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_SECONDS = 75  # above what load balancers usually wait, so that they close first
 BACKLOG = 2048
 

@@ -168,11 +168,14 @@ async def _resolve_embeds(
         if asked is not None and asked is not False:
             message = f"`{name}` is about tokens, and `prompt_embeds` has none; drop one of them"
             raise ApiError(message, param=name, code="invalid_value")
-    hidden_size, longest = front.client.ready.hidden_size, front.max_prompt_tokens
+    ready, longest = front.client.ready, front.max_prompt_tokens
 
     def read() -> list[tuple[bytes, int]]:
         files = [base64.b64decode(text, validate=True) for text in given]
-        return [(data, len(read_embeds(data, hidden_size, longest))) for data in files]
+        return [
+            (data, len(read_embeds(data, ready.hidden_size, longest, ready.largest_embedding)))
+            for data in files
+        ]
 
     try:
         files = await front.off_loop(read, sum(map(len, given)))

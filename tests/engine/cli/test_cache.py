@@ -68,6 +68,8 @@ def test_what_is_listed(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server, ssd = asked(capsys, "ls")["stores"]
     assert (server["path"], ssd["path"]) == (str(home / "server" / "0123"), str(home / "ssd"))
     assert (server["blocks"], ssd["blocks"]) == (3, 10)
+    # Z12: it showed what is reserved, and not what of that is used.
+    assert (server["used_bytes"], ssd["used_bytes"]) == (3 * ODD.page_bytes, 10 * SMALL.page_bytes)
     assert "KV heads of 48" in server["made_for"] and "KV heads of 32" in ssd["made_for"]
     assert ssd["allocated_bytes"] == allocated(home / "ssd") <= CAPACITY
     newest = max(each.stat().st_mtime for each in (home / "ssd").rglob("*") if each.is_file())
@@ -77,7 +79,9 @@ def test_what_is_listed(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8
     assert lines[4] == str(home / "ssd")
-    assert re.fullmatch(r"  size       \d\.\d MiB, 10 blocks", lines[6])
+    assert re.fullmatch(
+        r"  size       \d\.\d MiB reserved, \d+\.\d KiB used by 10 blocks", lines[6]
+    )
     assert re.fullmatch(r"  last used  \d{4}-\d\d-\d\d \d\d:\d\d \S+", lines[7])
 
 

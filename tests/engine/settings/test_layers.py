@@ -127,6 +127,7 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
     "allowed_methods": (("get", ("GET",)), ("GET,POST", ("GET", "POST")), ("*", ("*",))),
     "allowed_headers": (("*", ("*",)), ("authorization", ("authorization",)), ("x-a", ("x-a",))),
     "allow_credentials": (("yes", True), ("false", False), ("1", True)),
+    "allowed_hosts": (("*", ("*",)), ("A.org,b", ("a.org", "b")), ("c.", ("c",))),
     "tenant_header": (("X-Tenant", "x-tenant"), ("a", "a"), ("b", "b")),
     "ssl_keyfile": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),
     "ssl_certfile": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),

@@ -166,7 +166,7 @@ class StoreDirectory:
             yield from self.path.glob(f"{name}/*")
 
     def _refuse_wrong_kind(self, path: Path) -> None:
-        """A link, a pipe or a folder that stands where a file of ours belongs."""
+        """A link of either kind, a pipe or a folder that stands where a file of ours belongs."""
         if not os.path.lexists(path):
             return
         mode = path.lstat().st_mode
@@ -176,6 +176,11 @@ class StoreDirectory:
             raise TierConfigError(
                 f"the SSD tier needs {path} to be a {'folder' if is_folder else 'file'} and finds "
                 f"{what}; use another path or remove it"
+            )
+        if not is_folder and path.lstat().st_nlink > 1:
+            raise TierConfigError(
+                f"the SSD tier would write over {path}, which has another name somewhere (a hard "
+                "link), and so perhaps another owner; use another path or remove it"
             )
 
     def _take_lock(self) -> None:

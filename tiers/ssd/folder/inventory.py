@@ -37,6 +37,7 @@ class StoreEntry:
     layout_text: str | None  # what it was made for
     allocated_bytes: int  # what the file system has given to it
     blocks: int | None  # of the last commit
+    used_bytes: int | None  # what these blocks hold; the rest is reserved for others
     last_used: float  # seconds since 1970, of the last change to one of its files
     owner: str | None  # the process id of who has it open, as far as it is known
 
@@ -65,11 +66,13 @@ def look_at(path: Path) -> StoreEntry:
     note = read_note(path)
     files = [path / "lock", *_ours(path)]
     stats = [each.lstat() for each in files if os.path.lexists(each)]
+    blocks = _num_rows(path / "index" / DATA_FILE)
     return StoreEntry(
         path,
         None if note is None else note.layout_text,
         sum(each.st_blocks * 512 for each in stats),
-        _num_rows(path / "index" / DATA_FILE),
+        blocks,
+        None if blocks is None or note is None else blocks * note.page_bytes,
         max(each.st_mtime for each in stats),
         _owner(path),
     )

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check of the header Host: who may be meant by a request.
+
+A page of any site can have its own name lead to this machine after it was loaded (DNS rebinding),
+and is then of one origin with a server here, for a browser. Its requests carry that name. So a
+server that listens on loopback and asks for no key answers requests to addresses, to localhost and
+to names that it was told; an address is what no page can pass off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ....tiers.wire.listen import is_loopback
+from ..errors import ApiError, error_response
+
+ANY = "*"
+_OWN = "localhost"
+_NO_HOST = frozenset(b"@/?#\\")  # of other parts of a URL
+_SHOWN_CHARACTERS = 64
+
+
+def hosts_to_check(
+    given: Sequence[str], listens_on: str, *, asks_for_key: bool
+) -> frozenset[str] | None:
+    """The names that requests may be for; None where any may. `given` is what a setting says."""
+    if ANY in given or (not given and (asks_for_key or not is_loopback(listens_on))):
+        return None
+    return frozenset((*given, listens_on.lower()))
+
+
+def check_host(scope: Scope, allowed: frozenset[str] | None) -> None:
+    """Raises ApiError for a request to a host that is not meant."""
+    if allowed is None:
+        return
+    header = next((value for name, value in scope["headers"] if name == b"host"), None)
+    if header is None:  # HTTP/1.0, which no browser speaks
+        return
+    name = host_in(header)
+    if name in allowed or name == _OWN or name.endswith(f".{_OWN}") or _is_address(name):
+        return
+    shown = header.decode("latin-1")[:_SHOWN_CHARACTERS]
+    raise ApiError(
+        f"this server is not {shown!r}: it answers requests to addresses and to localhost; start "
+        "it with --allowed-hosts and that name if it is meant",
+        status=403,
+        code="host_not_allowed",
+    )
+
+
+def host_in(header: bytes) -> str:
+    """The name in the header Host, without port and in small letters; empty where it is none."""
+    if not _NO_HOST.isdisjoint(header):
+        return ""
+    try:
+        return (urlsplit(f"//{header.decode('latin-1')}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+class HostMiddleware:
+    """Answers 403 to requests to other hosts."""
+
+    def __init__(self, app: ASGIApp, allowed: frozenset[str]) -> None:
+        self._app = app
+        self._allowed = allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what may pass."""
+        if scope["type"] == "http":
+            try:
+                check_host(scope, self._allowed)
+            except ApiError as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
