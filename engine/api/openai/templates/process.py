@@ -22,7 +22,7 @@ from typing import NamedTuple
 from .sandbox import TemplateRefused
 from .worker import LENGTH, MEMORY
 
-MAX_IDLE = 2
+MAX_IDLE = 4  # as many as work at once for one template
 # By the clock, of the time that a template may take of a processor: machines are busy.
 MAX_WAIT = 10
 # To start Python, on a busy machine.

@@ -46,6 +46,9 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.settimeout(_ALIVE_SECONDS)
     _limit_memory()
+    # Both may come from the other process.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     templates: OrderedDict[str, jinja2.Template] = OrderedDict()
     parent = os.getppid()
     while (body := _read_frame(connection, parent)) is not None:
