@@ -36,6 +36,7 @@ from pathlib import Path
 from ...tiers.admission import AdmissionFilter, AdmitAll, make_filter
 from ...tiers.policies.base import EvictionPolicy
 from ...tiers.policies.choice import policy_factory
+from ...tiers.python_command import spawn_context
 from .formats import BLOCK_TOKENS, SHAPES, Trace, generate, read_trace
 
 _WEIGHT_FLOPS = 2 * 8.0e9  # for each token
@@ -388,7 +389,7 @@ def run_cells(
             yield _run(cell, traces[cell.trace])
         return
     # Not forked: this process may have threads.
-    context = multiprocessing.get_context("spawn")
+    context = spawn_context()
     # The large ones first, so that no worker is left alone with one at the end.
     ordered = sorted(cells, key=lambda cell: -traces[cell.trace].num_accesses)
     with context.Pool(workers, _start_worker, (list(sources),)) as pool:

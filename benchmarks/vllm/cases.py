@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ...connector.vllm.settings import transfer_config
+from ...tiers.python_command import python_command
 from ...tiers.settings.values import ConfigError
 from ..harness.comparison import Comparison, Outcome, WrongWork, take_rounds
 from ..harness.peer import Child, PeerFailed
@@ -244,8 +245,9 @@ def start_lmcache(bench: Bench, scratch: Path, stack: ExitStack) -> Engine:
         "l1-size-gb": 1, "supported-transfer-mode": "engine_driven",
         "shm-name": f"stratakv-bench-{port}",
     }  # fmt: skip
-    command = ["env", *(f"{name}={value}" for name, value in ENVIRONMENT.items()), bench.python]
-    command += ["-m", "lmcache.cli.main", "server", "--disable-metrics"]
+    command = ["env", *(f"{name}={value}" for name, value in ENVIRONMENT.items())]
+    words = ("-m", "lmcache.cli.main", "server", "--disable-metrics")
+    command += python_command(*words, python=bench.python)
     command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     stack.enter_context(Server(command, port, scratch / "lmcache-server.log", START_SECONDS))
     extra = {"lmcache.mp.host": f"tcp://{HOST}", "lmcache.mp.port": port}

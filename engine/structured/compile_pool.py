@@ -19,12 +19,12 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
+from ...tiers.python_command import python_command
 from ..structured_params import GrammarSpec, Kind
 from .base import Form, GrammarError, NotNow
 from .compile_messages import LAST, LOOK_SECONDS, Answer, Ask, Start, receive, send
@@ -42,8 +42,7 @@ START_SECONDS = 300.0  # with a large vocabulary, at low priority beside other w
 STARVED_SECONDS = 2.0
 _STARVED_SHARE = 0.05
 _END_SECONDS = 5.0
-# -P: a file in the working directory must not take the place of a package.
-_COMMAND = (sys.executable, "-P", "-m", "stratakv.engine.structured.compile_process")
+_COMMAND = python_command("-m", "stratakv.engine.structured.compile_process")
 _CPU_CLOCK = 2  # of a process, with its number above the lowest three bits: Linux
 
 

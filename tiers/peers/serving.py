@@ -13,7 +13,6 @@ import re
 import selectors
 import stat
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ import msgspec
 
 from ..cpu import CpuSlab
 from ..errors import TierConfigError
+from ..python_command import python_command
 from ..tier_settings import ListenAddress, ServeSettings
 from ..wire.listen import LARGEST_PORT, host_port, is_loopback
 
@@ -144,7 +144,7 @@ class SlabServing:
                 if self._closing.is_set():
                     return
                 self._process = process = subprocess.Popen(
-                    [sys.executable, "-m", _MODULE],
+                    python_command("-m", _MODULE),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
