@@ -159,12 +159,11 @@ def free_ports(count: int) -> list[int]:
 def cache_server(cpu_bytes: int, *flags: str) -> Iterator[Server]:
     """A cache server with so much memory. Raises ServerFailed where it does not start."""
     port, data_port = free_ports(2)
-    command = python_command("-m", "stratakv.engine.cli.main", "cache-server")
-    command += ["--port", str(port), "--data-port", str(data_port), "--drain-seconds", "1"]
-    command += ["--cpu-bytes", str(cpu_bytes), *flags]
+    words = f"--port {port} --data-port {data_port} --drain-seconds 1 --cpu-bytes {cpu_bytes}"
+    command = python_command("-m", "stratakv.engine.cli.main", "cache-server", *words.split())
     with (
         tempfile.TemporaryDirectory(prefix="stratakv-bench-") as folder,
-        Server(command, port, Path(folder) / "log", _START_SECONDS) as server,
+        Server([*command, *flags], port, Path(folder) / "log", _START_SECONDS) as server,
     ):
         yield server
 

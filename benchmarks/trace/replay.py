@@ -388,11 +388,10 @@ def run_cells(
         for cell in cells:
             yield _run(cell, traces[cell.trace])
         return
-    # Not forked: this process may have threads.
-    context = spawn_context()
     # The large ones first, so that no worker is left alone with one at the end.
     ordered = sorted(cells, key=lambda cell: -traces[cell.trace].num_accesses)
-    with context.Pool(workers, _start_worker, (list(sources),)) as pool:
+    # Not forked: this process may have threads.
+    with spawn_context().Pool(workers, _start_worker, (list(sources),)) as pool:
         answers = pool.imap_unordered(_run_in_worker, ordered)
         for _ in ordered:
             try:
