@@ -234,9 +234,8 @@ def start_lmcache(bench: Bench, scratch: Path, stack: ExitStack) -> Engine:
     if bench.versions["lmcache"] is None:
         raise PeerFailed(f"{bench.python} has no lmcache")
     if lacks := bench.versions["lmcache_lacks"]:
-        names = ", ".join(lacks)
         raise PeerFailed(
-            f"{bench.python} lacks {names}, which LMCache's server imports; install what "
+            f"{bench.python} lacks {', '.join(lacks)}, which LMCache's server imports; install what "
             "docs/vllm.md says under 'How it compares'"
         )
     port, http_port = free_ports(2)
@@ -246,9 +245,8 @@ def start_lmcache(bench: Bench, scratch: Path, stack: ExitStack) -> Engine:
         "shm-name": f"stratakv-bench-{port}",
     }  # fmt: skip
     command = ["env", *(f"{name}={value}" for name, value in ENVIRONMENT.items())]
-    words = ("-m", "lmcache.cli.main", "server", "--disable-metrics")
-    command += python_command(*words, python=bench.python)
-    command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    command += python_command("-m", "lmcache.cli.main", "server", python=bench.python)
+    command += [f"--{name}={value}" for name, value in flags.items()] + ["--disable-metrics"]
     stack.enter_context(Server(command, port, scratch / "lmcache-server.log", START_SECONDS))
     extra = {"lmcache.mp.host": f"tcp://{HOST}", "lmcache.mp.port": port}
     module = "lmcache.integration.vllm.lmcache_mp_connector"
