@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import os
 import select
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any, Self
 
 from ...engine.client.launcher import CORE_ENVIRONMENT
@@ -41,9 +41,9 @@ class Child:
     ) -> None:
         self._name, self._log = name, log
         with log.open("ab") as sink:
-            self._process: Any = Popen(
-                python_command(*words, python=python), stdin=PIPE, stdout=PIPE, stderr=sink,
-                env={**CORE_ENVIRONMENT, **os.environ},
+            self._process: Any = subprocess.Popen(
+                python_command(*words, python=python), stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=sink, env={**CORE_ENVIRONMENT, **os.environ},
             )  # fmt: skip
         self._pending = b""
 
@@ -61,7 +61,7 @@ class Child:
             self._process.stdin.close()
         try:
             self._process.wait(timeout=_EXIT_SECONDS)
-        except TimeoutExpired:
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(timeout=_EXIT_SECONDS)
         self._process.stdout.close()

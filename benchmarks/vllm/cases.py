@@ -235,8 +235,8 @@ def start_lmcache(bench: Bench, scratch: Path, stack: ExitStack) -> Engine:
         raise PeerFailed(f"{bench.python} has no lmcache")
     if lacks := bench.versions["lmcache_lacks"]:
         raise PeerFailed(
-            f"{bench.python} lacks {', '.join(lacks)}, which LMCache's server imports; install what "
-            "docs/vllm.md says under 'How it compares'"
+            f"{bench.python} lacks {', '.join(lacks)}, which LMCache's server imports; install "
+            "what docs/vllm.md says under 'How it compares'"
         )
     port, http_port = free_ports(2)
     flags = {
