@@ -78,8 +78,8 @@ class Thought:
 
 
 class White:
-    """Which tokens are white space. A grammar of JSON may come to where nothing else can follow, for
-    ever: a key that two rules of a schema contradict each other about, say."""
+    """Which tokens are white space. A grammar of JSON may come to where nothing else can follow,
+    for ever: a key that two rules of a schema contradict each other about, say."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._ids = frozenset(

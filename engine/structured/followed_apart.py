@@ -112,8 +112,9 @@ class _MatcherApart(Matcher):
     def _ask(self, *, is_wanted: bool) -> RowAnswer:
         """What the process says of the present place. Raises GrammarError."""
         if not is_wanted and len(self._pending) > 1:  # the last one may be refused, no other
-            self._ask_with(self._pending[:-1], is_wanted=False)
-            self._pending = self._pending[-1:]
+            last = self._pending.pop()
+            self._ask_with(self._pending, is_wanted=False)
+            self._pending = [last]
         return self._ask_with(self._pending, is_wanted=is_wanted)
 
     def _ask_with(self, tokens: list[int], *, is_wanted: bool) -> RowAnswer:

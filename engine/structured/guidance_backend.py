@@ -268,6 +268,8 @@ def _plain(message: str) -> str:
             "options of a oneOf may hold at once, and that only one does is not kept to; use "
             "anyOf, or give each a property with a constant of its own"
         )
+    if text == "NoExtensionBias":
+        return "there is no token by which it could go on"
     if found := _ELSEWHERE.match(text):
         return (
             f"the $ref {found['name']!r} leads out of the schema, and nothing is fetched; put what "
