@@ -13,9 +13,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from .json_schemas import prepared, with_schemas
+
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 100
 MAX_CHOICES = 4096
+# Characters between two parts of JSON, where nothing else is said: a model that would write white
+# space for ever goes on.
+MOST_WHITESPACE = 32
 
 
 class Kind(enum.StrEnum):
@@ -151,7 +156,8 @@ def _checked_json(name: str, value: str | dict[str, Any]) -> str:
     if not isinstance(decoded, dict):
         raise ValueError(f"{what} must be a JSON object, got {type(decoded).__name__}")
     _check_depth(what, decoded)
-    return text
+    made = prepared(decoded) if name == Kind.JSON else with_schemas(decoded, prepared)
+    return text if made == decoded else std_json.dumps(made, ensure_ascii=False)
 
 
 def _check_depth(what: str, value: Any) -> None:

@@ -65,10 +65,10 @@ def test_what_fails_is_told_and_left_to_pip(
     monkeypatch.setattr(tool.subprocess, "run", run)
     monkeypatch.setattr(sys, "argv", ["", "test"])
     assert tool.main() == 0
-    assert [command[1:4] for command in asked] == [
-        ["-m", "pip", "config"],
-        ["-m", "pip", "install"],
-        ["-m", "uv", "pip"],
+    assert [command[1:5] for command in asked] == [
+        ["-P", "-m", "pip", "config"],
+        ["-P", "-m", "pip", "install"],
+        ["-P", "-m", "uv", "pip"],
     ]
     assert any(each.startswith("torch") for each in asked[-1])
     assert "pip installs everything" in capsys.readouterr().err

@@ -51,6 +51,21 @@ WALL_CLOCK: dict[str, str] = {
     "tiers/cache_server/metrics.py": "the moment of the start, which scrapers compare with theirs",
 }
 
+# Only this file writes the command line of a Python: without -P, a file in the working directory
+# takes the place of a package.
+PYTHON_COMMAND = "tiers/python_command.py"
+SAFE_PATH = ("-P", "-I")
+# path -> how the process it starts keeps the working directory away otherwise.
+OLDER_PYTHON = {"engine/cli/checks/python.py": "probe.py takes it from the path, also before 3.11"}
+# Of the standard library: they start `python -c`, or a program in place of this one.
+STARTS_OTHERS = {
+    *(f"multiprocessing.{name}" for name in ("get_context", "set_start_method", "set_executable")),
+    *(f"multiprocessing.{name}" for name in ("Process", "Pool", "Manager")),
+    "concurrent.futures.ProcessPoolExecutor",
+    "concurrent.futures.process.ProcessPoolExecutor",
+}
+STARTS_OTHERS_BEGIN = ("os.exec", "os.spawn", "os.posix_spawn", "multiprocessing.context.")
+
 # folder -> the folders it may import. The longest matching prefix decides.
 MAY_IMPORT: dict[str, set[str]] = {
     "proto": set(),
@@ -204,6 +219,92 @@ def _unsafe(path: Path) -> Iterator[str]:
             if keyword.arg in BANNED_TRUE_KEYWORDS and not literal:
                 reason = BANNED_TRUE_KEYWORDS[keyword.arg]
                 yield f"{path}:{call.lineno}: {keyword.arg}: {reason}"
+
+
+def _launches(path: Path) -> Iterator[str]:
+    """Processes that it starts with the working directory on their path, one sentence each."""
+    if path.as_posix() == PYTHON_COMMAND:
+        return
+    is_ours, aliases = path.parts[0] in PACKAGE_FOLDERS, _aliases(path)
+    for node in _nodes(_tree(path)):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in _nodes(_tree(path)):
+        if isinstance(node, ast.Call):
+            head, dot, rest = _dotted(node.func).partition(".")
+            name = aliases.get(head, head) + dot + rest
+            if name in STARTS_OTHERS or name.startswith(STARTS_OTHERS_BEGIN):
+                yield f"{path}:{node.lineno}: {name}: use spawn_context or python_command"
+        if not isinstance(node, ast.List | ast.Tuple):
+            continue
+        words = [each.value if isinstance(each, ast.Constant) else each for each in node.elts]
+        for place, word in enumerate(words):
+            behind = words[place + 1] if place + 1 < len(words) else ""
+            if isinstance(word, ast.expr) and _dotted(word) == "sys.executable":
+                is_flag = place and str(words[place - 1]).startswith("--")
+                is_script = str(behind).endswith(".py") or (
+                    isinstance(behind, ast.expr) and _dotted(behind) == "__file__"
+                )
+                if is_ours or not (is_flag or is_script or behind in SAFE_PATH):
+                    yield f"{path}:{node.lineno}: starts a Python: use python_command"
+        first = next((i for i, word in enumerate(words) if word in ("-m", "-c")), 0)
+        # Words that begin so are for somebody who writes what comes before them.
+        if first and not isinstance(words[0], str) and path.as_posix() not in OLDER_PYTHON:
+            if not set(SAFE_PATH) & {word for word in words[:first] if isinstance(word, str)}:
+                yield f"{path}:{node.lineno}: {words[first]} without -P: use python_command"
+
+
+def test_y02_no_process_imports_from_the_folder_it_is_started_in() -> None:
+    own = [path for path in sources() if path.parts[0] != "tests"]
+    assert [finding for path in own for finding in _launches(path)] == []
+
+
+def test_y02_a_python_that_may_be_older_is_started_where_listed() -> None:
+    for path in OLDER_PYTHON:
+        found = [w for w in _nodes(_tree(Path(path))) if isinstance(w, ast.List)]
+        assert any("-c" in [getattr(e, "value", "") for e in each.elts] for each in found), path
+
+
+@pytest.mark.parametrize(
+    ("code", "place"),
+    [
+        ("import sys\n[sys.executable, '-m', 'a']", "tiers/a.py"),
+        ("import sys\n[sys.executable, '-P', '-m', 'a']", "tiers/a.py"),  # not by the function
+        ("import sys\n('nice', sys.executable, *words)", "benchmarks/a.py"),
+        ("[python, '-c', code]", "engine/a.py"),
+        ("import sys\n[sys.executable, '-c', code]", "tools/a.py"),
+        ("import sys\n[sys.executable, *words]", "tools/a.py"),
+        ("import multiprocessing\nmultiprocessing.get_context('spawn')", "benchmarks/a.py"),
+        ("import multiprocessing as m\nm.Process(target=f)", "engine/a.py"),
+        ("from multiprocessing import Pool\nPool(2)", "benchmarks/a.py"),
+        ("from concurrent.futures import ProcessPoolExecutor as P\nP()", "engine/a.py"),
+        ("import os\nos.execv(a, b)", "engine/a.py"),
+    ],
+)
+def test_y02_the_rule_of_launches_sees_each_form(
+    code: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "_tree", lambda path: ast.parse(code))
+    assert list(_launches(Path(place)))
+
+
+@pytest.mark.parametrize(
+    ("code", "place"),
+    [
+        ("python_command('-m', 'a')", "tiers/a.py"),
+        ("['-m', 'a']", "benchmarks/a.py"),
+        ("['git', '-c', 'a=b']", "tools/a.py"),
+        ("import sys\n[sys.executable, '-P', '-m', 'a']", "tools/a.py"),
+        ("import sys\n[sys.executable, __file__]", "tools/a.py"),
+        ("import sys\n['--python', sys.executable]", "tools/a.py"),
+    ],
+)
+def test_y02_the_rule_of_launches_leaves_the_rest_alone(
+    code: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "_tree", lambda path: ast.parse(code))
+    assert not list(_launches(Path(place)))
 
 
 def test_there_is_something_to_look_at() -> None:

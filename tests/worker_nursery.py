@@ -40,7 +40,8 @@ CHILD_SECONDS = 600  # after which one that nobody ended ends by SIGALRM
 MODULES = (
     "engine.api.app", "engine.api.http.server", "engine.cli.cache_server", "engine.cli.main",
     "engine.cli.serve", "engine.client.process", "engine.core.engine_core", "engine.core.process",
-    "engine.core.worker_process", "engine.text.tokenizer", "tiers.ssd",
+    "engine.core.worker_process", "engine.structured.grammar_process", "engine.text.tokenizer",
+    "tiers.ssd",
 )  # fmt: skip
 # In place of 1 GiB: a pool is filled with zeros at the start, at up to 2.6 processor seconds a GiB.
 POOL_BYTES = 128 << 20
@@ -105,6 +106,9 @@ def _answer(listener: socket.socket, alive: set[int]) -> Job | None:
 def _import_modules() -> None:
     for name in MODULES:
         importlib.import_module(f"stratakv.{name}")
+    for name in ("llguidance", "xgrammar"):  # a second of a processor, and many grammars
+        with suppress(ImportError):
+            importlib.import_module(name)
     importlib.import_module("httpx")  # of huggingface_hub, which reads its variables itself
     importlib.import_module(".page_program", __package__)
     for name in ("engine.core.device_config", "engine.worker.runtime.pool_sizing"):

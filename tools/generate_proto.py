@@ -32,7 +32,7 @@ def generate(out: Path) -> list[Path]:
     that one generated module imports another as `stratakv.proto.v1.…`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "grpc_tools.protoc", "-Istratakv/proto=proto"]
+        command = [sys.executable, "-P", "-m", "grpc_tools.protoc", "-Istratakv/proto=proto"]
         command += [f"--python_out={folder}", f"--pyi_out={folder}"]
         command += [str(path) for path in sources()]
         subprocess.run(command, cwd=ROOT, check=True)

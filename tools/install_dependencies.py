@@ -56,14 +56,14 @@ def settings(listed: str) -> dict[str, str]:
 
 
 def main() -> int:
-    pip = [sys.executable, "-m", "pip"]
+    pip = [sys.executable, "-P", "-m", "pip"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     try:
         told = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, check=True)
         subprocess.run([*pip, "install", "--quiet", UV], check=True, timeout=SECONDS)
         subprocess.run(
             [
-                *(sys.executable, "-m", "uv", "pip", "install", "--quiet"),
+                *(sys.executable, "-P", "-m", "uv", "pip", "install", "--quiet"),
                 *("--python", sys.executable, "--no-config"),
                 *("--constraints", str(ROOT / "constraints.txt")),
                 *requirements(sys.argv[1:], project),

@@ -277,7 +277,7 @@ def check_gpu(environment: dict[str, str]) -> str:
 
 def ask_python(code: str, environment: dict[str, str]) -> str:
     """What a line of Python prints. Raises WrongUse."""
-    words = [sys.executable, "-c", code]
+    words = [sys.executable, "-P", "-c", code]
     try:
         done = subprocess.run(
             words,
@@ -348,7 +348,7 @@ def run_command(
     began = time.monotonic()
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, *words], env=environment, cwd=out, stdin=subprocess.DEVNULL,
+            [sys.executable, "-P", *words], env=environment, cwd=out, stdin=subprocess.DEVNULL,
             stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         result = "ok"

@@ -93,7 +93,7 @@ def environment(path: Path) -> dict[str, str]:
 def find_planted(path: Path) -> int:
     """0 where the library finds what is wrong on purpose, and so watches itself."""
     planted = subprocess.run(
-        [sys.executable, "-c", PLANTED],
+        [sys.executable, "-P", "-c", PLANTED],
         cwd=path, check=False, timeout=PART_SECONDS, env=environment(path), capture_output=True,
         text=True,
     )  # fmt: skip
@@ -105,7 +105,7 @@ def find_planted(path: Path) -> int:
 
 def test(path: Path, name: str, options: list[str]) -> int:
     """pytest's status for one file."""
-    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
     # Run elsewhere: `-m` puts the folder it is run in on the path.
     command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
     command += [str(ROOT / "tests" / TESTS[name] / name), *options]

@@ -39,8 +39,8 @@ class Link:
     def __init__(self, ports: Sequence[int], scratch: Path, bits_per_second: float = 0) -> None:
         [self._source_port] = free_ports(1)
         module = f"{__package__}.link"
-        source = ["-P", "-m", module, "source", str(self._source_port)]
-        relay = ["-P", "-m", module, "relay", *map(str, (*ports, self._source_port))]
+        source = ["-m", module, "source", str(self._source_port)]
+        relay = ["-m", module, "relay", *map(str, (*ports, self._source_port))]
         with ExitStack() as starting:
             self._source = starting.enter_context(Child(source, scratch / "source.log", "source"))
             self._relay = starting.enter_context(Child(relay, scratch / "relay.log", "relay"))

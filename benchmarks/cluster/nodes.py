@@ -13,13 +13,13 @@ import itertools
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...tiers.python_command import python_command
 from ..harness.load_client import GREEDY, RequestFailed, StreamedAnswer, ask
 from ..harness.served import HOST, Server, ServerFailed, cache_server, free_ports
 
@@ -38,7 +38,7 @@ class Node(Server):
 
     def __init__(self, words: Sequence[str], scratch: Path) -> None:
         [port] = free_ports(1)
-        command = [sys.executable, "-P", "-m", "stratakv.engine.cli.main", *words]
+        command = python_command("-m", "stratakv.engine.cli.main", *words)
         command += ["--host", HOST, "--port", str(port), "--log-level", "warning"]
         super().__init__(command, port, scratch / f"{words[0]}-{port}.log")
 

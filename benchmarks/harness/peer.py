@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ...engine.client.launcher import CORE_ENVIRONMENT
+from ...tiers.python_command import python_command
 
 _READ_BYTES = 1 << 16
 _EXIT_SECONDS = 10.0
@@ -41,8 +42,8 @@ class Child:
         self._name, self._log = name, log
         with log.open("ab") as sink:
             self._process: Any = subprocess.Popen(
-                [python or sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=sink, env={**CORE_ENVIRONMENT, **os.environ},
+                python_command(*words, python=python), stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=sink, env={**CORE_ENVIRONMENT, **os.environ},
             )  # fmt: skip
         self._pending = b""
 
@@ -115,7 +116,7 @@ class Peer(Child):
 
     def __init__(self, module: str, model: Path, threads: int, log: Path) -> None:
         name = module.rpartition(".")[2]
-        super().__init__(["-P", "-m", module, str(model), str(threads)], log, name)
+        super().__init__(["-m", module, str(model), str(threads)], log, name)
 
     def wait_ready(self, timeout_seconds: float = 120.0) -> None:
         """Once, until the model is loaded. Raises PeerFailed."""

@@ -15,7 +15,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Self
 
+from ...tiers.python_command import python_command
 from .comparison import WrongWork
 from .load_client import GREEDY, RequestFailed, StreamedAnswer, ask
 
@@ -103,7 +103,7 @@ class ServedModel(Server):
 
     def __init__(self, arguments: Sequence[str], log: Path, start_seconds: float = 120.0) -> None:
         [port] = free_ports(1)
-        command = [sys.executable, "-m", "stratakv.engine.cli.main", "serve", *arguments]
+        command = python_command("-m", "stratakv.engine.cli.main", "serve", *arguments)
         command += ["--host", HOST, "--port", str(port), "--enable-dev-routes"]
         super().__init__(command, port, log, start_seconds)
 
@@ -159,12 +159,11 @@ def free_ports(count: int) -> list[int]:
 def cache_server(cpu_bytes: int, *flags: str) -> Iterator[Server]:
     """A cache server with so much memory. Raises ServerFailed where it does not start."""
     port, data_port = free_ports(2)
-    command = [sys.executable, "-P", "-m", "stratakv.engine.cli.main", "cache-server"]
-    command += ["--port", str(port), "--data-port", str(data_port), "--drain-seconds", "1"]
-    command += ["--cpu-bytes", str(cpu_bytes), *flags]
+    words = f"--port {port} --data-port {data_port} --drain-seconds 1 --cpu-bytes {cpu_bytes}"
+    command = python_command("-m", "stratakv.engine.cli.main", "cache-server", *words.split())
     with (
         tempfile.TemporaryDirectory(prefix="stratakv-bench-") as folder,
-        Server(command, port, Path(folder) / "log", _START_SECONDS) as server,
+        Server([*command, *flags], port, Path(folder) / "log", _START_SECONDS) as server,
     ):
         yield server
 

@@ -356,7 +356,7 @@ def measure_in_child(
     """`{"figures": {section: ...}, "ratios": {name: value}}`; `told` hears after every pair what
     it was a part of. Raises PeerFailed."""
     order = {"sections": list(sections), "model": str(model), "scratch": str(scratch)}
-    with Child(["-P", "-m", __name__], scratch / "child.log", "the measuring process") as child:
+    with Child(["-m", __name__], scratch / "child.log", "the measuring process") as child:
         child.send(order | {"quick": quick})
         while "done" in (answer := child.read()):
             told(answer["done"])

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from ...engine.request import pack_token_ids
 from ...engine.sampling_params import SamplingParams
 from ...engine.structured_params import StructuredOutputsParams
 from ...engine.wire import AddRequest, TokenOutput
+from ...tiers.python_command import python_command
 from ..harness.comparison import Comparison, WrongWork, take_rounds
 from ..harness.report import Report, median, percentile, ratios
 from .grammar_step import open_core
@@ -144,7 +144,7 @@ class Beside:
 
 @contextmanager
 def _computing() -> Iterator[None]:
-    with subprocess.Popen(["nice", sys.executable, "-c", "while True: pass"]) as process:
+    with subprocess.Popen(["nice", *python_command("-c", "while True: pass")]) as process:
         try:
             yield
         finally:

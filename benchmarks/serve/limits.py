@@ -93,7 +93,7 @@ class Worker(Child):
     """The process that does everything; it keeps what each work has taken."""
 
     def __init__(self, folder: Path, plan: Plan, log: Path) -> None:
-        super().__init__(["-P", "-m", limits_process.__name__], log, "limits")
+        super().__init__(["-m", limits_process.__name__], log, "limits")
         self.taken: dict[str, list[dict[str, float]]] = {}
         self.send({"model": str(folder)} | asdict(plan))
 

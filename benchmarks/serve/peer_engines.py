@@ -89,7 +89,7 @@ class Engine(Child):
             self.version = ""
             # The other Python has no StrataKV.
             words = [phases_process.__file__] if python else ["-m", phases_process.__name__]
-            super().__init__(["-P", *words], log, name, python)
+            super().__init__(words, log, name, python)
         except OSError as error:
             raise ConfigError(f"{FLAG} {python} cannot be run: {error.strerror}") from error
 

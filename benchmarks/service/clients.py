@@ -9,7 +9,6 @@ barrier. Every wait has a deadline, and whatever goes wrong in a process ends th
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import random
 import time
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from ...engine.client.launcher import CORE_ENVIRONMENT
+from ...tiers.python_command import spawn_context
 from ..harness.comparison import WrongWork
 from .transports import (
     SECONDS,
@@ -145,7 +145,7 @@ class Clients:
         self.count = count
         self.block_bytes = block_bytes
         # Kept, for its semaphores go with it, and clients open them when they start.
-        self._barrier = barrier = multiprocessing.get_context("spawn").Barrier(clients)
+        self._barrier = barrier = spawn_context().Barrier(clients)
         self._clients = [
             start(serve, barrier, number, block_bytes, count) for number in range(clients)
         ]
@@ -220,7 +220,7 @@ class Child:
 
 def start(target: Callable[..., None], *arguments: Any) -> Child:
     """A process that runs `target(pipe, *arguments)`, with the environment of an engine's core."""
-    context = multiprocessing.get_context("spawn")
+    context = spawn_context()
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
     with patch.dict(os.environ, {**CORE_ENVIRONMENT, **os.environ}):

@@ -20,7 +20,6 @@ import socket
 import ssl
 import struct
 import subprocess
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from typing import Any
 from ...proto.v1 import cache_service_pb2 as messages
 from ...tiers.base import Stored
 from ...tiers.block import DIGEST_BYTES, BlockLayout, pack_key
+from ...tiers.python_command import python_command
 from ...tiers.remote.address import ServerAddress
 from ...tiers.remote.credentials import Credentials
 from ...tiers.remote.membership import StaticMembership
@@ -392,7 +392,7 @@ def why_no_mooncake() -> str:
         return "mooncake-transfer-engine-non-cuda is not installed"
     # Apart, for it may want libraries that are not here.
     done = subprocess.run(
-        [sys.executable, "-c", "import mooncake.engine"],
+        python_command("-c", "import mooncake.engine"),
         capture_output=True, text=True, timeout=SECONDS, check=False,
     )  # fmt: skip
     return "" if not done.returncode else f"it cannot be imported: {done.stderr[-200:].strip()}"

@@ -36,6 +36,7 @@ from pathlib import Path
 from ...tiers.admission import AdmissionFilter, AdmitAll, make_filter
 from ...tiers.policies.base import EvictionPolicy
 from ...tiers.policies.choice import policy_factory
+from ...tiers.python_command import spawn_context
 from .formats import BLOCK_TOKENS, SHAPES, Trace, generate, read_trace
 
 _WEIGHT_FLOPS = 2 * 8.0e9  # for each token
@@ -387,11 +388,10 @@ def run_cells(
         for cell in cells:
             yield _run(cell, traces[cell.trace])
         return
-    # Not forked: this process may have threads.
-    context = multiprocessing.get_context("spawn")
     # The large ones first, so that no worker is left alone with one at the end.
     ordered = sorted(cells, key=lambda cell: -traces[cell.trace].num_accesses)
-    with context.Pool(workers, _start_worker, (list(sources),)) as pool:
+    # Not forked: this process may have threads.
+    with spawn_context().Pool(workers, _start_worker, (list(sources),)) as pool:
         answers = pool.imap_unordered(_run_in_worker, ordered)
         for _ in ordered:
             try:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ...connector.vllm.settings import transfer_config
+from ...tiers.python_command import python_command
 from ...tiers.settings.values import ConfigError
 from ..harness.comparison import Comparison, Outcome, WrongWork, take_rounds
 from ..harness.peer import Child, PeerFailed
@@ -233,10 +234,9 @@ def start_lmcache(bench: Bench, scratch: Path, stack: ExitStack) -> Engine:
     if bench.versions["lmcache"] is None:
         raise PeerFailed(f"{bench.python} has no lmcache")
     if lacks := bench.versions["lmcache_lacks"]:
-        names = ", ".join(lacks)
         raise PeerFailed(
-            f"{bench.python} lacks {names}, which LMCache's server imports; install what "
-            "docs/vllm.md says under 'How it compares'"
+            f"{bench.python} lacks {', '.join(lacks)}, which LMCache's server imports; install "
+            "what docs/vllm.md says under 'How it compares'"
         )
     port, http_port = free_ports(2)
     flags = {
@@ -244,9 +244,9 @@ def start_lmcache(bench: Bench, scratch: Path, stack: ExitStack) -> Engine:
         "l1-size-gb": 1, "supported-transfer-mode": "engine_driven",
         "shm-name": f"stratakv-bench-{port}",
     }  # fmt: skip
-    command = ["env", *(f"{name}={value}" for name, value in ENVIRONMENT.items()), bench.python]
-    command += ["-m", "lmcache.cli.main", "server", "--disable-metrics"]
-    command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    command = ["env", *(f"{name}={value}" for name, value in ENVIRONMENT.items())]
+    command += python_command("-m", "lmcache.cli.main", "server", python=bench.python)
+    command += [f"--{name}={value}" for name, value in flags.items()] + ["--disable-metrics"]
     stack.enter_context(Server(command, port, scratch / "lmcache-server.log", START_SECONDS))
     extra = {"lmcache.mp.host": f"tcp://{HOST}", "lmcache.mp.port": port}
     module = "lmcache.integration.vllm.lmcache_mp_connector"

@@ -10,12 +10,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from ...tiers.python_command import python_command
 from ..config import EngineConfig
 from ..core.start import CoreStart, encode_start
 
@@ -50,8 +50,7 @@ class LaunchedCore:
     def start(self, config: EngineConfig, log_level: str, log_json: bool) -> None:
         """Start the process; the sockets must be bound by now."""
         self._process = subprocess.Popen(
-            # -P: a file in the working directory must not take the place of a package.
-            [sys.executable, "-P", "-m", "stratakv.engine.core.process"],
+            python_command("-m", "stratakv.engine.core.process"),
             stdin=subprocess.PIPE,
             stdout=2,  # its words are for people, and this process may print results
             env={**CORE_ENVIRONMENT, **os.environ},

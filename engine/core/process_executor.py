@@ -13,7 +13,6 @@ import os
 import shutil
 import struct
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,6 +24,7 @@ import msgspec
 import zmq
 
 from ...connector.base import CLOSE_SECONDS, ConnectorMetadata, ConnectorWorkerOutput
+from ...tiers.python_command import python_command
 from ...tiers.settings.values import ConfigError
 from ..config import EngineConfig
 from ..sampling.token_mask import TokenMask
@@ -52,8 +52,7 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 1800.0  # a large model from a slow disk
 STEP_SECONDS = 600.0  # far beyond the longest step; then the worker is taken to be stuck
-# -P: a file in the working directory must not take the place of a package.
-WORKER_COMMAND = (sys.executable, "-P", "-m", "stratakv.engine.core.worker_process")
+WORKER_COMMAND = tuple(python_command("-m", "stratakv.engine.core.worker_process"))
 _NUMBER = struct.Struct("<I")
 _ALL = 2**32
 _POLL_SECONDS = 0.2

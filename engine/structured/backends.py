@@ -15,9 +15,9 @@ from typing import TypeVar
 from ..structured_params import GrammarSpec, Kind
 from .base import Backend, Form, Grammar, GrammarError
 from .vocabulary import Vocabulary
-from .xgrammar_scope import text_of, why_unsupported, why_untamed
+from .xgrammar_scope import why_unsupported, why_untamed
 
-Made = TypeVar("Made", Form, Grammar)
+Made = TypeVar("Made", tuple[Form, Grammar], Grammar)
 _PACKAGES = {"xgrammar": "xgrammar", "guidance": "llguidance"}
 _INSTALL = "run in a clone of StrataKV: pip install '.[grammar]'"
 
@@ -31,31 +31,36 @@ def why_missing(name: str) -> str:
     return f"structured outputs need the package {packages}, which is not installed; {_INSTALL}"
 
 
-def open_backend(name: str, read: Callable[[], Vocabulary]) -> Backend:
+def open_backend(name: str, read: Callable[[], Vocabulary], *, forks: bool = False) -> Backend:
     """The backend of this name, which is one of the settings'. Called by the thread that compiles,
-    since it reads and imports much; `auto` imports what it needs when it needs it. Raises
-    GrammarError for a package that is missing, and what `read` raises."""
+    since it reads and imports much; `auto` imports what it needs when it needs it. `forks`: now,
+    and without threads. Raises GrammarError for a package that is missing, and what `read`
+    raises."""
     if why := why_missing(name):
         raise GrammarError(why)
     if name != "auto":
-        return _OPENERS[name](read())
-    return _Auto(read())
+        return _OPENERS[name](read(), forks)
+    auto = _Auto(read(), forks)
+    for each in _PACKAGES if forks else ():
+        if _is_installed(each):
+            auto.open(each)
+    return auto
 
 
 def _is_installed(name: str) -> bool:
     return importlib.util.find_spec(_PACKAGES[name]) is not None
 
 
-def _open_xgrammar(vocabulary: Vocabulary) -> Backend:
+def _open_xgrammar(vocabulary: Vocabulary, forks: bool) -> Backend:
     from .xgrammar_backend import XGrammarBackend
 
     return XGrammarBackend(vocabulary)
 
 
-def _open_guidance(vocabulary: Vocabulary) -> Backend:
+def _open_guidance(vocabulary: Vocabulary, forks: bool) -> Backend:
     from .guidance_backend import GuidanceBackend
 
-    return GuidanceBackend(vocabulary)
+    return GuidanceBackend(vocabulary, has_threads=not forks)
 
 
 _OPENERS = {"xgrammar": _open_xgrammar, "guidance": _open_guidance}
@@ -64,33 +69,30 @@ _OPENERS = {"xgrammar": _open_xgrammar, "guidance": _open_guidance}
 class _Auto(Backend):
     """Opens what it needs when it needs it."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, forks: bool) -> None:
         self._vocabulary = vocabulary
+        self._forks = forks
         self._opened: dict[str, Backend] = {}
         self._lock = threading.Lock()
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         return self._by_either(
-            spec, self._first_choice(spec), lambda name: self._backend(name).compile(spec)
+            spec, self._first_choice(spec), lambda name: self.open(name).compile(spec)
         )
 
-    def try_out(self, spec: GrammarSpec) -> Form:
-        """What xgrammar is good for needs no trial, so the process need not import it."""
+    def prepare(self, spec: GrammarSpec) -> None:
+        self.open(self._first_choice(spec))
+
+    def try_out(self, spec: GrammarSpec, *, is_second: bool = False) -> tuple[Form, Grammar]:
+        """What takes xgrammar too long, llguidance may be done with at once, and counts its work
+        when it follows it."""
         first = self._first_choice(spec)
-        if first == "xgrammar":
-            return Form("xgrammar", text_of(spec), is_bounded=True)
-        return self._by_either(spec, first, lambda name: self._backend(name).try_out(spec))
+        if is_second and _is_installed("guidance"):
+            first = "guidance"
+        return self._by_either(spec, first, lambda name: self.open(name).try_out(spec))
 
     def build(self, spec: GrammarSpec, form: Form) -> Grammar:
-        return self._by_either(
-            spec,
-            form.backend,
-            lambda name: (
-                self._backend(name).build(spec, form)
-                if name == form.backend
-                else self._backend(name).compile(spec)
-            ),
-        )
+        return self.open(form.backend).build(spec, form)
 
     def _by_either(self, spec: GrammarSpec, first: str, make: Callable[[str], Made]) -> Made:
         """By the first backend, or where that cannot, by the other."""
@@ -116,8 +118,9 @@ class _Auto(Backend):
             raise GrammarError(f"it has {why}, which needs llguidance; {_INSTALL}")
         return "xgrammar"
 
-    def _backend(self, name: str) -> Backend:
+    def open(self, name: str) -> Backend:
+        """The backend of this name, from now on."""
         with self._lock:
             if name not in self._opened:
-                self._opened[name] = _OPENERS[name](self._vocabulary)
+                self._opened[name] = _OPENERS[name](self._vocabulary, self._forks)
             return self._opened[name]

@@ -4,7 +4,7 @@
     Backend.compile(spec) ──► Grammar, shared by all who ask for the same
     Grammar.matcher()     ──► Matcher, of one answer: accept, fill, rollback
 
-What takes long to compile is tried out first in a process that nobody depends on:
+What a client has sent is compiled in a process that can be killed, and taken over from there:
 
     there: Backend.try_out(spec) ──► Form ──► here: Backend.build(spec, form) ──► Grammar
 
@@ -90,10 +90,15 @@ class Matcher(ABC):
 class Grammar(ABC):
     """A compiled grammar. `num_bytes` is about the memory that it takes. `is_bounded`: no call of
     its matchers can take for ever, since the backend counts its work and gives up, or since the
-    grammar is of a kind that it is always done with quickly."""
+    grammar is of a kind that it is always done with quickly. `is_apart`: they work in a process of
+    its own, and its methods wait for that, within limits. `is_gone`: it is followed no more, and
+    has to be compiled anew. `hangs`: one of its matchers did not come back, so none is asked."""
 
     num_bytes: int
     is_bounded: bool = False
+    is_apart: bool = False
+    is_gone: bool = False
+    hangs: bool = False
 
     @abstractmethod
     def matcher(self) -> Matcher:
@@ -104,9 +109,10 @@ class Form(msgspec.Struct, frozen=True):
     """What another process found out about a grammar that it has compiled."""
 
     backend: str  # the name of the one that compiles it
-    text: str = ""  # in that backend's own language, where it has one
+    text: str = ""  # compiled, where that can be written down, or in that backend's own language
     is_bounded: bool = False  # as `Grammar.is_bounded`
     num_bytes: int = 0  # that compiling it took there, where that is known
+    seconds: float = 0.0  # of the processor, that what `build` does again took there
 
 
 class Backend(ABC):
@@ -116,13 +122,19 @@ class Backend(ABC):
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Raises GrammarError."""
 
-    def try_out(self, spec: GrammarSpec) -> Form:
-        """Find out whether it can be compiled here, whatever that takes. Raises GrammarError."""
+    def prepare(self, spec: GrammarSpec) -> None:
+        """Import and open what this grammar will need, if it compiles: on the thread that builds,
+        while another process tries it out. Raises GrammarError."""
+        return
+
+    def try_out(self, spec: GrammarSpec, *, is_second: bool = False) -> tuple[Form, Grammar]:
+        """Compile it, whatever that takes, and say how it can be built elsewhere. `is_second`: what
+        would come first has taken too long. Raises GrammarError."""
         raise GrammarError(f"{type(self).__name__} tries nothing out")
 
     def build(self, spec: GrammarSpec, form: Form) -> Grammar:
-        """As `compile`, where `try_out` has come to this form: without what holds the interpreter's
-        lock for long. Raises GrammarError."""
+        """As `compile`, where `try_out` has come to this form: what is left of the work takes time
+        in proportion to the form's text, or as much as there. Raises GrammarError."""
         raise GrammarError(f"{type(self).__name__} builds nothing from a form")
 
 

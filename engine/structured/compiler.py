@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles grammars on a few threads, within limits, and keeps them for those who ask again.
+"""Has grammars compiled in processes, tenant by tenant, and keeps them for those who ask again.
 
-    ask ──► small: a thread of their own ───────────────────────────► compiled, first mask made
-        └─► large: other threads ──► tried out in a process (`compile_pool.py`) ──► one at a time ─┘
+    ask ──► quick: a process, for a moment ──► taken over here (`Backend.build`), one at a time ──►
+              └─► long: others, one of them     or followed by the process that compiled it ───────►
+                  at a time, to the limit
 
-Called by the engine's step thread, but for the threads of its own; nothing here waits for them but
-`close`.
+Whatever a client sends holds up nobody for longer than the moment: what takes longer is begun anew
+behind all that nobody has tried yet. Each tenant has its turn in all three. Called by the engine's
+step thread, but for the threads of its own; nothing here waits for them but `close`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,28 +27,36 @@ import numpy as np
 
 from ..structured_params import GrammarSpec
 from .base import BITS, Backend, Grammar, GrammarError, NotNow, Words
-from .compile_pool import CompilePool
-from .limited_thread import Job, LeftBehind, Limit, LimitedThread
+from .fair_queue import FairQueue, Shares
+from .followed_apart import GrammarApart
+from .grammar_processes import FollowingProcess, GrammarProcesses, TooSlow
+from .limited_thread import Job, Limit, LimitedThread
 
 logger = logging.getLogger(__name__)
 
-NUM_THREADS = 1
-MOST_PROCESSES = 2  # at once
+MOST_PROCESSES = 2  # at once, for what takes long
 COMPILE_LIMIT = Limit(cpu_seconds=10.0)
+# Of one grammar, before the others of its tenant, and of all tenants, have their turn.
+MOMENT = Limit(cpu_seconds=0.25, seconds=5.0)
+FOLLOW_LIMIT = Limit(cpu_seconds=1.0, seconds=60.0)  # one row of what is followed apart
 MOST_BYTES = 64 * 1024**2  # of one grammar
 CACHE_BYTES = 256 * 1024**2
 CACHE_ENTRIES = 1024
 MOST_WAITING = 1024
+# Grammars that processes follow: each may take a GiB.
+MOST_APART = 8
+MOST_APART_OF_TENANT = 3
+_UNUSED_SECONDS = 10.0  # after which one gives way to another
 POLL_SECONDS = 0.05  # for a thread that is over its limit
-_TURN_SECONDS = 1.0
 _CLOSE_SECONDS = 5.0
-_TOO_MANY_HANG = (
-    "too many grammars before it hang, so none is compiled any more; restart the engine, with "
-    "--structured-outputs-backend guidance"
+_NOBODY = "nobody waits for it any more"
+_DISPLACED = (
+    "too many grammars of this client wait to be compiled; send fewer at once, or try later"
 )
+Made = tuple[Grammar, Words, float]  # with its first row and the seconds of that
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Compilation:
     """A grammar that was asked for. Until `is_done` it has neither a grammar nor an error.
     `first_words` is the row of an answer that begins: often the one that takes longest.
@@ -54,6 +64,7 @@ class Compilation:
     """
 
     spec: GrammarSpec
+    tenant: str = ""
     grammar: Grammar | None = None
     error: str = ""
     first_words: Words | None = None
@@ -72,40 +83,56 @@ class Compilation:
 
 
 class TooManyGrammars(RuntimeError):
-    """So many wait to be compiled that no more may."""
+    """So many of this tenant's wait to be compiled that no more may."""
 
 
 def _num_processes() -> int:
-    """As `GrammarCompiler` takes them: what is tried out is compiled here next by the same thread,
-    and with more at once than there are processors beside the steps', steps wait their turn."""
+    """As `GrammarCompiler` takes them: with more at once than there are processors beside the
+    steps', steps wait their turn."""
     on_linux = hasattr(os, "sched_getaffinity")
     processors = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
     return max(1, min(MOST_PROCESSES, processors - 1))
 
 
-class _Lane:
-    """Grammars that wait for the same threads."""
+@dataclass(slots=True)
+class _Kept:
+    """Grammars of one tenant, the one that was used last at the end."""
 
-    def __init__(self, num_threads: int) -> None:
-        self.num_threads = num_threads
-        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self.threads: list[LimitedThread] = []
-        self._at: dict[LimitedThread, list[Compilation]] = {}
+    known: OrderedDict[GrammarSpec, Compilation] = field(default_factory=OrderedDict)
+    num_bytes: int = 0
 
-    def start_threads(self) -> None:
-        """Those that are missing."""
-        while len(self.threads) < self.num_threads:
-            self.threads.append(LimitedThread("stratakv-grammar", self.jobs))
 
-    def at(self, thread: LimitedThread) -> list[Compilation]:
-        """The compilation that this one is at, while that takes the processor's time. The same list
-        for whoever asks first: a thread that finds a job may ask before it is in `threads`."""
-        return self._at.setdefault(thread, [])
+class _Builder:
+    """A thread for what is done here: it takes grammars over, and frees them. What is left of that
+    is bounded; should it hang all the same, another thread takes its place."""
 
-    def leave(self, thread: LimitedThread) -> None:
-        """It is one of these no more."""
-        self.threads.remove(thread)
-        self._at.pop(thread, None)
+    def __init__(self) -> None:
+        self.jobs: FairQueue[Job] = FairQueue()
+        self.at: Compilation | None = None  # which it takes over
+        self._thread: LimitedThread | None = None
+
+    def begin(self, compilation: Compilation) -> None:
+        self.at = compilation
+
+    def put(self, tenant: str, job: Job, *, is_first: bool = False) -> None:
+        if self._thread is None:
+            self._thread = LimitedThread("stratakv-grammar", self.jobs)
+        self.jobs.put(tenant, job, is_first=is_first)
+
+    def leave_hung(self, limit: Limit) -> Compilation | None:
+        """The one at which its thread hangs, which another thread replaces."""
+        at = self.at
+        if at is None or self._thread is None or not self._thread.leave(limit):
+            return None
+        self.at = None
+        self._thread = LimitedThread("stratakv-grammar", self.jobs)
+        return at
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self.jobs.end(1)
+            self._thread.join(_CLOSE_SECONDS)
+            self._thread = None
 
 
 def _free(dropped: list[Any], _: LimitedThread) -> None:
@@ -114,9 +141,8 @@ def _free(dropped: list[Any], _: LimitedThread) -> None:
 
 class GrammarCompiler:
     """For a vocabulary of `vocab_size` tokens. `open_backend` is called once, by the thread that
-    first needs it; `wake` is called by any thread that has done one. Threads begin with the first
-    grammar. Without `pool` all are compiled at once. So many processes of it as `num_processes` try
-    out at once; None: as many as leave a processor to the steps."""
+    takes over; `wake` is called by any thread that has done one. Threads begin with the first
+    grammar. Without `processes` all are compiled here, as what the engine's own people open."""
 
     def __init__(
         self,
@@ -124,31 +150,30 @@ class GrammarCompiler:
         wake: Callable[[], None],
         *,
         vocab_size: int,
-        pool: CompilePool | None = None,
+        processes: GrammarProcesses | None = None,
         limit: Limit = COMPILE_LIMIT,
-        num_threads: int = NUM_THREADS,
         num_processes: int | None = None,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
+        """So many processes as `num_processes` compile at once what takes long; None: as many as
+        leave a processor to the steps."""
         self._open_backend = open_backend
         self._wake = wake
         self._limit = limit
         self._num_words = -(-vocab_size // BITS)
-        self._pool = pool
+        self._processes = processes
         self._cache_bytes = cache_bytes
-        self._known: OrderedDict[GrammarSpec, Compilation] = OrderedDict()  # used last at the end
-        self.num_cached_bytes = 0  # of the grammars that are kept, with texts of those that failed
-        self._waiting: dict[GrammarSpec, Compilation] = {}
-        self._small, self._large = (
-            _Lane(num_threads),
-            _Lane(num_processes or _num_processes()),
-        )
-        self._left = LeftBehind()
+        self._kept: dict[str, _Kept] = {}
+        self._waiting: dict[tuple[str, GrammarSpec], Compilation] = {}
+        self._shares = Shares(MOST_WAITING)
+        self._quick: FairQueue[Compilation] = FairQueue()
+        self._long: FairQueue[Compilation] = FairQueue()
+        self._num_long = num_processes or _num_processes()
+        self._threads: list[threading.Thread] = []
+        self._builder = _Builder()
         self._beginning = threading.Lock()  # between a thread that begins and who gives up
-        self._opening = threading.Lock()
-        # Held by the thread that compiles what was tried out: with more of them, the engine's own
-        # threads would have no processor left.
-        self._building = threading.Lock()
+        self._apart: list[weakref.ref[GrammarApart]] = []
+        self._making_room = threading.Lock()
         self._backend: Backend | None = None
         self.num_compiled = self.num_failed = self.num_found = 0
 
@@ -156,185 +181,278 @@ class GrammarCompiler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def ask(self, spec: GrammarSpec) -> Compilation:
+    @property
+    def num_cached_bytes(self) -> int:
+        """Of the grammars that are kept, with texts of those that failed."""
+        return sum(each.num_bytes for each in self._kept.values())
+
+    @property
+    def num_cached(self) -> int:
+        return sum(len(each.known) for each in self._kept.values())
+
+    def ask(self, spec: GrammarSpec, tenant: str = "") -> Compilation:
         """The grammar, which may be done already. Raises TooManyGrammars."""
-        found = self._known.get(spec)
-        if found is not None:
-            self._known.move_to_end(spec)
-            self.num_found += 1
-            return found
-        if spec in self._waiting:
-            return self._waiting[spec]
-        is_large = self._pool is not None and self._pool.is_needed(spec)
-        lane = self._large if is_large else self._small
-        # Those that nobody waits for are in the lane until their turn, and in memory.
-        num_before = max(len(self._waiting), lane.jobs.qsize())
-        if num_before >= MOST_WAITING:
-            raise TooManyGrammars(f"{num_before} grammars wait to be compiled; try later")
-        compilation = Compilation(spec)
-        if self._left.are_too_many:
-            compilation.error = _TOO_MANY_HANG
-            return compilation
-        self._waiting[spec] = compilation
-        lane.start_threads()
-        lane.jobs.put(lambda thread: self._run(thread, lane.at(thread), compilation))
+        kept = self._kept.get(tenant)
+        found = None if kept is None else kept.known.get(spec)
+        if kept is not None and found is not None:
+            if found.grammar is None or not found.grammar.is_gone:
+                kept.known.move_to_end(spec)
+                self.num_found += 1
+                return found
+            self._forget(tenant, spec)
+        waiting = self._waiting.get((tenant, spec))
+        if waiting is not None:
+            return waiting
+        if self._shares.is_over(tenant):
+            count = self._shares.count(tenant)
+            raise TooManyGrammars(
+                f"{count} grammars of this client wait to be compiled; send fewer at once, or try "
+                "later"
+            )
+        if (largest := self._shares.who_gives_way()) is not None:
+            self._displace(largest)
+        compilation = Compilation(spec, tenant)
+        self._waiting[tenant, spec] = compilation
+        self._shares.add(tenant)
+        if self._processes is None:
+            self._builder.put(tenant, partial(self._compile_here, compilation))
+        else:
+            self._start_threads(spec)
+            self._quick.put(tenant, compilation)
         return compilation
 
     def give_up(self, compilation: Compilation) -> None:
         """Nobody waits for it any more: it is compiled only if that has begun."""
-        with self._beginning:
-            if compilation.has_begun or compilation.is_done:
-                return
-            compilation.error = "nobody waits for it any more"
-        self._waiting.pop(compilation.spec, None)
+        self._give_up(compilation, _NOBODY)
 
     def collect(self) -> None:
-        """Take note of what was done, and fail what takes too long."""
+        """Take note of what was done, and fail what takes too long here."""
         if not self._waiting:
             return
-        for lane in (self._small, self._large):
-            self._leave_hung(lane)
-        for spec, compilation in list(self._waiting.items()):
+        hung = self._builder.leave_hung(self._limit)
+        if hung is not None:
+            hung.error = (
+                f"it takes more than {self._limit.cpu_seconds:g} s to compile; make it simpler"
+            )
+            self.stop_taking_over()
+        for key, compilation in list(self._waiting.items()):
             if compilation.is_done:
-                del self._waiting[spec]
-                self.num_compiled += compilation.grammar is not None
-                self.num_failed += compilation.grammar is None
-                if not compilation.may_be_later:
-                    self._known[spec] = compilation
-                    self.num_cached_bytes += compilation.num_bytes
+                self._take_note(key, compilation)
         dropped: list[Compilation] = []
-        while len(self._known) > CACHE_ENTRIES or (
-            self._known and self.num_cached_bytes > self._cache_bytes
-        ):
-            dropped.append(self._known.popitem(last=False)[1])
-            self.num_cached_bytes -= dropped[-1].num_bytes
+        num_entries, num_bytes = self.num_cached, self.num_cached_bytes
+        while num_entries > CACHE_ENTRIES or (num_entries and num_bytes > self._cache_bytes):
+            # Whoever has most gives way: to ask for many displaces nobody else's.
+            many = num_entries > CACHE_ENTRIES
+            tenant = max(
+                self._kept,
+                key=lambda name: (
+                    len(self._kept[name].known) if many else self._kept[name].num_bytes
+                ),
+            )
+            dropped.append(self._forget(tenant, next(iter(self._kept[tenant].known))))
+            num_entries, num_bytes = num_entries - 1, num_bytes - dropped[-1].num_bytes
         if dropped:
             self.free(dropped)
 
     def free(self, dropped: list[Any]) -> None:
-        """On one of the threads: to free a large grammar takes milliseconds, which no step is to
-        wait for. The caller keeps none of these."""
-        self._small.start_threads()
-        self._small.jobs.put(partial(_free, dropped))
+        """On a thread: to free a large grammar takes milliseconds, which no step is to wait for.
+        The caller keeps none of these."""
+        self._builder.put("", partial(_free, dropped))
+
+    def stop_taking_over(self) -> None:
+        """A thread of the engine did not come back from a grammar that was taken over, which should
+        not be: those that are compiled from now on are followed by processes, as slow as that
+        is, and the others compiled anew when they are asked for."""
+        if self._processes is None or not self._processes.trusts_threads:
+            return
+        self._processes.trusts_threads = False
+        logger.error("a grammar hangs in the engine; from now on processes follow all of them")
+        kept = [each for tenant in self._kept.values() for each in tenant.known.values()]
+        self._kept.clear()
+        self.free(kept)
 
     def close(self) -> None:
-        """End the threads and processes; threads that hang are left behind. Idempotent."""
-        if self._pool is not None:
-            self._pool.close()
-        for lane in (self._small, self._large):
-            while not lane.jobs.empty():
-                try:
-                    lane.jobs.get_nowait()
-                except queue.Empty:
-                    break
-            for _ in lane.threads:
-                lane.jobs.put(None)
-        for lane in (self._small, self._large):
-            for thread in lane.threads:
-                thread.join(_CLOSE_SECONDS)
-            lane.threads = []
+        """End the threads and processes; a thread that hangs is left behind. Idempotent."""
+        if self._processes is not None:
+            self._processes.close()
+        self._quick.end(len(self._threads))
+        self._long.end(len(self._threads))
+        for thread in self._threads:
+            thread.join(_CLOSE_SECONDS)
+        self._threads = []
+        self._builder.close()
 
-    def _leave_hung(self, lane: _Lane) -> None:
-        """At most one; the others are looked at next time."""
-        for thread in list(lane.threads):
-            at = lane.at(thread)
-            if at and thread.leave(self._limit):
-                at[
-                    0
-                ].error = (
-                    f"it takes more than {self._limit.cpu_seconds:g} s to compile; make it simpler"
-                )
-                self._left.add(thread)
-                if lane is self._large:  # it may hold that
-                    self._building = threading.Lock()
-                lane.leave(thread)
-                if self._left.are_too_many:
-                    self._refuse_waiting()
-                lane.start_threads()
-                break
+    def _start_threads(self, spec: GrammarSpec) -> None:
+        """With the first grammar."""
+        if self._threads:
+            return
+        # Meanwhile this imports what it will need.
+        self._builder.put("", lambda _: self._open().prepare(spec), is_first=True)
+        works = [partial(self._work, self._quick, MOMENT, is_second=False)]
+        works += [partial(self._work, self._long, self._limit, is_second=True)] * self._num_long
+        for work in works:
+            thread = threading.Thread(target=work, name="stratakv-grammars", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
-    def _refuse_waiting(self) -> None:
-        """Fail those that no thread has begun: each might hang as well."""
+    def _work(self, queue: FairQueue[Compilation], limit: Limit, *, is_second: bool) -> None:
+        """On a thread, which waits for processes: until the end."""
+        while (compilation := queue.get()) is not None:
+            if not self._begin(compilation):
+                continue
+            try:
+                self._try_out(compilation, limit, is_second)
+            except Exception as caught:  # noqa: BLE001 - it is told, and logged
+                self._fail(compilation, caught)
+                self._wake()
+
+    def _begin(self, compilation: Compilation) -> bool:
+        """False where nobody wants it any more."""
         with self._beginning:
-            for compilation in self._waiting.values():
-                if not (compilation.has_begun or compilation.is_done):
-                    compilation.may_be_later = True
-                    compilation.error = _TOO_MANY_HANG
+            compilation.has_begun = not compilation.is_done
+            return compilation.has_begun
 
-    def _run(self, thread: LimitedThread, at: list[Compilation], compilation: Compilation) -> None:
-        """On one of the threads."""
-        made, error, may_be_later = None, "", False
-        with self._beginning:
-            if compilation.is_done:
-                return
-            compilation.has_begun = True
+    def _try_out(self, compilation: Compilation, limit: Limit, is_second: bool) -> None:
+        """Raises GrammarError, and what a backend may."""
+        assert self._processes is not None
         try:
-            made = self._compile(thread, at, compilation)
-            if made is None:
+            tried = self._processes.try_out(compilation.spec, limit, is_second=is_second)
+        except TooSlow:
+            if is_second:
+                raise
+            with self._beginning:
+                compilation.has_begun = False
+            self._long.put(compilation.tenant, compilation)
+            return
+        words = np.frombuffer(tried.first_words, np.int32)
+        if tried.process is not None:
+            grammar = self._follow_apart(compilation.tenant, tried.process)
+            _note_made(compilation, (grammar, words, tried.first_seconds))
+            self._wake()
+            return
+
+        def take_over(backend: Backend) -> Made:
+            return backend.build(compilation.spec, tried.form), words, tried.first_seconds
+
+        self._builder.put(compilation.tenant, partial(self._run_here, compilation, take_over))
+
+    def _follow_apart(self, tenant: str, process: FollowingProcess) -> Grammar:
+        """Raises NotNow where too many are."""
+        grammar = GrammarApart(process, FOLLOW_LIMIT, tenant)
+        with self._making_room:
+            there = [each for made in self._apart if (each := made()) and not each.is_gone]
+            own = [each for each in there if each.tenant == tenant]
+            for some, most in ((own, MOST_APART_OF_TENANT), (there, MOST_APART)):
+                if len([each for each in some if not each.is_gone]) >= most:
+                    idle = [each for each in some if each.is_idle(_UNUSED_SECONDS)]
+                    if not idle:
+                        grammar.end()
+                        raise NotNow(
+                            f"{len(some)} grammars that take long are followed already; try "
+                            "later, or make it simpler"
+                        )
+                    min(idle, key=lambda each: each.used).end()
+            self._apart = [weakref.ref(each) for each in (*there, grammar)]
+        return grammar
+
+    def _compile_here(self, compilation: Compilation, thread: LimitedThread) -> None:
+        """On the builder's thread, where there are no processes."""
+
+        def make(backend: Backend) -> Made:
+            grammar = backend.compile(compilation.spec)
+            words = np.zeros(self._num_words, np.int32)
+            if grammar.num_bytes <= MOST_BYTES:
+                began = time.thread_time()
+                grammar.matcher().fill(words)
+                return grammar, words, time.thread_time() - began
+            return grammar, words, 0.0
+
+        if self._begin(compilation):
+            self._run_here(compilation, make, thread)
+
+    def _run_here(
+        self, compilation: Compilation, make: Callable[[Backend], Made], thread: LimitedThread
+    ) -> None:
+        """On the builder's thread."""
+        made, error = None, None
+        try:
+            backend = self._open()  # reading a vocabulary and importing counts for nobody
+            if not thread.next_piece(partial(self._builder.begin, compilation)):
                 return
-        except (ValueError, ImportError) as caught:  # GrammarError, NoVocabulary
-            error = str(caught) or type(caught).__name__
-            may_be_later = isinstance(caught, NotNow)
-        except Exception as caught:
-            logger.exception("a grammar's backend failed")
-            error = f"{type(caught).__name__}: {caught}"
-        if thread.next_piece(at.clear):
-            if made is None:
-                compilation.may_be_later = may_be_later
-                compilation.error = error
-            else:
-                compilation.first_words, compilation.first_seconds = made[1:]
-                compilation.grammar = made[0]
+            # Not before: whoever imports holds locks that steps may want.
+            thread.give_way()
+            made = make(backend)
+            if made[0].num_bytes > MOST_BYTES:
+                raise GrammarError(
+                    f"compiled, it takes {made[0].num_bytes} bytes, and at most {MOST_BYTES} may "
+                    "be; make it simpler"
+                )
+        except Exception as caught:  # noqa: BLE001 - it is told, and logged
+            error = caught
+
+        def note() -> None:
+            self._builder.at = None
+            if error is not None:
+                self._fail(compilation, error)
+            elif made is not None:
+                _note_made(compilation, made)
+
+        if thread.next_piece(note):
             self._wake()
 
-    def _compile(
-        self, thread: LimitedThread, at: list[Compilation], compilation: Compilation
-    ) -> tuple[Grammar, Words, float] | None:
-        """The grammar, its first row and the seconds of that; None where nobody waits any more.
-        Raises GrammarError, and what a backend may."""
-        spec, form = compilation.spec, None
-        if self._pool is not None and self._pool.is_needed(spec):
-            form = self._pool.try_out(spec)
-        with self._opening:  # reading a vocabulary and importing counts for nobody
-            if self._backend is None:
-                self._backend = self._open_backend()
-        if form is None:
-            return self._build(thread, at, compilation, partial(self._backend.compile, spec))
-        building = self._begin_building()
-        try:
-            return self._build(thread, at, compilation, partial(self._backend.build, spec, form))
-        finally:
-            building.release()
+    def _open(self) -> Backend:
+        """On the builder's thread."""
+        if self._backend is None:
+            self._backend = self._open_backend()
+        return self._backend
 
-    def _begin_building(self) -> threading.Lock:
-        """The lock, held. Raises NotNow where its turn does not come."""
-        deadline = time.monotonic() + self._limit.seconds
-        while time.monotonic() < deadline:
-            building = self._building  # another one, once whoever held it was left behind
-            if building.acquire(timeout=_TURN_SECONDS):
-                return building
-        raise NotNow("the grammars before it take too long to compile; try later")
+    def _fail(self, compilation: Compilation, caught: Exception) -> None:
+        text = str(caught) or type(caught).__name__
+        if not isinstance(caught, ValueError | ImportError):  # GrammarError, NoVocabulary
+            logger.error("a grammar's backend failed", exc_info=caught)
+            text = f"{type(caught).__name__}: {caught}"
+        compilation.may_be_later = isinstance(caught, NotNow)
+        compilation.error = text
 
-    def _build(
-        self,
-        thread: LimitedThread,
-        at: list[Compilation],
-        compilation: Compilation,
-        compile_it: Callable[[], Grammar],
-    ) -> tuple[Grammar, Words, float] | None:
-        """As `_compile`: within the limit."""
-        if not thread.next_piece(lambda: at.append(compilation)):
-            return None
-        # Not before: whoever imports holds locks that steps may want, a process that is started
-        # inherits it, and who waits for a turn is not starved.
-        thread.give_way()
-        grammar = compile_it()
-        if grammar.num_bytes > MOST_BYTES:
-            raise GrammarError(
-                f"compiled, it takes {grammar.num_bytes} bytes, and at most {MOST_BYTES} may be; "
-                "make it simpler"
-            )
-        words = np.zeros(self._num_words, np.int32)
-        began = time.thread_time()
-        grammar.matcher().fill(words)
-        return grammar, words, time.thread_time() - began
+    def _give_up(self, compilation: Compilation, error: str) -> bool:
+        """Whether it had not begun."""
+        with self._beginning:
+            if compilation.has_begun or compilation.is_done:
+                return False
+            compilation.may_be_later = True
+            compilation.error = error
+        for queue in (self._quick, self._long):
+            queue.discard(compilation.tenant, compilation)
+        del self._waiting[compilation.tenant, compilation.spec]
+        self._shares.remove(compilation.tenant)
+        return True
+
+    def _displace(self, tenant: str) -> None:
+        """The last of this tenant's makes room for another's."""
+        own = [each for each in self._waiting.values() if each.tenant == tenant]
+        if any(self._give_up(each, _DISPLACED) for each in reversed(own)):
+            self.num_failed += 1
+
+    def _take_note(self, key: tuple[str, GrammarSpec], compilation: Compilation) -> None:
+        """Of one that is done."""
+        del self._waiting[key]
+        self._shares.remove(compilation.tenant)
+        self.num_compiled += compilation.grammar is not None
+        self.num_failed += compilation.grammar is None
+        if not compilation.may_be_later:
+            kept = self._kept.setdefault(compilation.tenant, _Kept())
+            kept.known[compilation.spec] = compilation
+            kept.num_bytes += compilation.num_bytes
+
+    def _forget(self, tenant: str, spec: GrammarSpec) -> Compilation:
+        kept = self._kept[tenant]
+        compilation = kept.known.pop(spec)
+        kept.num_bytes -= compilation.num_bytes
+        if not kept.known:
+            del self._kept[tenant]
+        return compilation
+
+
+def _note_made(compilation: Compilation, made: Made) -> None:
+    grammar, compilation.first_words, compilation.first_seconds = made
+    compilation.grammar = grammar

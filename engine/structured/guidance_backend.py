@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import llguidance
 import numpy as np
 
-from ..structured_params import GrammarSpec, Kind
+from ..structured_params import MOST_WHITESPACE, GrammarSpec, Kind
 from .base import (
     BITS,
     LARGE_BYTES,
@@ -25,7 +27,6 @@ from .base import (
     GrammarError,
     Matcher,
     Words,
-    follow_forced,
 )
 from .structural_tags import read_tags
 from .vocabulary import Vocabulary
@@ -34,16 +35,23 @@ from .vocabulary import Vocabulary
 # for each of a text's.
 _LEAST_BYTES = 64 * 1024
 _BYTES_EACH = 192
+_WHITESPACE = f"[ \\n\\r\\t]{{0,{MOST_WHITESPACE}}}"
 _ANY_OBJECT = '{"type": "object"}'
 _ANY_TEXT = "start: /(.|\\n)*/"
+_ELSEWHERE = re.compile("Resource '(json-schema:///)?(?P<name>.*)' is not present in a registry")
 _NO_TOKEN = 2**32 - 1
 
 
 class GuidanceBackend(Backend):
-    """`limits` are those of llguidance's parser, by default its own: some 50,000 items a step."""
+    """`limits` are those of llguidance's parser, by default its own: some 50,000 items a step.
+    Without `has_threads` none is started, and what is large is freed by whoever lets go of it."""
 
     def __init__(
-        self, vocabulary: Vocabulary, limits: llguidance.LLParserLimits | None = None
+        self,
+        vocabulary: Vocabulary,
+        limits: llguidance.LLParserLimits | None = None,
+        *,
+        has_threads: bool = True,
     ) -> None:
         self._end_ids = vocabulary.end_ids
         self._limits = limits or llguidance.LLParserLimits(verbose_errors=False)
@@ -54,18 +62,18 @@ class GuidanceBackend(Backend):
         self._num_bytes = -(-size // BITS) * (BITS // 8)
         self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=ends)
         # Now, for a thread that it starts is scheduled as the one that does.
-        self._emptier = _Emptier(self._tokenizer)
+        self._emptier = _Emptier(self._tokenizer) if has_threads else None
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         return self._compile(_text_of(spec), _told_bytes(spec))
 
-    def try_out(self, spec: GrammarSpec) -> Form:
+    def try_out(self, spec: GrammarSpec, *, is_second: bool = False) -> tuple[Form, Grammar]:
         text = _text_of(spec)
-        before = heap_bytes()
+        before, began = heap_bytes(), time.process_time()
         grammar = self._compile(text, 0)
-        num_bytes = max(0, heap_bytes() - before)
-        follow_forced(grammar, self._num_bytes // (BITS // 8))
-        return Form("guidance", text, is_bounded=True, num_bytes=num_bytes)
+        seconds = time.process_time() - began
+        grammar.num_bytes = max(0, heap_bytes() - before)
+        return Form("guidance", text, True, grammar.num_bytes, seconds), grammar
 
     def build(self, spec: GrammarSpec, form: Form) -> Grammar:
         return self._compile(form.text, form.num_bytes or _told_bytes(spec))
@@ -226,18 +234,20 @@ def _text_of(spec: GrammarSpec) -> str:
 
 def _translated(spec: GrammarSpec) -> str:
     if spec.kind in (Kind.JSON, Kind.JSON_OBJECT):
-        overrides: Any = {}
+        overrides: Any = {"whitespace_pattern": spec.whitespace_pattern or _WHITESPACE}
         if not spec.any_whitespace:
-            overrides["whitespace_flexible"] = False
-        if spec.whitespace_pattern:
-            overrides["whitespace_pattern"] = spec.whitespace_pattern
+            overrides = {"whitespace_flexible": False}
+            if spec.whitespace_pattern:
+                overrides["whitespace_pattern"] = spec.whitespace_pattern
         return llguidance.LLMatcher.grammar_from_json_schema(
-            spec.text or _ANY_OBJECT, overrides=overrides or None
+            spec.text or _ANY_OBJECT, overrides=overrides
         )
     if spec.kind is Kind.REGEX:
         return llguidance.grammar_from("regex", spec.text.removeprefix("^").removesuffix("$"))
     if spec.kind is Kind.CHOICE:
-        return llguidance.grammar_from("choice", spec.text)
+        # As one terminal: of rules, it takes 2,000 at one place at the most.
+        texts = [json.dumps(each, ensure_ascii=False) for each in json.loads(spec.text)]
+        return "start: CHOICE\nCHOICE: " + " | ".join(texts)
     if spec.kind is Kind.GRAMMAR:
         return llguidance.grammar_from("grammar", spec.text)
     triggers, tags = read_tags(spec.text)
@@ -252,4 +262,17 @@ def _translated(spec: GrammarSpec) -> str:
 
 def _plain(message: str) -> str:
     """On one line, without what only its authors can use."""
-    return " ".join(message.replace("<non-verbose/>", "").split())
+    text = " ".join(message.replace("<non-verbose/>", "").split())
+    if text.startswith("oneOf constraints"):
+        return (
+            "options of a oneOf may hold at once, and that only one does is not kept to; use "
+            "anyOf, or give each a property with a constant of its own"
+        )
+    if text == "NoExtensionBias":
+        return "there is no token by which it could go on"
+    if found := _ELSEWHERE.match(text):
+        return (
+            f"the $ref {found['name']!r} leads out of the schema, and nothing is fetched; put what "
+            "it names under $defs"
+        )
+    return text

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread for work that nothing can stop: whoever waits for it can see how long it has been at one
-piece, and leave it behind.
+"""A thread for work that is bounded, and that nothing could stop: whoever waits for it can see how
+long it has been at one piece, and leave it behind, should that not be so.
 
 What counts is the processor's time, so that a busy machine fails nobody; the clock on the wall has
 a limit of its own, far beyond. A thread that was left behind ends with the piece it is at, and has
@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 LAST_OF_ALL = 19  # niceness
 Job = Callable[["LimitedThread"], None]
-# Of threads left behind that still run: each takes a processor. Then nothing more is begun.
-MOST_LEFT_BEHIND = 4
 # A thread that gives way, and gets less than this of a processor in so long, be it in one job or in
 # several, does so no longer.
 STARVED_SECONDS = 2.0
@@ -190,18 +188,3 @@ def _may_come_back() -> bool:
     thread.start()
     thread.join(_TRY_SECONDS)
     return tried == [True]
-
-
-class LeftBehind:
-    """The threads that were left behind, as far as they still run."""
-
-    def __init__(self) -> None:
-        self._threads: list[LimitedThread] = []
-
-    def add(self, thread: LimitedThread) -> None:
-        self._threads.append(thread)
-
-    @property
-    def are_too_many(self) -> bool:
-        self._threads = [thread for thread in self._threads if thread.is_alive]
-        return len(self._threads) >= MOST_LEFT_BEHIND

@@ -17,13 +17,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..reasoning import Mark
 from ..request import Request
 from ..sampling.token_mask import TokenMask
+from ..structured_params import Kind
 from ..wire import AddRequest
+from .answers import Thought, White, any_of, write_bits
 from .backends import open_backend
 from .base import BITS, LARGE_BYTES, Backend, Grammar
-from .compile_pool import CompilePool
 from .compiler import (
     COMPILE_LIMIT,
     POLL_SECONDS,
@@ -31,10 +31,13 @@ from .compiler import (
     GrammarCompiler,
     TooManyGrammars,
 )
+from .fair_queue import Shares
+from .grammar_processes import GrammarProcesses
 from .limited_thread import Limit
 from .masks import MASK_LIMIT, SLOW_SECONDS, AheadMaker, Follower, MaskJob, MaskMaker
 from .vocabulary import Vocabulary
 
+_JSON_KINDS = (Kind.JSON, Kind.JSON_OBJECT, Kind.STRUCTURAL_TAG)
 _NO_DRAFTS: Mapping[str, Sequence[int]] = {}
 
 
@@ -60,67 +63,6 @@ class Masks(NamedTuple):
     ended: list[Ended]
 
 
-# Tokens behind a start mark at the end of a prompt, with which it still opens a thought: a template
-# writes a line break there. Marks further back are somebody's words.
-_MOST_BEHIND_MARK = 1
-
-
-class _Thought:
-    """The thought that an answer begins with, if it does: where the prompt ends in a start mark, or
-    the answer's first token is one."""
-
-    __slots__ = ("_end", "_matched", "_num_seen", "_position", "opener")
-
-    def __init__(self, request: Request) -> None:
-        params = request.sampling_params
-        start = params.reasoning_start_token_ids
-        self._end = Mark(params.reasoning_end_token_ids) if start else None
-        self._matched = self._num_seen = 0
-        self._position: int | None = 0
-        # What may open a thought as the first token of the answer.
-        self.opener: int | None = None
-        if start:
-            tail = request.prompt_token_ids[-len(start) - _MOST_BEHIND_MARK :].tolist()
-            if any(
-                tuple(tail[at : at + len(start)]) == start for at in range(1 + _MOST_BEHIND_MARK)
-            ):
-                self._position = None
-            elif len(start) == 1:
-                self.opener = start[0]
-
-    def find_end(self, output: Sequence[int]) -> int | None:
-        """How many tokens of the output lie before its grammar; None while it thinks."""
-        if output and self.opener is not None:
-            if output[0] == self.opener:
-                self._position, self._num_seen = None, 1
-            self.opener = None
-        if self._position is None:
-            assert self._end is not None
-            for token in output[self._num_seen :]:
-                self._num_seen += 1
-                self._matched = self._end.matched_after(self._matched, token)
-                if self._matched == len(self._end):
-                    self._position = self._num_seen
-                    break
-        return self._position
-
-    def free_rows(self, output: Sequence[int], drafts: Sequence[int]) -> range:
-        """Of the rows behind the output and behind each of the drafts, those that think; the output
-        is that of the last `find_end`."""
-        begin = 0
-        if not output and self.opener is not None and drafts[:1] == (self.opener,):
-            begin = 1
-        elif self._position is not None:
-            return range(0)
-        assert self._end is not None
-        matched = self._matched
-        for row, token in enumerate(drafts[begin:], begin + 1):
-            matched = self._end.matched_after(matched, token)
-            if matched == len(self._end):
-                return range(begin, row)
-        return range(begin, 1 + len(drafts))
-
-
 class _Across(NamedTuple):
     """Rows of a request on both sides of a border of its thought."""
 
@@ -132,11 +74,12 @@ class _Followed(NamedTuple):
     request: Request
     grammar: Grammar
     follower: Follower
-    thought: _Thought
+    thought: Thought
     end_ids: frozenset[int]  # of the model, as far as they end this request
     own_ids: frozenset[int]  # its stop ids
     has_own_ends: bool  # whether other ids end it than end the model's answers
     may_need_settling: bool  # whether its rows may have to be other than its matcher makes them
+    is_json: bool  # in part, at least
 
 
 class GrammarManager:
@@ -155,27 +98,31 @@ class GrammarManager:
         mask_limit: Limit = MASK_LIMIT,
     ) -> None:
         """`backend` is that of the settings; `opener` is what opens another one, whose grammars are
-        not tried out."""
+        compiled here."""
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(each for each in eos_token_ids if 0 <= each < vocab_size)
-        self._most_waiting = most_waiting
+        self._shares = Shares(most_waiting)
+
+        self._white: White | None = None  # once the vocabulary has been read
 
         def read() -> Vocabulary:
-            return Vocabulary.load(model_path, vocab_size, eos_token_ids)
+            vocabulary = Vocabulary.load(model_path, vocab_size, eos_token_ids)
+            self._white = White(vocabulary)
+            return vocabulary
 
         self._wakeup: Callable[[], None] = _nothing
-        pool = None
+        processes = None
         if opener is None:
-            pool = CompilePool(backend, model_path, vocab_size, tuple(eos_token_ids), compile_limit)
+            processes = GrammarProcesses(backend, model_path, vocab_size, tuple(eos_token_ids))
         self._compiler = GrammarCompiler(
             opener or (lambda: open_backend(backend, read)),
             self._wake_up,
             vocab_size=vocab_size,
-            pool=pool,
+            processes=processes,
             limit=compile_limit,
         )
-        self._maker = MaskMaker(vocab_size, mask_limit)
-        self._ahead = AheadMaker(vocab_size, mask_limit, self._wake_up)
+        self._maker = MaskMaker(vocab_size, mask_limit, self._note_hang)
+        self._ahead = AheadMaker(vocab_size, mask_limit, self._wake_up, self._note_hang)
         self._waiting: dict[str, Waiting] = {}
         self._followed: dict[str, _Followed] = {}
         self._begun: list[_Followed] = []
@@ -222,11 +169,18 @@ class GrammarManager:
         the request waits here. Raises TooManyGrammars."""
         asked = built.sampling_params.structured_outputs
         assert asked is not None
-        if len(self._waiting) >= self._most_waiting:
-            raise TooManyGrammars(f"{len(self._waiting)} requests wait for grammars; try later")
-        waiting = Waiting(message, built, self._compiler.ask(asked.spec))
+        tenant = message.tenant
+        if self._shares.is_over(tenant):
+            raise TooManyGrammars(
+                f"{self._shares.count(tenant)} requests of this client wait for grammars; send "
+                "fewer at once, or try later"
+            )
+        waiting = Waiting(message, built, self._compiler.ask(asked.spec, tenant))
         if not waiting.compilation.is_done:
+            if (largest := self._shares.who_gives_way()) is not None:
+                self._displace(largest)
             self._waiting[message.request_id] = waiting
+            self._shares.add(tenant)
         return waiting
 
     def take_compiled(self) -> list[Waiting]:
@@ -236,16 +190,16 @@ class GrammarManager:
         done = [each for each in self._waiting.values() if each.compilation.is_done]
         for waiting in done:
             del self._waiting[waiting.message.request_id]
+            self._shares.remove(waiting.message.tenant)
         return done
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Nobody wants these any more, if they still wait."""
         for request_id in request_ids:
             gone = self._waiting.pop(request_id, None)
-            if gone is not None and all(
-                each.compilation is not gone.compilation for each in self._waiting.values()
-            ):
-                self._compiler.give_up(gone.compilation)
+            if gone is not None:
+                self._shares.remove(gone.message.tenant)
+                self._give_up(gone)
 
     def follow(self, waiting: Waiting) -> None:
         """Its request may run: from now on its answer follows its grammar."""
@@ -254,17 +208,23 @@ class GrammarManager:
         params = built.sampling_params
         end_ids = frozenset() if params.ignore_eos else self._eos_ids
         own_ids = frozenset(params.stop_token_ids)
-        thought = _Thought(built)
+        thought = Thought(built)
         has_own_ends = bool(own_ids) or end_ids != self._eos_ids
         self._followed[built.request_id] = _Followed(
             built,
             grammar,
-            Follower(grammar, waiting.compilation.first_words, waiting.compilation.first_seconds),
+            Follower(
+                grammar,
+                waiting.compilation.first_words,
+                waiting.compilation.first_seconds,
+                built.tenant,
+            ),
             thought,
             end_ids,
             own_ids,
             has_own_ends,
             has_own_ends or thought.opener is not None or params.min_tokens > 0,
+            waiting.compilation.spec.kind in _JSON_KINDS,
         )
 
     def held(self) -> Set[str]:
@@ -352,7 +312,7 @@ class GrammarManager:
         lost: list[int] = []  # rows
         names_behind: list[str] = []
         ended: list[Ended] = []
-        end = 0
+        end, white = 0, self._white
         more: list[npt.NDArray[np.uint32]] = []
         for each, job in zip(followed, jobs, strict=True):
             start, end = end, end + 1 + len(job.drafts)
@@ -363,6 +323,14 @@ class GrammarManager:
                 own, error = self._rows_across(each, job, words[start:end], across)
             elif error is None and (each.may_need_settling or rows.is_empty(start)):
                 error = self._settle_ends(each, job, words[start:end])
+            if error is None and each.is_json and each.request.output_token_ids:
+                error = (
+                    None
+                    if white is None
+                    else white.why_given_up(
+                        each.follower, each.request.output_token_ids, words[start]
+                    )
+                )
             if across is not None and error is None:
                 more.append(own)
                 names_behind += [name] * len(own)
@@ -414,6 +382,37 @@ class GrammarManager:
     def _wake_up(self) -> None:
         self._wakeup()
 
+    def _give_up(self, gone: Waiting) -> None:
+        """One that waits no more; others may wait for the same."""
+        if all(each.compilation is not gone.compilation for each in self._waiting.values()):
+            self._compiler.give_up(gone.compilation)
+
+    def _displace(self, tenant: str) -> None:
+        """The last request of this tenant that waits makes room for another's."""
+        names = [
+            name
+            for name, each in self._waiting.items()
+            if each.message.tenant == tenant and not each.compilation.is_done
+        ]
+        if not names:
+            return
+        gone = self._waiting[names[-1]]
+        refused = Compilation(
+            gone.compilation.spec,
+            tenant,
+            error="too many requests of this client wait for grammars; send fewer at once, or try"
+            " later",
+            may_be_later=True,
+        )
+        self._waiting[names[-1]] = gone._replace(compilation=refused)
+        self._give_up(gone)
+
+    def _note_hang(self, grammar: Grammar) -> None:
+        """A matcher of it did not come back, which should not be: no other is asked, and grammars
+        are taken over no more."""
+        grammar.hangs = True
+        self._compiler.stop_taking_over()
+
     def _free_rows(self, thinking: Sequence[tuple[_Followed, int]]) -> npt.NDArray[np.uint32]:
         """Rows `[rows, words]` of those that think: every token but those that would end the
         request, whose answer would not follow its grammar then."""
@@ -422,7 +421,7 @@ class GrammarManager:
         at = 0
         for followed, count in thinking:
             for row in rows[at : at + count]:
-                _write(row, self._eos_ids | followed.own_ids, allowed=False)
+                write_bits(row, self._eos_ids | followed.own_ids, allowed=False)
             at += count
         return rows
 
@@ -452,13 +451,13 @@ class GrammarManager:
         missing = params.min_tokens - request.num_output_tokens - first
         if followed.has_own_ends or missing > 0:
             for offset, row in enumerate(rows):
-                may_end = _any_of(row, self._eos_ids) if self._eos_ids else job.may_end(offset)
+                may_end = any_of(row, self._eos_ids) if self._eos_ids else job.may_end(offset)
                 if missing > offset:
                     may_end = False
-                _write(row, self._eos_ids, allowed=may_end and bool(followed.end_ids))
-                _write(row, own_ids, allowed=may_end)
+                write_bits(row, self._eos_ids, allowed=may_end and bool(followed.end_ids))
+                write_bits(row, own_ids, allowed=may_end)
         if opener is not None and not first:
-            _write(rows[0], (opener,), allowed=True)
+            write_bits(rows[0], (opener,), allowed=True)
         if rows[0].any():
             return None
         if not job.may_end():
@@ -476,14 +475,3 @@ def _nothing() -> None:
 
 
 _FAILED = "the answer cannot follow its grammar any further"
-
-
-def _any_of(row: npt.NDArray[np.uint32], ids: Iterable[int]) -> bool:
-    return any(int(row[token // BITS]) >> token % BITS & 1 for token in ids)
-
-
-def _write(row: npt.NDArray[np.uint32], ids: Iterable[int], *, allowed: bool) -> None:
-    for token in ids:
-        if token // BITS < len(row):
-            bit = np.uint32(1 << token % BITS)
-            row[token // BITS] = row[token // BITS] | bit if allowed else row[token // BITS] & ~bit

@@ -9,8 +9,11 @@ pass.
 To hand a job over and to wake up again costs more than most jobs do, and takes the interpreter's
 lock from the step in between. So the caller does those of grammars that cannot hang (`is_bounded`)
 and that have been quick so far, at once: before a forward pass its caches still hold what that
-works on. On the thread, a job that hangs is given up alone: its thread is left behind, and another
-one does the rest.
+works on.
+
+What may hang is followed by a process (`followed_apart.py`), which is killed at a limit. A matcher
+that hangs in the engine all the same is given up alone: its thread is left behind, another one does
+the rest, and `on_hang` is told the grammar, no matcher of which is asked again.
 """
 
 from __future__ import annotations
@@ -20,13 +23,14 @@ import math
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 from .base import BITS, Grammar, GrammarError, Matcher, Rows, Words, fill_drafts
-from .limited_thread import Job, LeftBehind, Limit, LimitedThread
+from .fair_queue import FairQueue
+from .limited_thread import Job, Limit, LimitedThread
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +44,9 @@ SLOW_SECONDS = 0.001
 _POLL_SECONDS = 0.02
 _CLOSE_SECONDS = 5.0
 HANGS = "the grammar of this request takes too long to follow; make it simpler"
-TOO_MANY_HANG = "too many grammars before it hang, so none is followed any more; restart the engine"
+
+
+OnHang = Callable[[Grammar], None]
 
 
 class Follower:
@@ -48,9 +54,14 @@ class Follower:
     has made it already, and `first_seconds` what that took."""
 
     def __init__(
-        self, grammar: Grammar, first_words: Words | None = None, first_seconds: float = 0.0
+        self,
+        grammar: Grammar,
+        first_words: Words | None = None,
+        first_seconds: float = 0.0,
+        tenant: str = "",
     ) -> None:
-        self._grammar = grammar
+        self.grammar = grammar
+        self.tenant = tenant
         self._matcher: Matcher | None = None
         self.is_bounded = grammar.is_bounded  # it cannot hang
         self.first_words = first_words
@@ -60,16 +71,20 @@ class Follower:
         self.row_seconds = math.inf
         self.ahead: _Ahead | None = None  # its next row, while that is made between steps
         self.failed = ""  # why that could not be made
+        self.num_white = 0  # tokens of white space up to here, where nothing else could come
 
     @property
     def matcher(self) -> Matcher:
         """Made where it is first used."""
         if self._matcher is None:
-            self._matcher = self._grammar.matcher()
+            self._matcher = self.grammar.matcher()
         return self._matcher
 
     def note_seconds(self, seconds: float) -> None:
-        """A row took so long. One that was interrupted is forgotten after a few others."""
+        """A row took so long. One that was interrupted is forgotten after a few others. What a
+        process makes is always made between steps, as what nobody knows."""
+        if self.grammar.is_apart:
+            return
         before = self.row_seconds
         self.row_seconds = seconds if before == math.inf else max(seconds, before / 2)
 
@@ -108,8 +123,8 @@ class MaskJob:
                 rows.words[first] = follower.first_words
                 return
             follower.first_words = None
-        if follower.failed:
-            raise GrammarError(follower.failed)
+        if follower.failed or follower.grammar.hangs:
+            raise GrammarError(follower.failed or HANGS)
         matcher = follower.matcher
         for token in self.new_tokens:
             if not matcher.accept(token):
@@ -188,12 +203,14 @@ class _Batch:
 class MaskMaker:
     """Masks for a vocabulary of `vocab_size` tokens. Called by one thread."""
 
-    def __init__(self, vocab_size: int, limit: Limit = MASK_LIMIT) -> None:
+    def __init__(
+        self, vocab_size: int, limit: Limit = MASK_LIMIT, on_hang: OnHang | None = None
+    ) -> None:
         self._num_words = -(-vocab_size // BITS)
         self._limit = limit
+        self._on_hang = on_hang or _note_hang
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: LimitedThread | None = None
-        self._left = LeftBehind()
         self._batch: _Batch | None = None
         self._rows = Rows(0, self._num_words)  # for batches in which no thread has a part
         self.num_handed_over = 0  # jobs that a thread did
@@ -238,8 +255,8 @@ class MaskMaker:
         self._batch = None
         while not batch.wait(_POLL_SECONDS):
             if self._thread is not None and self._thread.leave(self._limit):
-                self._left.add(self._thread)
                 self._thread = None
+                self._on_hang(batch.jobs[batch.places[batch.at]].follower.grammar)
                 batch = batch.without_hung_one()
                 self._run(batch)
         for place, error in batch.errors.items():
@@ -254,11 +271,6 @@ class MaskMaker:
             self._thread = None
 
     def _run(self, batch: _Batch) -> None:
-        if self._left.are_too_many:
-            for place in batch.places[batch.at :]:
-                batch.errors[place] = TOO_MANY_HANG
-            batch.set_done()
-            return
         if self._thread is None:
             self._jobs = queue.SimpleQueue()
             self._thread = LimitedThread("stratakv-masks", self._jobs)
@@ -308,27 +320,51 @@ class _Ahead:
     error: str = ""
     is_done: bool = False
 
+    @property
+    def lane(self) -> Grammar | None:
+        """The grammar whose process makes it; None: it is made here."""
+        grammar = self.job.follower.grammar
+        return grammar if grammar.is_apart else None
+
 
 class _Turns:
-    """Jobs for a thread, two queues of them."""
+    """Jobs for a thread, two queues of them, in each of which every tenant has its turn."""
 
     def __init__(self) -> None:
-        self._first: deque[Job | None] = deque()
-        self._later: deque[Job | None] = deque()
-        self._count: queue.SimpleQueue[None] = queue.SimpleQueue()  # an entry for each job
+        self._first: FairQueue[Job] = FairQueue()
+        self._later: FairQueue[Job] = FairQueue()
+        self._count: queue.SimpleQueue[bool] = queue.SimpleQueue()  # an entry for each job
+        self._has_ended = False
 
-    def put(self, job: Job, *, is_later: bool) -> None:
-        (self._later if is_later else self._first).append(job)
-        self._count.put(None)
+    def put(self, tenant: str, job: Job, *, is_later: bool) -> None:
+        (self._later if is_later else self._first).put(tenant, job)
+        self._count.put(True)
 
     def end(self) -> None:
         """Whoever gets a job next is told to end, instead of the jobs that are left."""
-        self._first.appendleft(None)
-        self._count.put(None)
+        self._has_ended = True
+        self._count.put(False)
 
     def get(self) -> Job | None:
         self._count.get()
-        return (self._first or self._later).popleft()
+        if self._has_ended:
+            return None
+        return (self._first if len(self._first) else self._later).get()
+
+
+def _note_hang(grammar: Grammar) -> None:
+    grammar.hangs = True
+
+
+class _Lane:
+    """A thread and its jobs: one for what is followed here, and one for each grammar that a process
+    follows, which others do not wait for."""
+
+    def __init__(self) -> None:
+        self.jobs = _Turns()
+        self.thread = LimitedThread("stratakv-masks-ahead", self.jobs)
+        self.at: _Ahead | None = None  # at which the thread is, or was last
+        self.num_open = 0
 
 
 class AheadMaker:
@@ -337,15 +373,19 @@ class AheadMaker:
     asks for such a grammar again and again holds up no other's. Called by the step's thread;
     `wakeup` by its own."""
 
-    def __init__(self, vocab_size: int, limit: Limit, wakeup: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        limit: Limit,
+        wakeup: Callable[[], None],
+        on_hang: OnHang | None = None,
+    ) -> None:
         self._num_words = -(-vocab_size // BITS)
         self._limit = limit
         self._wakeup = wakeup
-        self._jobs = _Turns()
-        self._thread: LimitedThread | None = None
-        self._left = LeftBehind()
+        self._on_hang = on_hang or _note_hang
+        self._lanes: dict[Grammar | None, _Lane] = {}  # None: of those that are followed here
         self._open: list[_Ahead] = []
-        self._at: _Ahead | None = None  # at which the thread is, or was last
         self.num_made = 0
 
     @property
@@ -386,44 +426,60 @@ class AheadMaker:
         makes the others."""
         if not self._open:
             return
+        for each in self._open:
+            if each.is_done:
+                self._take_note(each)
         left = [each for each in self._open if not each.is_done]
         self.num_made += len(self._open) - len(left)
         self._open = left
-        if left and self._thread is not None and self._thread.leave(self._limit):
-            self._left.add(self._thread)
-            self._thread = None
-            hung = self._at
+        here = self._lanes.get(None)
+        if left and here is not None and here.thread.leave(self._limit):
+            del self._lanes[None]
+            hung = here.at
             assert hung is not None
             hung.error, hung.is_done = HANGS, True
-            rest, self._open = [each for each in left if each is not hung], []
+            self._on_hang(hung.job.follower.grammar)
+            rest = [each for each in left if each is not hung and each.lane is None]
+            self._open = [each for each in left if each.lane is not None]
             for ahead in rest:
                 self._begin(ahead)
 
     def close(self) -> None:
-        """End the thread, unless it hangs. Idempotent."""
+        """End the threads, unless one hangs. Idempotent."""
         self._open.clear()
-        if self._thread is not None:
-            self._jobs.end()
-            self._thread.join(_CLOSE_SECONDS)
-            self._thread = None
+        lanes, self._lanes = list(self._lanes.values()), {}
+        for lane in lanes:
+            lane.jobs.end()
+        for lane in lanes:
+            lane.thread.join(_CLOSE_SECONDS)
 
     def _begin(self, ahead: _Ahead) -> None:
-        if self._left.are_too_many:
-            ahead.error, ahead.is_done = TOO_MANY_HANG, True
-            return
         self._open.append(ahead)
-        if self._thread is None:
-            self._jobs = _Turns()
-            self._thread = LimitedThread("stratakv-masks-ahead", self._jobs)
-        self._jobs.put(lambda thread: self._make(thread, ahead), is_later=ahead.is_later)
+        lane = self._lanes.get(ahead.lane)
+        if lane is None:
+            lane = self._lanes[ahead.lane] = _Lane()
+        lane.num_open += 1
+        tenant = ahead.job.follower.tenant
+        lane.jobs.put(tenant, partial(self._make, lane, ahead), is_later=ahead.is_later)
 
-    def _make(self, thread: LimitedThread, ahead: _Ahead) -> None:
+    def _take_note(self, ahead: _Ahead) -> None:
+        """Its lane is left where that was the last, unless it is the one of all others."""
+        lane = self._lanes.get(ahead.lane)
+        if lane is None:
+            return
+        lane.num_open -= 1
+        if not lane.num_open and ahead.lane is not None:
+            lane.jobs.end()
+            del self._lanes[ahead.lane]
+
+    def _make(self, lane: _Lane, ahead: _Ahead, thread: LimitedThread) -> None:
         """On the thread."""
 
         def begin() -> None:
-            self._at = ahead
+            lane.at = ahead
 
-        thread.give_way()
+        if ahead.lane is None:  # else it waits for a process, and not for a processor
+            thread.give_way()
         if not thread.next_piece(begin):
             return
         began, error = time.thread_time(), ""
@@ -444,4 +500,5 @@ class AheadMaker:
             self._wakeup()
 
     def _hangs(self) -> bool:
-        return self._thread is not None and self._thread.is_over(self._limit)
+        here = self._lanes.get(None)
+        return here is not None and here.thread.is_over(self._limit)

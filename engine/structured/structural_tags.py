@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+from ..json_schemas import TAG_SCHEMAS
 from .base import GrammarError
 
 
@@ -81,7 +82,7 @@ def schemas_in(text: str) -> list[Any]:
             left.extend(value)
         elif isinstance(value, dict):
             for name, inner in value.items():
-                if name in ("schema", "json_schema"):
+                if name in TAG_SCHEMAS:
                     found.append(inner)
                 else:
                     left.append(inner)

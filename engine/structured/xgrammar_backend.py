@@ -11,8 +11,8 @@ from typing import Any
 import tvm_ffi
 import xgrammar
 
-from ..structured_params import GrammarSpec, Kind
-from .base import BITS, Backend, Form, Grammar, GrammarError, Matcher, Rows, Words, follow_forced
+from ..structured_params import MOST_WHITESPACE, GrammarSpec, Kind
+from .base import Backend, Form, Grammar, GrammarError, Matcher, Rows, Words
 from .vocabulary import Vocabulary
 from .xgrammar_scope import text_of, why_unsupported, why_untamed
 
@@ -25,40 +25,48 @@ class XGrammarBackend(Backend):
     def __init__(self, vocabulary: Vocabulary) -> None:
         # Without any, it would take some by their names.
         ends = list(vocabulary.end_ids)
-        info = xgrammar.TokenizerInfo(
+        self._info = info = xgrammar.TokenizerInfo(
             list(vocabulary.tokens),
             xgrammar.VocabType.RAW,
             vocab_size=len(vocabulary.tokens),
             stop_token_ids=ends,
         )
         self._end_ids = frozenset(ends)
-        self._num_words = -(-len(vocabulary.tokens) // BITS)
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def compile(self, spec: GrammarSpec) -> Grammar:
+        return self._compiled(spec)
+
+    def _compiled(self, spec: GrammarSpec) -> _XGrammar:
         if why := why_unsupported(spec):
             raise GrammarError(f"xgrammar does not keep to {why}; --structured-outputs-backend auto"
                                " takes what does")  # fmt: skip
-        return self._made(spec, text_of(spec), is_bounded=not why_untamed(spec))
-
-    def try_out(self, spec: GrammarSpec) -> Form:
-        grammar = self.compile(spec)
-        follow_forced(grammar, self._num_words)
-        return Form("xgrammar", text_of(spec), is_bounded=grammar.is_bounded)
-
-    def build(self, spec: GrammarSpec, form: Form) -> Grammar:
-        return self._made(spec, form.text, is_bounded=form.is_bounded)
-
-    def _made(self, spec: GrammarSpec, text: str, *, is_bounded: bool) -> Grammar:
         try:
-            return _XGrammar(self._compile(spec, text), self._end_ids, is_bounded=is_bounded)
+            made = self._compile(spec, text_of(spec))
         except RuntimeError as error:
             raise GrammarError(_plain(error)) from None
+        return _XGrammar(made, self._end_ids, is_bounded=not why_untamed(spec))
+
+    def try_out(self, spec: GrammarSpec, *, is_second: bool = False) -> tuple[Form, Grammar]:
+        grammar = self._compiled(spec)
+        text = grammar.compiled.serialize_json() if grammar.is_bounded else ""
+        return Form("xgrammar", text, grammar.is_bounded, grammar.num_bytes), grammar
+
+    def build(self, spec: GrammarSpec, form: Form) -> Grammar:
+        """It is compiled: to read it takes some 30 ms for a MB, whatever it is."""
+        try:
+            made = xgrammar.CompiledGrammar.deserialize_json(form.text, self._info)
+        except RuntimeError as error:
+            raise GrammarError(_plain(error)) from None
+        return _XGrammar(made, self._end_ids, is_bounded=form.is_bounded)
 
     def _compile(self, spec: GrammarSpec, text: str) -> xgrammar.CompiledGrammar:
         compiler = self._compiler
         if spec.kind in (Kind.JSON, Kind.JSON_OBJECT):
-            return compiler.compile_json_schema(text, any_whitespace=spec.any_whitespace)
+            most = MOST_WHITESPACE if spec.any_whitespace else None
+            return compiler.compile_json_schema(
+                text, any_whitespace=spec.any_whitespace, max_whitespace_cnt=most
+            )
         if spec.kind is Kind.REGEX:
             return compiler.compile_regex(text)
         if spec.kind is Kind.STRUCTURAL_TAG:
@@ -70,13 +78,13 @@ class _XGrammar(Grammar):
     def __init__(
         self, compiled: xgrammar.CompiledGrammar, end_ids: frozenset[int], *, is_bounded: bool
     ) -> None:
-        self._compiled = compiled
+        self.compiled = compiled
         self._end_ids = end_ids
         self.is_bounded = is_bounded
         self.num_bytes = int(compiled.memory_size_bytes)
 
     def matcher(self) -> Matcher:
-        return _XGrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._end_ids)
+        return _XGrammarMatcher(xgrammar.GrammarMatcher(self.compiled), self._end_ids)
 
 
 class _XGrammarMatcher(Matcher):

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from ..json_schemas import ANNOTATIONS, FORMATS
 from ..structured_params import GrammarSpec, Kind
 from .structural_tags import as_format, schemas_in
 
@@ -22,6 +23,7 @@ MOST_BYTES = 64 * 1024
 MOST_PROPERTIES = 64
 MOST_SCHEMAS = 1000  # parts of one schema that are schemas
 MOST_REPEATS = 256
+MOST_REGEX = 128  # letters: what is optional takes it time with the cube of how often it is
 # It reads these and leaves them aside; or, of a string's length and pattern, lets the string hold
 # control characters and quotes that JSON does not allow in it.
 _UNSUPPORTED = frozenset({
@@ -36,6 +38,14 @@ _MAPS = ("properties", "$defs", "definitions")
 _LISTS = ("anyOf", "allOf", "prefixItems")
 _ONES = ("items", "additionalProperties")
 _BOUNDS = ("minItems", "maxItems")
+_OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+# It leaves aside what else stands beside a $ref, a choice or a constant.
+_BESIDE = ANNOTATIONS | {"$defs", "$id", "definitions", "format"}
+_REFERENCE = re.compile(r"#(/(\$defs|definitions)/(?P<name>[^/~%]+))?")
+_NAMES = {  # of JSON's types in Python
+    "string": ("str",), "integer": ("int",), "number": ("int", "float"), "boolean": ("bool",),
+    "null": ("NoneType",), "object": ("dict",), "array": ("list",),
+}  # fmt: skip
 _QUANTIFIED_GROUP = re.compile(r"\)[*+?{]")
 _COUNTS = re.compile(r"\{(\d*),?(\d*)\}")
 
@@ -57,13 +67,54 @@ def why_unsupported(spec: GrammarSpec) -> str:
     """What of it xgrammar would read and not keep to; empty: nothing."""
     if spec.whitespace_pattern:
         return "a whitespace_pattern"
-    for schema in _schemas_of(spec):
+    for place, schema in enumerate(_schemas_of(spec)):
         for name, value in schema.items():
+            if name == "format" and value not in FORMATS:
+                continue
             if name in _UNSUPPORTED and value not in (False, None):
                 return f"the keyword {name} of a JSON schema"
-        if _count(schema.get("allOf")) > 1:
-            return "an allOf of several JSON schemas"
+        if "$id" in schema and place and spec.kind is Kind.JSON:
+            return "an $id within a JSON schema"
+        if why := _why_left_aside(schema):
+            return why
     return ""
+
+
+def _why_left_aside(schema: dict[str, Any]) -> str:
+    """What of one schema it would read only a part of."""
+    if _count(schema.get("allOf")) > 1:
+        return "an allOf of several JSON schemas"
+    if "$ref" in schema and _target(schema["$ref"]) is None:
+        return f"the $ref {str(schema['$ref'])[:64]!r}, which leads elsewhere than to #/$defs"
+    for name in ("$ref", "anyOf", "allOf", "const", "enum"):
+        beside = set(schema) - _BESIDE - {name}
+        if name in schema and name in ("const", "enum"):
+            values = [schema["const"]] if name == "const" else schema["enum"]
+            if beside == {"type"} and isinstance(values, list) and _are_of(values, schema["type"]):
+                continue
+        if name in schema and beside:
+            return f"{name} with {min(beside)} beside it in a JSON schema"
+    if "type" not in schema and (bounds := _OF_NUMBERS & set(schema)):
+        return f"{min(bounds)} without a type in a JSON schema"
+    required, there = schema.get("required"), schema.get("properties")
+    if isinstance(required, list) and not set(map(str, required)) <= set(
+        there if isinstance(there, dict) else ()
+    ):
+        return "required properties that a JSON schema does not describe"
+    return ""
+
+
+def _are_of(values: list[Any], kinds: Any) -> bool:
+    """Whether all of them have this type, or one of these."""
+    names = {name for each in ([kinds] if isinstance(kinds, str) else kinds or ())
+             for name in _NAMES.get(str(each), ())}  # fmt: skip
+    return all(type(value).__name__ in names for value in values)
+
+
+def _target(reference: Any) -> str | None:
+    """The definition that it names, "" for the whole schema; None: it leads elsewhere."""
+    found = _REFERENCE.fullmatch(reference) if isinstance(reference, str) else None
+    return None if found is None else found["name"] or ""
 
 
 def why_untamed(spec: GrammarSpec) -> str:
@@ -74,6 +125,8 @@ def why_untamed(spec: GrammarSpec) -> str:
         return f"more than {MOST_BYTES} letters"
     if spec.kind is Kind.REGEX:
         return _why_untamed_regex(spec.text)
+    if spec.kind is Kind.JSON and _is_recursive(json.loads(spec.text)):
+        return "a JSON schema within itself"
     for count, schema in enumerate(_schemas_of(spec)):
         if count >= MOST_SCHEMAS:
             return f"more than {MOST_SCHEMAS} schemas in one"
@@ -92,7 +145,31 @@ def _count(value: Any) -> int:
     return len(value) if isinstance(value, dict | list) else 0
 
 
+def _is_recursive(schema: Any) -> bool:
+    """Whether a $ref leads back to where it stands."""
+    if not isinstance(schema, dict):
+        return False
+    parts: dict[str, Any] = {}
+    for name in ("$defs", "definitions"):
+        if isinstance(named := schema.get(name), dict):
+            parts |= named
+    leads = {
+        name: {_target(each["$ref"]) for each in _all_in(part) if "$ref" in each}
+        for name, part in (*parts.items(), ("", schema))
+    }
+    if any("" in targets for targets in leads.values()):
+        return True
+    while leads:  # those that lead to nothing more are done
+        ends = {name for name, targets in leads.items() if not targets & leads.keys()}
+        if not ends:
+            return True
+        leads = {name: targets for name, targets in leads.items() if name not in ends}
+    return False
+
+
 def _why_untamed_regex(pattern: str) -> str:
+    if len(pattern) > MOST_REGEX:
+        return f"more than {MOST_REGEX} letters"
     if _QUANTIFIED_GROUP.search(pattern):
         return "a group that is repeated"
     for counts in _COUNTS.findall(pattern):
@@ -103,11 +180,15 @@ def _why_untamed_regex(pattern: str) -> str:
 
 def _schemas_of(spec: GrammarSpec) -> Iterator[dict[str, Any]]:
     """A JSON schema and all inside it."""
-    left: list[Any] = []
     if spec.kind is Kind.JSON:
-        left.append(json.loads(spec.text))
+        yield from _all_in(json.loads(spec.text))
     elif spec.kind is Kind.STRUCTURAL_TAG:
-        left += schemas_in(spec.text)
+        for schema in schemas_in(spec.text):
+            yield from _all_in(schema)
+
+
+def _all_in(whole: Any) -> Iterator[dict[str, Any]]:
+    left = [whole]
     while left:
         schema = left.pop()
         if not isinstance(schema, dict):

@@ -19,6 +19,7 @@ STARTERS = (
     "stratakv.benchmarks.harness.served",
     "stratakv.engine.client.launcher",
     "stratakv.engine.core.process_executor",
+    "stratakv.engine.structured.grammar_processes",
 )
 
 

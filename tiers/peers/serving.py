@@ -11,7 +11,6 @@ import logging
 import os
 import selectors
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ import msgspec
 
 from ..cpu import CpuSlab
 from ..errors import TierConfigError
+from ..python_command import python_command
 from ..tier_settings import ListenAddress, ServeSettings
 from ..wire.listen import LARGEST_PORT, host_port, is_loopback
 from .served_files import ServedFiles, in_flags_of_serve
@@ -141,7 +141,7 @@ class SlabServing:
                 if self._closing.is_set():
                     return
                 self._process = process = subprocess.Popen(
-                    [sys.executable, "-m", _MODULE],
+                    python_command("-m", _MODULE),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,

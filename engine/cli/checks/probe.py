@@ -7,12 +7,16 @@ about it. Imports the standard library alone, and what it is told to look for.
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import json
-import os
 import sys
-from typing import Any
+
+# Before anything else is imported: not what lies in the folder that this was started in.
+sys.path[:] = [place for place in sys.path if place]
+
+import importlib  # noqa: E402 - behind the line above
+import importlib.metadata  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+from typing import Any  # noqa: E402
 
 MARK = "stratakv-probe "
 
@@ -20,8 +24,6 @@ MARK = "stratakv-probe "
 def main() -> None:
     """Look, and print."""
     told = json.loads(sys.argv[1])
-    # Not what lies in the folder that this was started in.
-    sys.path[:] = [place for place in sys.path if place]
     found = {
         "version": list(sys.version_info[:3]),
         "modules": {name: module(name) for name in told["modules"]},

@@ -81,6 +81,7 @@ class NoFacts(Exception):
 def ask_python(python: str, hash_algorithm: str, environment: Mapping[str, str]) -> PythonFacts:
     """Run the probe in this Python. Raises NoFacts."""
     told = {"modules": [*PACKAGES, OURS], "host": "vllm", "hash_algorithm": hash_algorithm}
+    # Without -P, for which it may be too old: the probe takes the working directory from its path.
     command = [python, "-c", PROBE.read_text(encoding="utf-8"), json.dumps(told)]
     try:
         done = subprocess.run(

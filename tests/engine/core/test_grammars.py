@@ -409,21 +409,77 @@ def test_a_mark_further_back_in_the_prompt_opens_nothing(make_core: MakeCore, te
     assert text_of(answers["r"]).removesuffix("<end>") in ("yes", "no")
 
 
-def test_the_death_of_a_compile_process_is_told_and_others_go_on(
+def test_the_death_of_a_process_of_grammars_is_told_and_others_go_on(
     make_core: MakeCore, greedy_reference: Reference
 ) -> None:
     core = make_core(structured_outputs_backend="guidance")
-    compiler = core._grammars._compiler
-    choice = {"choice": [f"answer {number}" for number in range(500)]}  # tried out in a process
-    assert core.add(following("r", prompt_of(20), choice)) == []
-    assert compiler._pool is not None
-    wait_for(lambda: bool(compiler._pool.process_ids))
-    os.kill(compiler._pool.process_ids[0], signal.SIGKILL)
+    processes = core._grammars._compiler._processes
+    assert processes is not None
+    # While another grammar is compiled for ever.
+    endless = {"patternProperties": {f"^(a?){{{n}}}b{n}$": {} for n in range(1, 300)}}
+    assert core.add(following("r", prompt_of(20), {"json": {"type": "object"} | endless})) == []
+    wait_for(lambda: bool(processes.process_ids))
+    os.kill(processes.process_ids[0], signal.SIGKILL)
     answers = finish(core, core.add(request("free", prompt_of(30))), 2)
     assert answers["free"].new_token_ids == greedy_reference(prompt_of(30), 6)
     failed = answers["r"]
     assert "ended by signal 9" in (failed.error or "")
-    assert not compiler._known  # it is compiled when it is asked for again
+    assert not core._grammars._compiler.num_cached  # it is compiled when it is asked for again
+
+
+def test_y03_an_answer_that_a_process_follows_is_as_it_would_be(make_core: MakeCore) -> None:
+    """Beside others, step by step, with tokens that are taken back nowhere."""
+    core = make_core(structured_outputs_backend="guidance")
+    asked = [
+        following(f"{number}", prompt_of(10 + number, number), {"regex": REGEX})
+        for number in range(3)
+    ]
+    here = finish(core, [each for one in asked for each in core.add(one)], len(asked))
+    core._grammars._compiler.stop_taking_over()
+    there = finish(core, [each for one in asked for each in core.add(one)], len(asked))
+    for name, answer in here.items():
+        assert there[name].new_token_ids == answer.new_token_ids and not there[name].error
+    assert core.call("stats", "")["grammar"]["compiled"] == 2
+
+
+def test_y03_the_requests_of_one_client_do_not_keep_others_from_waiting(
+    make_core: MakeCore, tiny_model: Path
+) -> None:
+    core, gate = make_core(), threading.Event()
+    with_backend(core, tiny_model, _Stubborn(gate), most_waiting=3)
+
+    def add(name: str, tenant: str) -> list[TokenOutput]:
+        asked = following(name, prompt_of(20), {"regex": f"{name}"}, max_tokens=2)
+        asked.tenant = tenant
+        return core.add(asked)
+
+    try:
+        assert [add(f"g{number}", "greedy") for number in range(3)] == [[]] * 3
+        (refused,) = add("g3", "greedy")
+        assert "3 requests of this client wait" in (refused.error or "")
+        assert add("mine", "honest") == []
+    finally:
+        gate.set()
+    answers = finish(core, [], 4)
+    assert "too many requests of this client" in (answers["g2"].error or "")
+    assert [answers[name].error for name in ("g0", "g1", "mine")] == [None] * 3
+    assert core._grammars._shares.who_gives_way() is None
+
+
+def test_x06_white_space_without_end_is_an_error(make_core: MakeCore, tiny_model: Path) -> None:
+    """Where a schema contradicts itself nothing else can follow."""
+    contradiction = {"properties": {"s": {"const": 1}}, "patternProperties": {"^s$": {"const": 1}}}
+    schema = {"type": "object", "required": ["s"], "additionalProperties": False} | contradiction
+    core = make_core(structured_outputs_backend="guidance")
+    comma, closing = (Tokenizer.load(tiny_model).encode(each)[-1] for each in ",}")
+    asked = {"bounded": {}, "free": {"whitespace_pattern": "[ \n]*"}}
+    answers = run(core, *(
+        following(name, prompt_of(20), {"json": schema, **fields}, max_tokens=200,
+                  logit_bias={comma: 80.0, closing: -80.0})
+        for name, fields in asked.items()
+    ))  # fmt: skip
+    assert "no token by which it could go on" in (answers["bounded"].error or "")
+    assert "nothing but white space could follow for 64 tokens" in (answers["free"].error or "")
 
 
 def test_random_aborts_leave_nothing_behind(make_core: MakeCore, rng: random.Random) -> None:

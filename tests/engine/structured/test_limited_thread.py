@@ -17,8 +17,8 @@ from stratakv.engine.request import Request, RequestStatus, pack_token_ids
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.structured import limited_thread
 from stratakv.engine.structured.base import LARGE_BYTES, Backend, Form, Grammar, Matcher
-from stratakv.engine.structured.compile_pool import CompilePool
 from stratakv.engine.structured.compiler import GrammarCompiler
+from stratakv.engine.structured.grammar_processes import GrammarProcesses, Tried
 from stratakv.engine.structured.guidance_backend import (
     GuidanceBackend,
     _GuidanceGrammar,
@@ -192,26 +192,23 @@ class Freed(Backend):
         return self.compile(spec)
 
 
-class TryingPool(CompilePool):
-    """All grammars need one; a process that is started then would inherit the policy."""
+class NoProcesses(GrammarProcesses):
+    """All grammars are taken over; a process that is started would inherit the policy."""
 
     def __init__(self) -> None:
         self.policies: list[int] = []
 
-    def is_needed(self, spec: GrammarSpec) -> bool:
-        return True
-
-    def try_out(self, spec: GrammarSpec) -> Form:
+    def try_out(self, spec: GrammarSpec, limit: Limit, *, is_second: bool = False) -> Tried:
         self.policies.append(os.sched_getscheduler(0))
-        return Form("any", spec.text, is_bounded=True)
+        return Tried(Form("any", spec.text, is_bounded=True), bytes(8), 0.0, None)
 
     def close(self) -> None:
         pass
 
 
 @needs_linux
-@pytest.mark.parametrize("is_large", [False, True])
-def test_grammars_are_compiled_and_freed_where_no_step_waits(is_large: bool) -> None:
+@pytest.mark.parametrize("is_taken_over", [False, True])
+def test_grammars_are_compiled_and_freed_where_no_step_waits(is_taken_over: bool) -> None:
     """To free a large one takes ten milliseconds."""
     policy = os.SCHED_IDLE if limited_thread._may_come_back() else os.SCHED_OTHER
     backend, opened = Freed(), []
@@ -220,9 +217,9 @@ def test_grammars_are_compiled_and_freed_where_no_step_waits(is_large: bool) -> 
         opened.append(os.sched_getscheduler(0))
         return backend
 
-    trials = TryingPool() if is_large else None
+    trials = NoProcesses() if is_taken_over else None
     compiler = GrammarCompiler(
-        open_backend, lambda: None, vocab_size=40, cache_bytes=2500, pool=trials, num_processes=1
+        open_backend, lambda: None, vocab_size=40, cache_bytes=2500, processes=trials
     )
     try:
         for text in "abc":
@@ -255,7 +252,7 @@ def test_the_grammar_of_a_request_that_ends_is_freed_where_no_step_waits(
         manager.follow(*manager.take_compiled())
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         let_go = threading.Event()  # of all that the cache dropped
-        manager._compiler._small.jobs.put(lambda _: let_go.set())
+        manager._compiler._builder.put("", lambda _: let_go.set())
         assert let_go.wait(WAIT_SECONDS) and not backend.freed
         manager.begin([])
         wait_for(lambda: backend.freed)
@@ -268,7 +265,7 @@ def test_a_large_grammar_of_guidance_is_freed_before_its_object_is() -> None:
     """For that holds the interpreter's lock all the while."""
     backend = GuidanceBackend(embedded())
     wanted = StructuredOutputsParams(choice=[str(number) for number in range(2000)]).spec
-    text = backend.try_out(wanted).text
+    text = backend.try_out(wanted)[0].text
     small = backend.build(wanted, Form("guidance", text, num_bytes=LARGE_BYTES - 1))
     before = heap_bytes()
     grammar = backend.build(wanted, Form("guidance", text, num_bytes=LARGE_BYTES))

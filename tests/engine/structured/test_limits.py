@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.structured import compiler as compiler_module
 from stratakv.engine.structured.backends import open_backend, why_missing
 from stratakv.engine.structured.base import (
     Backend,
@@ -30,7 +29,9 @@ from stratakv.engine.structured.compiler import (
     GrammarCompiler,
     TooManyGrammars,
 )
-from stratakv.engine.structured.limited_thread import MOST_LEFT_BEHIND, Jobs, LimitedThread
+from stratakv.engine.structured.fair_queue import Shares
+from stratakv.engine.structured.grammar_processes import GrammarProcesses, TooLate, TooSlow, Tried
+from stratakv.engine.structured.limited_thread import Limit
 from stratakv.engine.structured_params import (
     MAX_GRAMMAR_BYTES,
     GrammarSpec,
@@ -42,8 +43,6 @@ from stratakv.tiers.settings.values import ConfigError
 from ..conftest import Reference
 from ..core.conftest import config_of, finish, prompt_of, request
 from .waiting import SHORT, WAIT_SECONDS, wait_for
-
-NUM_PROCESSES = 2
 
 
 class Spinner(Backend):
@@ -99,160 +98,176 @@ def spec(text: str) -> GrammarSpec:
     return GrammarSpec(Kind.REGEX, text)
 
 
-def test_one_that_does_not_stop_compiling_is_given_up(threads_end: None) -> None:
+def test_one_that_does_not_stop_compiling_here_is_given_up(threads_end: None) -> None:
+    """As only what the engine's own people open may, since nothing else is compiled here."""
     backend, woken = Spinner(compiles=False), threading.Event()
     compiler = GrammarCompiler(lambda: backend, woken.set, limit=SHORT, vocab_size=40)
-
-    def done(compilation: Compilation) -> bool:
-        compiler.collect()
-        return compilation.is_done
-
     try:
-        hanging, behind = compiler.ask(spec("spin")), compiler.ask(spec("b"))
-        wait_for(lambda: done(hanging) and done(behind))
-        assert "more than 0.05 s" in hanging.error
-        assert behind.grammar is not None
-        assert compiler.ask(spec("spin")) is hanging  # known, and not tried again
-        assert (compiler.num_compiled, compiler.num_failed, compiler.num_found) == (1, 1, 1)
-        for number in range(MOST_LEFT_BEHIND - 1):
-            another = compiler.ask(
-                GrammarSpec(Kind.GRAMMAR, "spin", whitespace_pattern=str(number))
+        for number in range(5):
+            hanging = compiler.ask(
+                GrammarSpec(Kind.GRAMMAR, "spin", whitespace_pattern=f"{number}")
             )
-            wait_for(lambda another=another: done(another))
-        assert "none is compiled any more" in compiler.ask(spec("c")).error
+            behind = compiler.ask(spec(f"b{number}"))
+            wait_for(lambda h=hanging, b=behind: (compiler.collect(), h.is_done and b.is_done)[1])
+            assert "more than 0.05 s" in hanging.error
+            assert behind.grammar is not None  # however many hang before
+        compiler.collect()
+        assert compiler.ask(hanging.spec) is hanging  # known, and not tried again
+        assert (compiler.num_compiled, compiler.num_failed, compiler.num_found) == (5, 5, 1)
     finally:
         backend.stop.set()
         compiler.close()
 
 
-def test_a_thread_that_begins_before_it_is_known_is_watched_too(
-    threads_end: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = Spinner(compiles=False)
-    compiler = GrammarCompiler(lambda: backend, lambda: None, limit=SHORT, vocab_size=40)
-    try:
-        first = compiler.ask(spec("spin"))
-        second = compiler.ask(GrammarSpec(Kind.GRAMMAR, "spin"))
-
-        def started(name: str, jobs: Jobs) -> LimitedThread:
-            thread = LimitedThread(name, jobs)
-            wait_for(lambda: second.has_begun)
-            return thread
-
-        monkeypatch.setattr(compiler_module, "LimitedThread", started)
-        wait_for(lambda: (compiler.collect(), first.is_done and second.is_done)[1])
-        assert "more than 0.05 s" in second.error
-    finally:
-        monkeypatch.undo()
-        backend.stop.set()
-        compiler.close()
-
-
-def test_those_asked_for_before_too_many_hang_are_not_compiled(threads_end: None) -> None:
-    backend = Spinner(compiles=False)
-    compiler = GrammarCompiler(lambda: backend, lambda: None, limit=SHORT, vocab_size=40)
-    try:
-        asked = [
-            compiler.ask(GrammarSpec(Kind.REGEX, "spin", whitespace_pattern=f"{number}"))
-            for number in range(MOST_LEFT_BEHIND)
-        ]
-        asked += [compiler.ask(spec("behind")), compiler.ask(spec("the last"))]
-        wait_for(lambda: (compiler.collect(), all(each.is_done for each in asked))[1])
-        told = ["more than 0.05 s" in each.error for each in asked]
-        assert told == [True] * MOST_LEFT_BEHIND + [False] * 2
-        assert all("none is compiled any more" in each.error for each in asked[-2:])
-        backend.stop.set()
-        wait_for(lambda: not compiler._left.are_too_many)
-        behind = compiler.ask(spec("behind"))  # its error said nothing of it
-        wait_for(lambda: (compiler.collect(), behind.is_done)[1])
-        assert behind.grammar is not None, behind.error
-    finally:
-        backend.stop.set()
-        compiler.close()
-
-
-class SlowPool:
-    """Stands where processes try grammars out: for as long as `go` is not set."""
+class FakeProcesses(GrammarProcesses):
+    """Stands where processes compile, each grammar until `go` is set; one called `slow…` takes
+    longer than a moment, and one called `hangs…` than any limit."""
 
     def __init__(self) -> None:
-        self.go, self.asked = threading.Event(), []
+        self.go = threading.Event()
+        self.asked: list[str] = []
         self.error: GrammarError | None = None
+        self.trusts_threads = True
 
-    def is_needed(self, spec: GrammarSpec) -> bool:
-        if spec.text == "fault":
-            raise TypeError("a schema that nobody thought of")
-        return True
-
-    def try_out(self, spec: GrammarSpec) -> Form:
-        self.asked.append(spec.text)
+    def try_out(self, spec: GrammarSpec, limit: Limit, *, is_second: bool = False) -> Tried:
+        self.asked.append(spec.text + " again" * is_second)
         assert self.go.wait(WAIT_SECONDS)
         if self.error is not None:
             raise self.error
-        return Form("spinner")
+        if spec.text.startswith("hangs") or (spec.text.startswith("slow") and not is_second):
+            raise TooSlow(f"more than {limit.cpu_seconds:g} s")
+        if spec.text == "late":
+            raise TooLate("the machine is busy")
+        return Tried(Form("spinner", is_bounded=True), bytes(8), 0.0, None)
 
     def close(self) -> None:
         self.go.set()
 
 
 @pytest.fixture
-def slow_pool(threads_end: None) -> Iterator[tuple[GrammarCompiler, SlowPool]]:
-    backend, pool = Spinner(compiles=True), SlowPool()
+def fake(threads_end: None) -> Iterator[tuple[GrammarCompiler, FakeProcesses]]:
+    backend, processes = Spinner(compiles=True), FakeProcesses()
     backend.build = lambda spec, form: backend.compile(spec)
     compiler = GrammarCompiler(
-        lambda: backend, lambda: None, vocab_size=40, pool=pool, num_processes=NUM_PROCESSES
+        lambda: backend, lambda: None, vocab_size=40, processes=processes, num_processes=1
     )
-    yield compiler, pool
+    yield compiler, processes
     compiler.close()
 
 
+def until_done(compiler: GrammarCompiler, *compilations: Compilation) -> None:
+    wait_for(lambda: (compiler.collect(), all(each.is_done for each in compilations))[1])
+    compiler.collect()
+
+
+def begun(compiler: GrammarCompiler, processes: FakeProcesses) -> Compilation:
+    """One that is being tried out, so that others wait."""
+    first = compiler.ask(spec("first"), "first")
+    wait_for(lambda: processes.asked == ["first"])
+    return first
+
+
 def test_what_failed_for_another_reason_is_compiled_when_asked_for_again(
-    slow_pool: tuple[GrammarCompiler, SlowPool],
+    fake: tuple[GrammarCompiler, FakeProcesses],
 ) -> None:
-    compiler, pool = slow_pool
-    pool.go.set()
+    compiler, processes = fake
+    processes.go.set()
     for error, is_kept in ((NotNow("the machine is busy"), False), (GrammarError("no"), True)):
-        pool.error, asked = error, spec(str(error))
+        processes.error, asked = error, spec(str(error))
         failed = compiler.ask(asked)
-        wait_for(lambda it=failed: (compiler.collect(), it.is_done and not compiler.num_waiting)[1])
+        until_done(compiler, failed)
         assert failed.error == str(error) and failed.may_be_later is not is_kept
-        pool.error = None
+        processes.error = None
         again = compiler.ask(asked)
         assert (again is failed) is is_kept
-    wait_for(lambda: (compiler.collect(), not compiler.num_waiting)[1])
-    assert sorted(pool.asked) == ["no", "the machine is busy", "the machine is busy"]
+        until_done(compiler, again)
+    assert sorted(processes.asked) == ["no", "the machine is busy", "the machine is busy"]
 
 
-def test_a_large_one_that_hangs_when_it_is_built_holds_up_no_other(threads_end: None) -> None:
-    backend, pool = Spinner(compiles=False), SlowPool()
+@pytest.mark.regression
+def test_y03_what_takes_longer_than_a_moment_holds_up_nobody(
+    fake: tuple[GrammarCompiler, FakeProcesses],
+) -> None:
+    """It is begun anew behind what nobody has tried yet, also of its own tenant."""
+    compiler, processes = fake
+    first = begun(compiler, processes)
+    asked = [compiler.ask(spec(name), "a") for name in ("slow 0", "hangs 0", "slow 1", "honest")]
+    processes.go.set()
+    until_done(compiler, first, *asked)
+    assert [each.grammar is not None for each in asked] == [True, False, True, True]
+    assert "more than 10 s" in asked[1].error and not asked[1].may_be_later
+    quick = [name for name in processes.asked if not name.endswith("again")]
+    assert quick == ["first", "slow 0", "hangs 0", "slow 1", "honest"]
+    assert [name for name in processes.asked if name.endswith("again")] == [
+        "slow 0 again", "hangs 0 again", "slow 1 again",
+    ]  # fmt: skip
+
+
+@pytest.mark.regression
+def test_y03_tenants_have_their_turns(fake: tuple[GrammarCompiler, FakeProcesses]) -> None:
+    compiler, processes = fake
+    first = begun(compiler, processes)
+    asked = [compiler.ask(spec(f"hangs {number}"), "greedy") for number in range(4)]
+    asked += [compiler.ask(spec("mine"), "honest"), compiler.ask(spec("mine"), "third")]
+    processes.go.set()
+    until_done(compiler, first, *asked)
+    quick = [name for name in processes.asked if not name.endswith("again")]
+    assert quick == ["first", "hangs 0", "mine", "mine", "hangs 1", "hangs 2", "hangs 3"]
+    # Nobody learns from the time what others have asked for.
+    assert asked[-1] is not asked[-2]
+
+
+@pytest.mark.regression
+def test_y03_many_that_hang_or_are_late_disable_nothing(
+    fake: tuple[GrammarCompiler, FakeProcesses],
+) -> None:
+    compiler, processes = fake
+    processes.go.set()
+    for number in range(12):
+        failed = [compiler.ask(spec(f"hangs {number}")), compiler.ask(spec("late"))]
+        until_done(compiler, *failed)
+        assert failed[1].may_be_later and not failed[0].may_be_later
+    honest = compiler.ask(spec("honest"))
+    until_done(compiler, honest)
+    assert honest.grammar is not None and processes.trusts_threads
+
+
+@pytest.mark.regression
+def test_y03_only_who_asks_for_most_is_refused(
+    fake: tuple[GrammarCompiler, FakeProcesses], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, processes = fake
+    compiler._shares = Shares(6)
+    begun(compiler, processes)
+    greedy = [compiler.ask(spec(f"g{number}"), "greedy") for number in range(5)]
+    with pytest.raises(TooManyGrammars, match="5 grammars of this client wait"):
+        compiler.ask(spec("g5"), "greedy")
+    honest = [compiler.ask(spec(f"h{number}"), "honest") for number in range(2)]
+    assert [bool(each.error) for each in greedy] == [False] * 3 + [True] * 2
+    assert all("too many grammars of this client" in each.error for each in greedy[3:])
+    assert all(each.may_be_later for each in greedy[3:])
+    assert compiler.ask(spec("g0"), "greedy") is greedy[0]  # nothing new
+    processes.go.set()
+    until_done(compiler, *greedy, *honest)
+    assert all(each.grammar is not None for each in (*greedy[:3], *honest))
+    assert compiler._shares.who_gives_way() is None
+
+
+@pytest.mark.regression
+def test_y03_a_hang_here_has_processes_follow_and_refuses_nothing(threads_end: None) -> None:
+    """Though what is taken over is bounded, and should not."""
+    backend, processes = Spinner(compiles=False), FakeProcesses()
     backend.build = lambda spec, form: backend.compile(spec)
-    pool.go.set()
-    compiler = GrammarCompiler(lambda: backend, lambda: None, vocab_size=40, pool=pool, limit=SHORT)
-    try:
-        hanging = compiler.ask(spec("spin"))
-        wait_for(lambda: (compiler.collect(), hanging.is_done)[1])
-        assert "more than 0.05 s" in hanging.error
-        other = compiler.ask(spec("b"))
-        wait_for(lambda: (compiler.collect(), other.is_done)[1])
-        assert other.grammar is not None, other.error
-    finally:
-        backend.stop.set()
-        compiler.close()
-
-
-def test_one_that_hangs_when_it_is_built_gives_its_turn_to_the_next(threads_end: None) -> None:
-    backend, pool = Spinner(compiles=False), SlowPool()
-    backend.build = lambda spec, form: backend.compile(spec)
-    pool.go.set()
+    processes.go.set()
     compiler = GrammarCompiler(
-        lambda: backend, lambda: None, vocab_size=40, pool=pool, limit=SHORT, num_processes=2
+        lambda: backend, lambda: None, vocab_size=40, processes=processes, limit=SHORT
     )
     try:
-        hanging = compiler.ask(spec("spin"))
-        wait_for(compiler._building.locked)
-        behind = compiler.ask(spec("b"))  # whose thread waits for that lock before it is replaced
-        wait_for(lambda: len(pool.asked) == 2)
-        wait_for(lambda: (compiler.collect(), hanging.is_done and behind.is_done)[1])
-        assert behind.grammar is not None, behind.error
+        known, hanging = compiler.ask(spec("known")), compiler.ask(spec("spin"))
+        other = compiler.ask(spec("other"))
+        until_done(compiler, known, hanging, other)
+        assert "more than 0.05 s" in hanging.error
+        assert other.grammar is not None and not processes.trusts_threads
     finally:
         backend.stop.set()
         compiler.close()
@@ -264,50 +279,48 @@ def test_processes_leave_a_processor_to_the_steps(monkeypatch: pytest.MonkeyPatc
             "os.sched_getaffinity", lambda _, n=processors: set(range(n)), raising=False
         )
         made = GrammarCompiler(lambda: Spinner(compiles=True), lambda: None, vocab_size=40)
-        assert made._large.num_threads == expected
+        assert made._num_long == expected
         made.close()
 
 
 def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled(
-    slow_pool: tuple[GrammarCompiler, SlowPool],
+    fake: tuple[GrammarCompiler, FakeProcesses],
 ) -> None:
-    compiler, pool = slow_pool
-    running = [compiler.ask(spec(f"{number}")) for number in range(NUM_PROCESSES)]
-    wait_for(lambda: len(pool.asked) == NUM_PROCESSES)
+    compiler, processes = fake
+    first = begun(compiler, processes)
     gone, wanted = compiler.ask(spec("gone")), compiler.ask(spec("wanted"))
-    for each in (running[0], gone):
+    for each in (first, gone):
         compiler.give_up(each)
     again = compiler.ask(spec("gone"))
     assert again is not gone
     compiler.give_up(again)
-    assert compiler.num_waiting == 3  # what has begun goes on, for who asks again
-    pool.go.set()
-    wait_for(lambda: (compiler.collect(), not compiler.num_waiting)[1])
-    assert wanted.grammar is not None and compiler.ask(spec("0")) is running[0]
-    assert sorted(pool.asked) == ["0", "1", "wanted"]
+    assert compiler.num_waiting == 2  # what has begun goes on, for who asks again
+    processes.go.set()
+    until_done(compiler, wanted, first)
+    assert wanted.grammar is not None and compiler.ask(spec("first"), "first") is first
+    assert sorted(processes.asked) == ["first", "wanted"]
 
 
 def test_those_that_nobody_waits_for_do_not_heap_up(
-    slow_pool: tuple[GrammarCompiler, SlowPool],
+    fake: tuple[GrammarCompiler, FakeProcesses],
 ) -> None:
-    compiler, pool = slow_pool
-    for number in range(NUM_PROCESSES):
-        compiler.ask(spec(f"running {number}"))
-    wait_for(lambda: len(pool.asked) == NUM_PROCESSES)  # no thread takes another one now
-    for number in range(MOST_WAITING):
+    compiler, processes = fake
+    begun(compiler, processes)
+    for number in range(MOST_WAITING + 5):
         compiler.give_up(compiler.ask(spec(f"{number}")))
-    with pytest.raises(TooManyGrammars, match=f"{MOST_WAITING} grammars wait"):
-        compiler.ask(spec("one more"))
+    assert len(compiler._quick) == 0 and compiler.num_waiting == 1
 
 
-def test_a_grammar_whose_place_cannot_be_told_leaves_nothing_behind(
-    slow_pool: tuple[GrammarCompiler, SlowPool],
-) -> None:
-    compiler, _ = slow_pool
-    for _ in range(2):  # the second would wait for the first for ever
-        with pytest.raises(TypeError):
-            compiler.ask(spec("fault"))
-    assert not compiler.num_waiting
+def test_whoever_asks_for_most_loses_what_is_kept(threads_end: None) -> None:
+    backend = Spinner(compiles=True)
+    compiler = GrammarCompiler(lambda: backend, lambda: None, vocab_size=40, cache_bytes=3500)
+    try:
+        for text, tenant in (("mine", "honest"), *((f"g{n}", "greedy") for n in range(6))):
+            until_done(compiler, compiler.ask(spec(text), tenant))
+        kept = {tenant: list(each.known) for tenant, each in compiler._kept.items()}
+        assert kept == {"honest": [spec("mine")], "greedy": [spec("g4"), spec("g5")]}
+    finally:
+        compiler.close()
 
 
 def test_grammars_are_kept_up_to_a_size(threads_end: None) -> None:

@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 
 from stratakv.engine.structured.base import Grammar, Matcher, Words
-from stratakv.engine.structured.limited_thread import MOST_LEFT_BEHIND, _may_come_back
+from stratakv.engine.structured.limited_thread import _may_come_back
 from stratakv.engine.structured.masks import (
     HANGS,
     MASK_LIMIT,
     SLOW_SECONDS,
-    TOO_MANY_HANG,
     AheadMaker,
     Follower,
 )
@@ -69,7 +69,7 @@ def test_rows_that_are_known_to_take_long_come_last(threads_end: None) -> None:
 
     try:
         followers = [begin("gate", 0.0)]  # while it is made the others come
-        wait_for(lambda: maker._at is not None)
+        wait_for(lambda: maker._lanes[None].at is not None)
         followers += [begin(f"long {number}", 2 * SLOW_SECONDS) for number in range(3)]
         followers += [begin("new", 0.0), begin("another", SLOW_SECONDS / 2)]
         gate.set()
@@ -106,18 +106,61 @@ def test_a_row_that_hangs_fails_alone_whatever_was_asked_for_first(threads_end: 
         maker.close()
 
 
-def test_rows_that_were_asked_for_before_too_many_hang_are_not_begun(threads_end: None) -> None:
-    stop = threading.Event()
+def test_y03_rows_behind_many_that_hang_are_made(threads_end: None) -> None:
+    """However many hang: each of these grammars is asked once, and nobody else is refused."""
+    stop, made = threading.Event(), list[str]()
     maker = AheadMaker(40, SHORT, lambda: None)
-    followers = [Follower(OrderlyGrammar("spin", [], stop)) for _ in range(MOST_LEFT_BEHIND + 2)]
+    spinning = [OrderlyGrammar("spin", [], stop) for _ in range(5)]
+    followers = [Follower(each) for each in (*spinning, spinning[0])]
+    followers.append(Follower(OrderlyGrammar("honest", made, stop)))
     try:
         assert not any(maker.is_ready(each, [1], 0) for each in followers)
         wait_for(lambda: (maker.take_note(), not maker.num_open)[1])
         assert all(maker.is_ready(each, [1], 0) for each in followers)
-        failed = [each.failed for each in followers]
-        assert failed == [HANGS] * MOST_LEFT_BEHIND + [TOO_MANY_HANG] * 2
+        assert [each.failed for each in followers] == [HANGS] * 6 + [""] and made == ["honest"]
     finally:
         stop.set()
+        maker.close()
+
+
+class ApartGrammar(OrderlyGrammar):
+    """As one that a process follows."""
+
+    is_apart = True
+
+
+def test_y03_rows_of_a_process_hold_up_no_others(threads_end: None) -> None:
+    gate, made = threading.Event(), list[str]()
+    maker = AheadMaker(40, MASK_LIMIT, lambda: None)
+    apart = ApartGrammar("gate", made, gate)
+    slow = [Follower(each) for each in (apart, apart, ApartGrammar("gate", made, gate))]
+    other = Follower(OrderlyGrammar("other", made, gate))
+    try:
+        assert not any(maker.is_ready(each, [1], 0) for each in (*slow, other))
+        wait_for(lambda: other.ahead is not None and other.ahead.is_done)
+        assert made == ["other"]
+        gate.set()
+        wait_for(lambda: (maker.take_note(), not maker.num_open)[1])
+        assert all(maker.is_ready(each, [1], 0) for each in slow)
+        assert list(maker._lanes) == [None]  # threads of the others end with their rows
+        assert all(each.row_seconds == math.inf for each in slow)  # never made in a step
+    finally:
+        gate.set()
+        maker.close()
+
+
+def test_y03_tenants_have_their_turns_with_rows(threads_end: None) -> None:
+    maker, made, gate = AheadMaker(40, MASK_LIMIT, lambda: None), list[str](), threading.Event()
+    try:
+        assert not maker.is_ready(Follower(OrderlyGrammar("gate", made, gate)), [1], 0)
+        wait_for(lambda: maker._lanes[None].at is not None)
+        for name in ("a0", "a1", "a2", "b0"):
+            follower = Follower(OrderlyGrammar(name, made, gate), tenant=name[0])
+            assert not maker.is_ready(follower, [1], 0)
+        gate.set()
+        wait_for(lambda: (maker.take_note(), not maker.num_open)[1])
+        assert made == ["gate", "a0", "b0", "a1", "a2"]
+    finally:
         maker.close()
 
 
@@ -127,10 +170,10 @@ def test_rows_that_nobody_wants_are_not_made_at_the_end(threads_end: None) -> No
     maker = AheadMaker(40, MASK_LIMIT, lambda: None)
     for name in ("gate", "new", "newer"):
         maker.is_ready(Follower(OrderlyGrammar(name, made, gate)), [1], 0)
-    wait_for(lambda: maker._at is not None)
+    wait_for(lambda: maker._lanes[None].at is not None)
     closer = threading.Thread(target=maker.close)
     closer.start()
-    wait_for(lambda: not maker.num_open and maker._jobs._first[0] is None)
+    wait_for(lambda: not maker._lanes)
     gate.set()
     closer.join(WAIT_SECONDS)
     assert made == ["gate"]

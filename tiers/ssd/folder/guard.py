@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from ...python_command import python_command
 from ..index.index_file import DATA_FILE, SLOT_BYTES, VALUE_BYTES, IndexDamaged, RowBatch
 from .scan import UNABLE
 
@@ -46,7 +47,7 @@ def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
     the disk was slow: `timeout_seconds` is for the first rows and from one batch to the next, and
     after the last one some is added for each row, which are all looked at once more."""
     words = [str(_SCAN.parent), str(folder), *filter(None, sys.path)]
-    command = [sys.executable, "-P", "-S", "-c", _RUN_SCAN, *words]
+    command = python_command("-S", "-c", _RUN_SCAN, *words)
     watch = _Watch(timeout_seconds)
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -5,16 +5,23 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from ....json_schemas import FORMATS, ignored_formats
 from ....structured_params import StructuredOutputsParams
 from ...errors import ApiError
 from ...front import Front
 from ..protocol import SamplingFields
 
+logger = logging.getLogger(__name__)
+
+_MOST_TOLD = 64  # formats, which clients make up
+_told: set[str] = set()
 # Older fields, with what they are called today. `guided_json` may also be a JSON text.
 _GUIDED = {
     "guided_json": "json",
@@ -61,9 +68,26 @@ def structured_outputs_of(front: Front, request: SamplingFields) -> StructuredOu
         fields = {**fields, "whitespace_pattern": pattern}
     front.need_tokenizer(name, f"leave out `{name}`")
     try:
-        return msgspec.convert(dict(fields), StructuredOutputsParams)
+        params = msgspec.convert(dict(fields), StructuredOutputsParams)
     except msgspec.ValidationError as error:
         raise _invalid(name, f"`{name}` cannot be used: {error}") from None
+    if params.json is not None:
+        _tell_ignored(fields["json"])
+    return params
+
+
+def _tell_ignored(schema: Any) -> None:
+    """Say once for each format that no answer is held to it."""
+    whole = json.loads(schema) if isinstance(schema, str) else schema
+    for name in ignored_formats(whole):
+        if name not in _told and len(_told) < _MOST_TOLD:
+            _told.add(name)
+            logger.warning(
+                "the format %r in a JSON schema is taken for an annotation, and no answer is held "
+                "to it; those that are kept to are %s. Said once",
+                name[:64],
+                ", ".join(sorted(FORMATS - {"unknown"})),
+            )
 
 
 def _of_response_format(given: Any) -> dict[str, Any]:

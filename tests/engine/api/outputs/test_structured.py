@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 import openai
 import pydantic
 import pytest
+
+from stratakv.engine.api.openai.outputs import structured
+
+from ....nursery_site.nursery_client import Nursery
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO: Any = [{"role": "user", "content": "hello world"}]
@@ -21,6 +26,12 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 RULES = 'root ::= "x" [0-9] [0-9] ";"'
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _processes_start_soon(worker_nursery: Nursery) -> None:
+    """What grammars are compiled in is forked from the nursery: not within a client's time."""
+    assert worker_nursery.pid
 
 
 def of_schema(text: str) -> bool:
@@ -163,3 +174,27 @@ def test_what_cannot_be_followed_is_refused(
         error = response.json()["error"]
     assert error["code"] == code and error["type"] == "invalid_request_error"
     assert words in error["message"]
+
+
+@pytest.mark.regression
+def test_x07_a_format_that_no_answer_is_held_to_is_said_once(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As pydantic's paths, secrets and bytes have it, and what OpenAPI says of numbers."""
+    monkeypatch.setattr(structured, "_told", set())
+
+    class Answer(pydantic.BaseModel):
+        path: Path
+        key: pydantic.SecretStr = pydantic.SecretStr("")
+
+    schema = Answer.model_json_schema()
+    answer = {"const": "a", "format": "path"}
+    schema["properties"] = {"path": answer, "key": {"enum": ["b"], "format": "password"}}
+    for _ in range(2):
+        fields = {"structured_outputs": {"json": schema, **COMPACT}}
+        body = {"prompt": "hello", "max_tokens": 200, **fields}
+        told = http.post(COMPLETIONS, json=body)
+        assert told.status_code == 200, told.text
+        assert json.loads(told.json()["choices"][0]["text"])["path"] == "a"
+    said = [each.getMessage() for each in caplog.records if "annotation" in each.getMessage()]
+    assert len(said) == 2 and "'path'" in said[0] and "'password'" in said[1]

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a JSON schema says that only describes, and what it says in a way that no backend takes.
+
+A `format` that nobody here checks is an annotation, by JSON Schema's own rule: it is left out
+before a schema is compiled, and whoever takes the request says so. A `oneOf` of constants is an
+`enum`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+Schema = dict[str, Any]
+# Answers keep to these. All others say something to people, or to other programs.
+FORMATS = frozenset({
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri",
+    "uuid",
+})  # fmt: skip
+# They say nothing of an answer.
+ANNOTATIONS = frozenset({
+    "$comment", "$schema", "default", "deprecated", "description", "example", "examples",
+    "externalDocs", "readOnly", "title", "writeOnly", "xml",
+})  # fmt: skip
+TAG_SCHEMAS = ("schema", "json_schema")  # where a structural tag holds one
+# Where a schema holds others: by name, as a list, or one.
+MAPS = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
+LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
+ONES = (
+    "items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames",
+    "additionalItems", "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+
+
+def prepared(schema: Any) -> Any:
+    """The schema as backends take it: the same one where there is nothing to change."""
+    return _mapped(schema, _prepared_one)
+
+
+def with_schemas(tag: Any, change: Callable[[Any], Any]) -> Any:
+    """A structural tag with this change made to each JSON schema in it."""
+    if isinstance(tag, list):
+        return [with_schemas(each, change) for each in tag]
+    if not isinstance(tag, dict):
+        return tag
+    return {
+        name: change(inner) if name in TAG_SCHEMAS else with_schemas(inner, change)
+        for name, inner in tag.items()
+    }
+
+
+def ignored_formats(schema: Any) -> list[str]:
+    """The formats in it that no answer is held to, once each."""
+    found: dict[str, None] = {}
+
+    def look(one: Schema) -> Schema:
+        if isinstance(name := one.get("format"), str) and name not in FORMATS:
+            found[name] = None
+        return one
+
+    _mapped(schema, look)
+    return list(found)
+
+
+def _prepared_one(schema: Schema) -> Schema:
+    name = schema.get("format")
+    if isinstance(name, str) and name not in FORMATS:
+        schema = {key: value for key, value in schema.items() if key != "format"}
+    options = schema.get("oneOf")
+    if isinstance(options, list) and "enum" not in schema and "const" not in schema:
+        values = _constants(options)
+        if values is not None:
+            schema = {key: value for key, value in schema.items() if key != "oneOf"}
+            schema["enum"] = values
+    return schema
+
+
+def _constants(options: list[Any]) -> list[Any] | None:
+    """The values that exactly one of these schemas is for, where each of them is for some."""
+    given: list[Any] = []
+    for option in options:
+        if not isinstance(option, dict):
+            return None
+        values = [option["const"]] if "const" in option else option.get("enum")
+        if not isinstance(values, list) or not set(option) <= ANNOTATIONS | {"const", "enum"}:
+            return None
+        if "const" in option and "enum" in option:
+            return None
+        given += {json.dumps(each, sort_keys=True): each for each in values}.items()
+    counts = Counter(text for text, _ in given)
+    return [value for text, value in given if counts[text] == 1]
+
+
+def _mapped(schema: Any, change: Callable[[Schema], Schema]) -> Any:
+    """With `change` made to it and to all that it holds, but for data in it, such as of `enum`."""
+    if not isinstance(schema, dict):
+        return schema
+    made: Schema = {}
+    for key, value in schema.items():
+        inner = value
+        if key in MAPS and isinstance(value, dict):
+            inner = {name: _mapped(each, change) for name, each in value.items()}
+        elif key in LISTS and isinstance(value, list):
+            inner = [_mapped(each, change) for each in value]
+        elif key in ONES:
+            inner = _mapped(value, change)
+        made[key] = inner
+    return change(made)
