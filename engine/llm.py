@@ -23,6 +23,7 @@ from ..tiers.settings.format import format_value
 from ..tiers.settings.readers import one_of, switch
 from ..tiers.settings.values import ConfigError
 from .client.base import EngineClient, EngineDead
+from .core.model_check import check_model
 from .embeds import read_embeds, write_embeds
 from .logs import LOG_LEVELS
 from .models.checkpoint.generation_config import load_default_sampling
@@ -137,6 +138,7 @@ class LLM:
             raise ConfigError(
                 f"progress takes a function of one text, not {format_value(progress)}"
             )
+        check_model(self.config)
         chosen = self.config.model
         self.tokenizer = Tokenizer.find(chosen.path)
         self.marks = find_marks(self.tokenizer, chosen.reasoning_start, chosen.reasoning_end)

@@ -61,7 +61,7 @@ ENGINE_ROOMS: dict[str, str] = {
         "sampling_params text wire"
     ),
     "cli": (
-        "api cache client config extras llm logs models not_built offload_config options plan "
+        "api cache client config core extras llm logs models not_built offload_config options plan "
         "probes router sampling sampling_params settings text trace wire worker"
     ),
 }

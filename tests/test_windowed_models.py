@@ -16,7 +16,7 @@ from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.models.spec import load_model_spec
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.wire import AddRequest
-from stratakv.engine.worker.kv_pool import PoolDemand
+from stratakv.engine.worker.pool_demand import PoolDemand
 from stratakv.tiers.settings.values import ConfigError
 
 from .leftovers import check_nothing_left

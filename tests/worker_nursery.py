@@ -111,7 +111,7 @@ def _import_modules() -> None:
             importlib.import_module(name)
     importlib.import_module("httpx")  # of huggingface_hub, which reads its variables itself
     importlib.import_module(".page_program", __package__)
-    for name in ("engine.core.device_config", "engine.worker.runtime.pool_sizing"):
+    for name in ("engine.core.model_check", "engine.worker.runtime.pool_sizing"):
         module: Any = sys.modules[f"stratakv.{name}"]
         assert module.DEFAULT_POOL_BYTES > POOL_BYTES
         module.DEFAULT_POOL_BYTES = POOL_BYTES

@@ -15,10 +15,17 @@ from typing import TYPE_CHECKING, Any
 from ...tiers.settings.format import format_value
 from ...tiers.settings.option import flag_of
 from ...tiers.settings.values import ConfigError
+from ..core.model_check import check_model
 from ..logs import set_up
 from ..sampling.loading import InvalidProcessorParams
 from ..sampling_params import SamplingParams
-from .args import add_engine_arguments, add_log_level, engine_options_of, log_level
+from .args import (
+    add_engine_arguments,
+    add_log_level,
+    engine_config_of,
+    engine_options_of,
+    log_level,
+)
 
 if TYPE_CHECKING:
     from ..text.output_processor import TextOutput
@@ -66,14 +73,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate; 1 if the request failed."""
-    from ..llm import LLM
-    from ..text.reasoning import with_reasoning_marks
-    from ..text.tokenizer import with_spelt_bad_words
-
     if args.prompt is None:
         raise ConfigError("stratakv generate needs --prompt TEXT, or --prompt - for standard input")
     params = _sampling_params(args)
     set_up(log_level(args))
+    check_model(engine_config_of(args))
+    from ..llm import LLM  # what refuses a model needs none of these
+    from ..text.reasoning import with_reasoning_marks
+    from ..text.tokenizer import with_spelt_bad_words
+
     prompt = _read_prompt() if args.prompt == "-" else args.prompt
     with LLM(args.model, progress=_print_progress, **engine_options_of(args)) as llm:
         began = time.monotonic()

@@ -28,6 +28,8 @@ from .. import plan
 from ..cache.group_spec import CacheGroups, plan_groups
 from ..config import CacheConfig, ModelConfig
 from ..models.checkpoint.shards import find_shards
+from ..models.checkpoint.tensor_shapes import expected_tensors
+from ..models.dtypes import planned_dtype
 from ..models.spec import ModelSpec, load_model_spec, resolve_max_model_len
 from ..options import model_directory
 from .plan_rates import OPERATIONS, PLACES, PREFILL_TOKENS, Rate, resolve_rates
@@ -173,10 +175,6 @@ def make_plan(path: Path, given: Mapping[str, Any], probe: bool) -> dict[str, An
 
 
 def _subject(path: Path, given: Mapping[str, Any]) -> Subject:
-    # They need torch, and --help does not.
-    from ..models.checkpoint.weights import expected_tensors
-    from ..models.dtypes import planned_dtype
-
     spec = load_model_spec(path)
     lengths = given.get("max_model_len")
     model = ModelConfig(path, path.name, dtype=given.get("dtype", "auto"), max_model_len=lengths)

@@ -25,6 +25,7 @@ from ...tiers.settings.values import ConfigError, show_size
 from .. import logs
 from ..client.base import EngineDead
 from ..config import EngineConfig
+from ..core.model_check import check_model
 from ..offload_config import PEER, REMOTE, OffloadConfig
 from ..options import model_aliases
 from ..sampling.loading import ParamsCheck, make_params_check
@@ -61,12 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal (0) or until the core is gone (1)."""
-    from ..api.http.server import make_tls_context
-
     config = engine_config_of(args)
     settings = settings_of(args)
     server = server_config(settings.server_options)
-    tls = make_tls_context(server)
     sock = bind(server.host, server.port)
     logs.set_up(server.log_level, json=server.log_json)
     logger.info("options given: %s", settings.summary or "none")
@@ -74,6 +72,10 @@ def run(args: argparse.Namespace) -> int:
         logger.info("%s", note)
     aliases = model_aliases(settings.model, settings.engine_options)
     with sock:
+        check_model(config)
+        from ..api.http.server import make_tls_context  # what refuses a model needs none of it
+
+        tls = make_tls_context(server)
         check_params = make_params_check(config.logits_processors)
         return asyncio.run(_serve(config, server, sock, tls, aliases, check_params))
 

@@ -22,20 +22,17 @@ from ...connector.base import (
 )
 from ...connector.rates import PrefillRate
 from ...tiers.block import Identity
-from ...tiers.settings.values import ConfigError
 from ..cache.block_hash import make_block_hasher
-from ..cache.group_spec import plan_groups
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import EngineConfig
 from ..models.checkpoint.fingerprint import ModelFiles
-from ..models.dtypes import kv_dtype_name
+from ..models.dtypes import dtype_name
 from ..models.spec import load_model_spec, resolve_max_model_len
 from ..observer import Observer
 from ..request import BlockHasher, RequestStatus
 from ..sampling.token_mask import TokenMask
 from ..scheduler.output import SchedulerOutput
 from ..scheduler.scheduler import RETRY_SECONDS, Pause, Scheduler
-from ..structured.backends import why_missing
 from ..structured.manager import GrammarManager
 from ..trace.step_trace import NO_CONNECTOR, StepTrace
 from ..wire import (
@@ -47,15 +44,16 @@ from ..wire import (
     Ready,
     TokenOutput,
 )
-from ..worker.kv_pool import PoolDemand, check_pool_size
+from ..worker.pool_demand import check_pool_size
 from ..worker.runtime.device_runtime import is_device_lost
 from ..worker.runtime.pool_sizing import context_that_fits
 from .calibration import CalibrationBudget, calibrate
 from .calls import CoreCalls
 from .core_stats import CoreStats
-from .device_config import blocks_of_pool, dtype_for, placement_of
+from .device_config import dtype_for, placement_of
 from .executor import Executor, ExecutorDied, InProcessExecutor, StepHandle, load_runner
 from .handover import HeldAnswers
+from .model_check import blocks_of_pool, check_backend, demand_of
 from .offload import OpenTiers, describe_identity, open_tiers
 from .process_executor import ProcessExecutor
 from .request_adder import RequestAdder
@@ -105,9 +103,7 @@ class EngineCore:
         self.num_failed_steps = 0  # since the last good one; steps without tokens are neither
         self.spec = load_model_spec(config.model.path)
         self.max_model_len = resolve_max_model_len(self.spec, config.model.max_model_len)
-        backend = config.structured_outputs_backend
-        if backend != "auto" and (why := why_missing(backend)):
-            raise ConfigError(f"--structured-outputs-backend {backend}: {why}")
+        check_backend(config)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self._placement = placement_of(config)
@@ -118,15 +114,14 @@ class EngineCore:
             max_steps_in_flight = 2 if config.async_scheduling and overlaps else 1
         self._dtype = dtype_for(config, self.spec, device)
         self._largest_embedding = float(torch.finfo(self._dtype).max)
-        kv_dtype = kv_dtype_name(config.cache.kv_cache_dtype, self._dtype)
-        layout = self.spec.layout(config.cache.block_size, kv_dtype)
-        self._groups = plan_groups(layout, config.cache.num_groups, self.spec.layer_attention)
-        demand = PoolDemand(self._groups, config.scheduler.most_step_tokens)
+        dtype = dtype_name(self._dtype)
+        demand = demand_of(config, self.spec, dtype)
+        self._groups = demand.groups
         num_blocks = blocks_of_pool(config, self.spec, demand)
         if num_blocks is not None:
             if config.model.max_model_len is None:
                 self.max_model_len = context_that_fits(demand, num_blocks, self.max_model_len)
-            check_pool_size(demand, num_blocks, self.max_model_len, device)
+            check_pool_size(demand, num_blocks, self.max_model_len, on_host=device.type == "cpu")
         random_for = f"{device.type}, torch {torch.__version__}"
         files = ModelFiles.read(
             config.model.path,
@@ -137,8 +132,8 @@ class EngineCore:
         identity = Identity(
             self._groups.bound(files.fingerprint),
             config.model.revision + self._page_order(),
-            str(self._dtype).removeprefix("torch."),
-            kv_dtype,
+            dtype,
+            self._groups.layout.kv_dtype,
             config.cache.block_size,
         )
         self._max_steps_in_flight = max_steps_in_flight

@@ -46,7 +46,8 @@ from .block_table import BlockTable, MultiGroupBlockTable
 from .forward.attention_metadata import ranges
 from .forward.forward import LateTokens, StepInputs, step_order
 from .input_batch import ExpectedTokens, HeldRow, InputBatch, WorkerRequest
-from .kv_pool import KvPool, PoolDemand, check_pool_size
+from .kv_pool import KvPool
+from .pool_demand import PoolDemand, check_pool_size
 from .pooling import PoolingCollector
 from .prompt_embeds import PromptEmbeds
 from .prompt_logprobs import PromptLogprobsCollector
@@ -214,7 +215,7 @@ class ModelRunner:
             if not is_length_asked:
                 max_model_len = context_that_fits(demand, num_blocks, max_model_len)
         else:
-            check_pool_size(demand, num_blocks, max_model_len, device)
+            check_pool_size(demand, num_blocks, max_model_len, on_host=device.type == "cpu")
             self.model = load()
         self.groups = groups
         self.pool = KvPool(groups.layout, groups.num_pages(num_blocks), device, kernel_block_size)

@@ -17,7 +17,7 @@ import torch
 from stratakv.engine.cache.group_spec import plan_groups
 from stratakv.engine.cli.main import main
 from stratakv.engine.config import EngineConfig
-from stratakv.engine.core import device_config, engine_core
+from stratakv.engine.core import device_config, engine_core, model_check
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.models import dtypes
 from stratakv.engine.models.dtypes import choose_dtype, quick_cpu_types
@@ -25,7 +25,7 @@ from stratakv.engine.models.spec import load_model_spec
 from stratakv.engine.options import engine_config
 from stratakv.engine.sampling import copies
 from stratakv.engine.worker import model_runner
-from stratakv.engine.worker.kv_pool import PoolDemand, check_pool_size
+from stratakv.engine.worker.pool_demand import PoolDemand, check_pool_size
 from stratakv.engine.worker.runtime.cuda_runtime import CudaRuntime
 from stratakv.engine.worker.runtime.pool_sizing import context_that_fits
 from stratakv.tiers.settings.values import GIB, ConfigError
@@ -51,7 +51,7 @@ def quick_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sized(model: Path, free_gib: float, monkeypatch: pytest.MonkeyPatch, **given: Any) -> Any:
     """The blocks of the pool and the context, with so much memory free, as an engine finds them."""
-    monkeypatch.setattr(device_config, "available_memory_bytes", lambda: int(free_gib * GIB))
+    monkeypatch.setattr(model_check, "available_memory_bytes", lambda: int(free_gib * GIB))
     config: EngineConfig = engine_config(model, given)
     spec = load_model_spec(model)
     groups = plan_groups(spec.layout(config.cache.block_size, "bfloat16"))
@@ -61,7 +61,7 @@ def sized(model: Path, free_gib: float, monkeypatch: pytest.MonkeyPatch, **given
     asked = config.model.max_model_len
     if asked is None:
         return blocks, context_that_fits(demand, blocks, spec.max_context)
-    monkeypatch.setattr("stratakv.engine.worker.kv_pool.available_memory_bytes", lambda: None)
+    monkeypatch.setattr("stratakv.engine.worker.pool_demand.available_memory_bytes", lambda: None)
     check_pool_size(demand, blocks, asked)
     return blocks, asked
 
@@ -134,7 +134,7 @@ def test_u01_a_gpu_takes_a_shorter_context(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_u01_the_embedded_model_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_config, "available_memory_bytes", lambda: 512 * GIB)
+    monkeypatch.setattr(model_check, "available_memory_bytes", lambda: 512 * GIB)
     config = engine_config(None, {})
     spec = load_model_spec(config.model.path)
     layout = spec.layout(16, "float32")

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ....engine.models.checkpoint.weights import EMBEDDING, expected_tensors
+from ....engine.models.checkpoint.tensor_shapes import EMBEDDING, expected_tensors
 from ....engine.models.spec import ModelSpec
 from ....engine.plan import num_elements
 from ....engine.worker.runtime.device_config import with_index

@@ -59,9 +59,7 @@ class ModelFiles:
         spec = spec or load_model_spec(path)
         paths = [path / CONFIG]
         if random_for is None:
-            for file in find_shards(path).files:
-                _check_header(file)
-                paths.append(file)
+            paths += check_headers(path)
         config, *weights = digest_files(paths, cache, progress)
         named: dict[str, Any] = {"spec": _fields(spec), "config": config.digest}
         if random_for is None:
@@ -90,6 +88,15 @@ def _fields(spec: ModelSpec) -> dict[str, Any]:
         for name, value in fields.items()
         if name not in _NOT_NUMBERS and value is not None
     }
+
+
+def check_headers(path: Path) -> tuple[Path, ...]:
+    """The files of weights under `path`. Raises ConfigError where one is not there, or says itself
+    that it is cut off."""
+    files = find_shards(path).files
+    for file in files:
+        _check_header(file)
+    return files
 
 
 def _check_header(path: Path) -> None:

@@ -12,13 +12,24 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..spec import ModelSpec
 from .checkpoint import CPU, Checkpoint
+from .tensor_shapes import (
+    EMBEDDING,
+    HEAD,
+    KEY_NORM,
+    NORM,
+    QUERY_NORM,
+    expected_tensors,
+    layer_tensors,
+    name_of,
+    norm_names,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,44 +61,6 @@ class RandomTensors:
             return torch.full(shape, fill, dtype=dtype, device=self.device)
         made = torch.empty(shape, dtype=dtype, device=self.device)
         return made.normal_(0.0, SPREAD, generator=self._generator)
-
-
-EMBEDDING = "model.embed_tokens.weight"
-NORM = "model.norm.weight"
-HEAD = "lm_head.weight"
-QUERY_NORM = "self_attn.q_norm.weight"
-KEY_NORM = "self_attn.k_norm.weight"
-
-
-# Of a checkpoint with more than text, in each of the two spellings: how names of the text part
-# begin, and what they begin with here; and the other parts, which are left alone.
-_TEXT_PREFIXES = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-}
-_OTHER_PARTS = tuple(
-    prefix + part
-    for prefix in ("", "model.")
-    for part in ("vision_tower.", "multi_modal_projector.")
-)
-
-
-def plain_name(stored: str) -> str:
-    """What a tensor of a checkpoint of text is called here. One that was saved without its head has
-    names without a prefix."""
-    bare = stored.startswith(("embed_tokens.", "layers.")) or stored == "norm.weight"
-    return f"model.{stored}" if bare else stored
-
-
-def text_part_name(stored: str) -> str | None:
-    """What a tensor of a checkpoint with more than text is called here; None: it is not text."""
-    if stored.startswith(_OTHER_PARTS):
-        return None
-    for prefix, ours in _TEXT_PREFIXES.items():
-        if stored.startswith(prefix):
-            return ours + stored.removeprefix(prefix)
-    return stored
 
 
 class Source(Protocol):
@@ -136,11 +109,8 @@ def load_weights(
 
     Raises ConfigError naming the tensor or file that is missing, unknown or of the wrong shape.
     """
-    name_of = text_part_name if spec.is_text_part else plain_name
-    with Checkpoint(path, device, name_of) as checkpoint:
-        expected = expected_tensors(spec)
-        if spec.tied_embeddings and HEAD in checkpoint.names:
-            expected[HEAD] = expected[EMBEDDING]
+    with Checkpoint(path, device, name_of(spec)) as checkpoint:
+        expected = expected_tensors(spec, checkpoint.names)
         checkpoint.check(expected)
         embedding = checkpoint.read(EMBEDDING, dtype)
         head = checkpoint.read(HEAD, dtype) if HEAD in expected else embedding
@@ -186,70 +156,8 @@ def _read_norm(source: Source, spec: ModelSpec, dtype: torch.dtype, name: str) -
     return stored.to(torch.promote_types(dtype, torch.float32)) + 1.0
 
 
-def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the checkpoint with its shape."""
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
-    for layer in range(spec.num_layers):
-        prefix = f"model.layers.{layer}."
-        for name, shape in _layer_tensors(spec).items():
-            shapes[prefix + name] = shape
-    shapes[NORM] = (spec.hidden_size,)
-    if not spec.tied_embeddings:
-        shapes[HEAD] = (spec.vocab_size, spec.hidden_size)
-    return shapes
-
-
-def _layer_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    hidden, mlp = spec.hidden_size, spec.intermediate_size
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    matrices = {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (mlp, hidden),
-        "mlp.up_proj": (mlp, hidden),
-        "mlp.down_proj": (hidden, mlp),
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        name: (hidden,) for name in _norm_names(spec) if name is not None
-    }
-    if spec.family.head_norms:
-        shapes |= dict.fromkeys((QUERY_NORM, KEY_NORM), (spec.head_dim,))
-    for name, shape in matrices.items():
-        shapes[name + ".weight"] = shape
-        if _has_bias(spec, name):
-            shapes[name + ".bias"] = shape[:1]
-    return shapes
-
-
-class _NormNames(NamedTuple):
-    """The norms of a layer, in the order in which they are computed."""
-
-    attention: str
-    after_attention: str | None
-    mlp: str
-    after_mlp: str | None
-
-
-def _norm_names(spec: ModelSpec) -> _NormNames:
-    """A layer's norms by name: one that is called post_attention_layernorm is the MLP's in most
-    families, and lies behind the attention in those with a norm there."""
-    before, behind = "input_layernorm.weight", "post_attention_layernorm.weight"
-    if not spec.family.sandwich_norms:
-        return _NormNames(before, None, behind, None)
-    mlp = "pre_feedforward_layernorm.weight"
-    return _NormNames(before, behind, mlp, "post_feedforward_layernorm.weight")
-
-
-def _has_bias(spec: ModelSpec, matrix: str) -> bool:
-    if matrix.startswith("mlp"):
-        return spec.mlp_bias
-    return spec.output_bias if matrix == "self_attn.o_proj" else spec.attention_bias
-
-
 def _load_layer(source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int) -> LayerWeights:
-    names = _layer_tensors(spec)
+    names = layer_tensors(spec)
 
     def read(name: str) -> Tensor:
         return source.read(f"model.layers.{layer}.{name}", dtype)
@@ -275,7 +183,7 @@ def _load_layer(source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int)
         counts = {QUERY_NORM: spec.num_heads, KEY_NORM: spec.num_kv_heads}
         return torch.cat([norm(name).expand(count, -1) for name, count in counts.items()])
 
-    norms = _norm_names(spec)
+    norms = norm_names(spec)
     return LayerWeights(
         attention_norm=norm(norms.attention),
         qkv=stacked("weight"),

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from ....tiers.settings.sizes import rough_size
 from ....tiers.settings.values import MAX_BLOCKS, MIB, ConfigError
 from ...config import DEFAULT_POOL_BYTES
-from ..kv_pool import SHARE_FLAG, PoolDemand
+from ..pool_demand import SHARE_FLAG, PoolDemand
 
 # Kernels that split a context keep partial sums, libraries load code when first called, and every
 # recorded batch size holds its outputs: together some hundreds of MiB for models of 8 billion.
@@ -74,11 +74,18 @@ def host_pool_blocks(
     return blocks
 
 
+def longest_context(demand: PoolDemand, num_blocks: int, context: int) -> int:
+    """`context`, or the longest request, in tokens, that a pool holds. One that holds none is for
+    `check_pool_size` to refuse."""
+    fits = demand.longest(num_blocks, context)
+    return context if fits < MIN_CONTEXT else fits
+
+
 def context_that_fits(demand: PoolDemand, num_blocks: int, context: int) -> int:
     """The longest request, in tokens, of a pool whose owner asked for no length: `context`, or what
     the pool holds, which is said then."""
-    fits = demand.longest(num_blocks, context)
-    if fits >= context or fits < MIN_CONTEXT:  # the latter is for `check_pool_size` to refuse
+    fits = longest_context(demand, num_blocks, context)
+    if fits == context:
         return context
     logger.warning(
         "the context is %d tokens instead of the model's %d, since the KV pool holds no more in "

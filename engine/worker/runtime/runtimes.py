@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...cache.group_spec import CacheGroups
-from ...models.checkpoint.weights import expected_tensors
+from ...models.checkpoint.tensor_shapes import expected_tensors
 from ...models.decoder import Decoder
 from ...models.dtypes import FP8_KV, dtype_name
 from ...models.spec import ModelSpec
@@ -24,7 +24,8 @@ from ..forward.forward import GatherForward, StepForward
 from ..forward.in_place_forward import InPlaceForward, reason_against_in_place
 from ..forward.kernel_attention import KernelAttention
 from ..forward.kernel_forward import KernelForward
-from ..kv_pool import KvPool, PoolDemand
+from ..kv_pool import KvPool
+from ..pool_demand import PoolDemand
 from .device_config import AUTO, Placement
 from .device_runtime import DeviceRuntime, HostRuntime
 from .pool_sizing import MemoryUse, check_free, check_weights, pool_blocks

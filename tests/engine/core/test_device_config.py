@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from stratakv.engine.cache.group_spec import plan_groups
-from stratakv.engine.core import device_config, engine_core
-from stratakv.engine.core.device_config import blocks_of_pool, placement_of
+from stratakv.engine.core import engine_core, model_check
+from stratakv.engine.core.device_config import placement_of
 from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.core.model_check import blocks_of_pool
 from stratakv.engine.models.spec import load_model_spec
 from stratakv.engine.options import EMBEDDED_MODEL, engine_config
 from stratakv.engine.worker import model_runner
-from stratakv.engine.worker.kv_pool import PoolDemand
+from stratakv.engine.worker.pool_demand import PoolDemand
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.settings.values import GIB, ConfigError
 
@@ -59,9 +60,9 @@ def test_a_pools_size_by_settings(monkeypatch: pytest.MonkeyPatch):
             engine_config(None, given), spec, PoolDemand(plan_groups(LAYOUT), 2048)
         )
 
-    monkeypatch.setattr(device_config, "available_memory_bytes", lambda: 16 * GIB)
+    monkeypatch.setattr(model_check, "available_memory_bytes", lambda: 16 * GIB)
     assert asked() == GIB // LAYOUT.page_bytes, "a small model needs no more"
-    monkeypatch.setattr(device_config, "available_memory_bytes", lambda: None)
+    monkeypatch.setattr(model_check, "available_memory_bytes", lambda: None)
     assert asked() == GIB // LAYOUT.page_bytes, "a machine that does not say what it has left"
     assert asked(device="cuda") is None
     assert asked(device="cuda", num_blocks=7) == asked(num_blocks=7) == 7

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from stratakv.engine.models.checkpoint.fingerprint import fingerprint
-from stratakv.engine.models.checkpoint.weights import text_part_name
+from stratakv.engine.models.checkpoint.tensor_shapes import text_part_name
 from stratakv.engine.models.spec import load_model_spec
 from stratakv.tiers.settings.values import ConfigError
 

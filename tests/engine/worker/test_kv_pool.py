@@ -8,13 +8,9 @@ import torch
 
 from stratakv.connector.device.cpu import pool_pages
 from stratakv.engine.cache.group_spec import plan_groups
-from stratakv.engine.worker import kv_pool
-from stratakv.engine.worker.kv_pool import (
-    KvPool,
-    PoolDemand,
-    check_pool_size,
-    num_blocks_in,
-)
+from stratakv.engine.worker import pool_demand
+from stratakv.engine.worker.kv_pool import KvPool
+from stratakv.engine.worker.pool_demand import PoolDemand, check_pool_size, num_blocks_in
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.settings.values import MAX_BLOCKS, ConfigError
 
@@ -62,11 +58,11 @@ def test_a_pool_without_any_room_names_no_shorter_length():
 def test_a_pool_larger_than_the_memory_is_refused_before_it_is_built(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(kv_pool, "available_memory_bytes", lambda: 7 * LAYOUT.page_bytes + 1)
+    monkeypatch.setattr(pool_demand, "available_memory_bytes", lambda: 7 * LAYOUT.page_bytes + 1)
     check_pool_size(POOL, 7, 8)
     with pytest.raises(ConfigError, match=r"this machine can hold one of 7 blocks .* lower --num"):
         check_pool_size(POOL, 8, 8)
-    monkeypatch.setattr(kv_pool, "available_memory_bytes", lambda: None)
+    monkeypatch.setattr(pool_demand, "available_memory_bytes", lambda: None)
     check_pool_size(POOL, MAX_BLOCKS, 8)
     with pytest.raises(ConfigError, match=f"can hold one of {MAX_BLOCKS} blocks"):
         check_pool_size(POOL, MAX_BLOCKS + 1, 8)
@@ -74,7 +70,7 @@ def test_a_pool_larger_than_the_memory_is_refused_before_it_is_built(
 
 def test_memory_that_the_tiers_have_taken_is_not_promised_twice(monkeypatch: pytest.MonkeyPatch):
     left = [7 * LAYOUT.page_bytes]
-    monkeypatch.setattr(kv_pool, "available_memory_bytes", lambda: left[0])
+    monkeypatch.setattr(pool_demand, "available_memory_bytes", lambda: left[0])
     check_pool_size(POOL, 7, 8)
     left[0] = 6 * LAYOUT.page_bytes
     with pytest.raises(ConfigError, match="this machine can hold one of 6 blocks"):
@@ -83,7 +79,7 @@ def test_memory_that_the_tiers_have_taken_is_not_promised_twice(monkeypatch: pyt
 
 
 def test_memory_that_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kv_pool, "available_memory_bytes", lambda: None)
+    monkeypatch.setattr(pool_demand, "available_memory_bytes", lambda: None)
     large = BlockLayout(64, 256, 8, 128, "float32")
     with pytest.raises(ConfigError, match="does not fit into memory; lower --kv-cache-memory"):
         KvPool(large, 2**48 // large.page_bytes)

@@ -11,7 +11,7 @@ import torch
 from stratakv.engine.cache.group_spec import plan_groups
 from stratakv.engine.models.decoder import Decoder
 from stratakv.engine.models.spec import load_model_spec
-from stratakv.engine.worker.kv_pool import PoolDemand
+from stratakv.engine.worker.pool_demand import PoolDemand
 from stratakv.engine.worker.runtime.device_config import Placement
 from stratakv.engine.worker.runtime.pool_sizing import (
     RESERVE_BYTES,

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether an engine's settings and its model go together, by config.json and the headers of weight
+files, and the size of the pool that they come to.
+
+Needs no torch and starts nothing: whoever is about to start an engine asks first, since importing
+torch takes seconds. The core asks again, with a GPU's memory at hand.
+"""
+
+from __future__ import annotations
+
+from ...tiers.host_memory import available_memory_bytes
+from ...tiers.settings.values import ConfigError
+from ..cache.group_spec import plan_groups
+from ..config import DEFAULT_POOL_BYTES, EngineConfig
+from ..models.checkpoint.fingerprint import check_headers
+from ..models.checkpoint.stored_tensors import StoredTensors
+from ..models.checkpoint.tensor_shapes import expected_tensors, name_of
+from ..models.dtypes import choose_dtype, kv_dtype_name
+from ..models.spec import ModelSpec, load_model_spec, resolve_max_model_len
+from ..offload_config import has_tier
+from ..plan import activation_bytes, weight_bytes
+from ..worker.pool_demand import PoolDemand, check_pool_size, num_blocks_in
+from ..worker.runtime.pool_sizing import HostMemory, host_pool_blocks, longest_context
+
+
+def check_model(config: EngineConfig) -> None:
+    """Raise ConfigError for what the core would refuse to start with, once torch is there."""
+    model = config.model
+    spec = load_model_spec(model.path)
+    context = resolve_max_model_len(spec, model.max_model_len)
+    check_backend(config)
+    device = model.device.partition(":")[0]
+    demand = demand_of(config, spec, choose_dtype(model.dtype, device, spec.stored_dtype).name)
+    num_blocks = blocks_of_pool(config, spec, demand)
+    if num_blocks is not None:
+        if model.max_model_len is None:
+            context = longest_context(demand, num_blocks, context)
+        check_pool_size(demand, num_blocks, context, on_host=device == "cpu")
+    if model.load_format != "dummy":
+        check_headers(model.path)
+        with StoredTensors(model.path, name_of(spec)) as stored:
+            stored.check(expected_tensors(spec, stored.names))
+
+
+def check_backend(config: EngineConfig) -> None:
+    """Raise ConfigError where what structured outputs are asked to be made with is not there."""
+    backend = config.structured_outputs_backend
+    if backend == "auto":
+        return
+    from ..structured.backends import why_missing
+
+    if why := why_missing(backend):
+        raise ConfigError(f"--structured-outputs-backend {backend}: {why}")
+
+
+def demand_of(config: EngineConfig, spec: ModelSpec, dtype: str) -> PoolDemand:
+    """What requests take of a pool of this engine, whose model is computed in `dtype`."""
+    layout = spec.layout(config.cache.block_size, kv_dtype_name(config.cache.kv_cache_dtype, dtype))
+    groups = plan_groups(layout, config.cache.num_groups, spec.layer_attention)
+    return PoolDemand(groups, config.scheduler.most_step_tokens)
+
+
+def blocks_of_pool(config: EngineConfig, spec: ModelSpec, demand: PoolDemand) -> int | None:
+    """The size of the pool: what the settings say, or what the host's free memory has room for.
+    None: what a GPU's memory has left, which is known after the weights are loaded. Raises
+    ConfigError where there is no room."""
+    cache, model, offload = config.cache, config.model, config.offload
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    if cache.memory_bytes is not None:
+        return num_blocks_in(demand.block_bytes, cache.memory_bytes)
+    if model.device != "cpu":
+        return None
+    available = available_memory_bytes()
+    if available is None:
+        return num_blocks_in(demand.block_bytes, DEFAULT_POOL_BYTES)
+    dtype = choose_dtype(model.dtype, stored=spec.stored_dtype).name
+    memory = HostMemory(
+        available_bytes=available,
+        weight_bytes=weight_bytes(expected_tensors(spec), dtype),
+        step_bytes=activation_bytes(spec, dtype),
+        tier_bytes=offload.cpu.capacity_bytes if has_tier(offload.tiers, "cpu") else 0,
+    )
+    context = resolve_max_model_len(spec, model.max_model_len)
+    return host_pool_blocks(
+        memory,
+        demand,
+        context,
+        config.scheduler.max_num_seqs,
+        is_asked=model.max_model_len is not None,
+    )

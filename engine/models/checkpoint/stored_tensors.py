@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors that lie in the files of a safetensors model, each checked by name, shape and type.
+
+Reads headers only, and needs no torch; `checkpoint.py` reads the numbers. Knows nothing of models:
+the caller says which names and shapes it expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from safetensors import SafetensorError, safe_open
+
+from ....tiers.settings.format import format_name
+from ....tiers.settings.values import ConfigError
+from .shards import DERIVED, INDEX_FILE, find_shards
+
+FLOAT_TYPES = ("F64", "F32", "BF16", "F16")
+# A head that training for rewards leaves behind; no text depends on it.
+_VALUE_HEAD = "v_head."
+_QUANTISED = (".qweight", ".qzeros")
+
+
+class StoredTensors:
+    """Open shards. A context manager."""
+
+    def __init__(
+        self,
+        path: Path,
+        name_of: Callable[[str], str | None] | None = None,
+        *,
+        framework: str = "numpy",
+        device: str = "cpu",
+    ) -> None:
+        """Open every shard under `path`; raises ConfigError naming the file that is missing,
+        damaged, or lacks a tensor that the index says it holds. `name_of`, where it is given: what
+        a stored tensor is called here; None for one to be left alone."""
+        self.path = path
+        self._opened_as = {"framework": framework, "device": device}
+        self._where: dict[str, Any] = {}  # by name here: its file
+        self._stored: dict[str, str] = {}  # its name there
+        self._name_of = name_of
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            self._open(stack)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor there is, but for those that are ignored."""
+        return [
+            name
+            for name in self._where
+            if not DERIVED.search(name) and not name.startswith(_VALUE_HEAD)
+        ]
+
+    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ConfigError unless exactly the expected tensors are there, in their shapes."""
+        missing = [name for name in expected if name not in self._where]
+        if missing and any(name.endswith(_QUANTISED) for name in self._where):
+            raise ConfigError(
+                f"{self.path} holds quantised weights (GPTQ or AWQ), which are not supported; take "
+                "the model that they were made of"
+            )
+        if missing:
+            raise ConfigError(f"{self.path} lacks {_count(missing)}; download the model again")
+        unknown = [name for name in self.names if name not in expected]
+        if unknown:
+            raise ConfigError(
+                f"{self.path} holds {_count(unknown)} that config.json does not describe; correct "
+                "config.json or download the model again"
+            )
+        for name, shape in expected.items():
+            found = self._where[name].get_slice(self._stored[name])
+            if tuple(found.get_shape()) != shape:
+                raise ConfigError(
+                    f"{self.path}: {name} must have shape {list(shape)} by config.json, "
+                    f"not {found.get_shape()}; correct config.json or download the model again"
+                )
+            if found.get_dtype() not in FLOAT_TYPES:
+                raise ConfigError(
+                    f"{self.path}: {name} must be one of {', '.join(FLOAT_TYPES)}, "
+                    f"not {found.get_dtype()}; quantised weights are not supported"
+                )
+
+    def _open(self, stack: ExitStack) -> None:
+        shards = find_shards(self.path)
+        files = {}
+        for file in shards.files:
+            try:
+                files[file] = stack.enter_context(safe_open(file, **self._opened_as))
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(
+                    f"{file} is not a whole safetensors file ({error}); download the model again"
+                ) from error
+        held = {file: set(opened.keys()) for file, opened in files.items()}
+        for name, file in (shards.weight_map or {}).items():
+            if name not in held[file]:
+                raise ConfigError(
+                    f"{file} lacks {format_name(name)}, which {INDEX_FILE} says it holds"
+                )
+        for file, opened in files.items():
+            for stored in held[file]:
+                ours = stored if self._name_of is None else self._name_of(stored)
+                if ours is not None:
+                    other = self._stored.get(ours, stored)
+                    if other != stored:
+                        raise ConfigError(
+                            f"{self.path} holds {format_name(ours)} twice, as {format_name(other)} "
+                            f"and as {format_name(stored)}; download the model again"
+                        )
+                    self._where[ours], self._stored[ours] = opened, stored
+
+
+def _count(names: list[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"the tensor {format_name(names[0])}{more}"
