@@ -314,7 +314,7 @@ def test_u03_an_end_with_open_streams(
     process, port = served
     body = {"prompt": "x", "max_tokens": 8000, "stream": True, "ignore_eos": True}
     head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(json.dumps(body))}"
     )
     sockets = [socket.create_connection(("127.0.0.1", port), WAIT_SECONDS) for _ in range(32)]

@@ -97,7 +97,7 @@ def test_text_that_is_no_utf8_goes_to_the_node_as_it_is(path: str) -> None:
 async def send_chunked(it: Rig) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A request whose body's length nobody tells."""
     reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     head += b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
     writer.write(head + chunk(b'{"prompt": "short"}') + b"0\r\n\r\n")
     return reader, writer

@@ -320,7 +320,7 @@ def test_a_connection_is_used_again_by_its_client() -> None:
         async with rig() as it:
             reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
             for _ in range(3):
-                writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+                writer.write(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n")
                 head = await reader.readuntil(b"\r\n\r\n")
                 assert head.startswith(b"HTTP/1.1 200 ")
                 length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])

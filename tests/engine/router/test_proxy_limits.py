@@ -48,7 +48,7 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
         async with rig(body_seconds=0.05) as it:
             reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
             writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n"
                 b"content-type: application/json\r\n\r\n{"
             )
             assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
