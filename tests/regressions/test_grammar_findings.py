@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from stratakv.engine.json_schemas import ignored_formats, prepared
+from stratakv.engine.structured.answers import MOST_WHITE, White
 from stratakv.engine.structured.backends import open_backend
 from stratakv.engine.structured.base import Backend, GrammarError
+from stratakv.engine.structured.masks import Follower
 from stratakv.engine.structured.xgrammar_scope import why_unsupported, why_untamed
 from stratakv.engine.structured_params import (
     MAX_CHOICES,
@@ -19,10 +24,11 @@ from stratakv.engine.structured_params import (
     StructuredOutputsParams,
 )
 
-from ..engine.structured.vocabularies import embedded, say
+from ..engine.structured.vocabularies import embedded, say, words
 
 pytestmark = pytest.mark.regression
 CLOSED = {"type": "object", "additionalProperties": False}
+WHITE = White(embedded())
 A = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
@@ -194,3 +200,44 @@ def test_x07_prepared_schemas_keep_what_they_say() -> None:
     assert prepared(schema) == schema
     text = json.dumps(schema, indent=3)
     assert StructuredOutputsParams(json=text).json == text  # as it was sent
+
+
+def test_x06_white_space_without_end_is_given_up() -> None:
+    """`test_grammars.py` has it through a whole engine."""
+    backend = open_backend("guidance", embedded)
+    both = {"properties": {"s": {"const": 1}}, "patternProperties": {"^s$": {"const": 1}}}
+    schema = CLOSED | both | {"required": ["s"]}
+
+    def follow(**fields: Any) -> tuple[int, str | None]:
+        """How many tokens of white space may stand behind the comma, and what is said then."""
+        grammar = backend.compile(StructuredOutputsParams(json=schema, **fields).spec)
+        follower, row = Follower(grammar), words()
+        assert say(follower.matcher, '{"s":1,')
+        [space] = embedded().spell(b"\n")
+        for count in range(200):
+            try:
+                follower.matcher.fill(row)
+            except GrammarError as error:
+                return count, str(error)
+            told = WHITE.why_given_up(follower, [space], row.view(np.uint32))
+            if told is not None or not row.any():
+                return count, told
+            assert follower.matcher.accept(space)
+        return 200, None
+
+    count, told = follow()
+    assert count == MOST_WHITESPACE and told in (None, "there is no token by which it could go on")
+    count, told = follow(whitespace_pattern="[ \n]*")
+    assert count == MOST_WHITE - 1 and "nothing but white space could follow" in (told or "")
+    grammar = backend.compile(StructuredOutputsParams(json=CLOSED | A).spec)
+    follower, row = Follower(grammar), words()
+    follower.matcher.fill(row)  # where other tokens may come, nobody counts
+    space = embedded().spell(b" ")
+    assert all(WHITE.why_given_up(follower, space, row.view(np.uint32)) is None for _ in range(99))
+
+
+def test_z02_the_first_example_prints_what_parses() -> None:
+    """`test_docs_pages.py` runs it, and compares what it prints with what stands below it."""
+    page = (Path(__file__).parents[2] / "docs" / "structured-outputs.md").read_text()
+    example, printed = re.findall(r"```(?:python|text)\n(.*?)```", page, re.DOTALL)[:2]
+    assert "print(json.loads(" in example and printed == "{'city': 'Bonn'}\n"

@@ -246,6 +246,7 @@ def test_regions_of_engines_that_are_gone(case: vllm.VllmCase) -> None:
     place.write_bytes(bytes(8192))
     assert not [each for each in said(case) if each.what == "regions"]
     os.close(hold._lock.descriptor)  # as a kill would
+    hold._lock.descriptor = -1
     (folder / f"{region.PREFIX}other.mmap").write_bytes(bytes(4096))
     left, other = [each for each in said(case) if each.what == "regions"]
     assert "2 files of 8 KiB" in left.fact and "the start will remove them" in left.cure
