@@ -24,9 +24,15 @@ from tokenizers import decoders, models, normalizers
 
 from stratakv.engine.api.openai import chat_template
 from stratakv.engine.api.openai.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
-from stratakv.engine.api.openai.conversation import ChatOptions, ConversationRenderer
+from stratakv.engine.api.openai.conversation import (
+    ChatOptions,
+    ConversationRenderer,
+    as_template_orders,
+)
 from stratakv.engine.api.openai.outputs.tools import template_tools_of
-from stratakv.engine.api.openai.templates import process
+from stratakv.engine.api.openai.protocol import CalledFunction, ChatMessage, MadeCall
+from stratakv.engine.api.openai.templates import probe, process
+from stratakv.engine.api.openai.templates.probe import CallForm
 from stratakv.engine.cli import serve
 from stratakv.engine.options import EMBEDDED_MODEL, engine_config
 from stratakv.engine.settings.server import server_config
@@ -115,6 +121,44 @@ def test_x01_a_template_that_shows_parts_alone_gets_parts() -> None:
     assert (
         rendered(PARTS, *turns) == "<system>RULE<user>a question<assistant>look<call>ring<tool>rung"
     )
+
+
+@pytest.mark.parametrize("source", [
+    "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
+    "{% for m in messages %}{% if loop.index != 4001 %}{{ m.content | upper }}{% endif %}"
+    "{% endfor %}",
+])  # fmt: skip
+def test_x01_a_long_conversation_costs_few_searches(source: str) -> None:
+    """What a template changes is looked for eight times, and then all of it once."""
+    turns = [{"role": "user", "content": f"question number {i} " * 20} for i in range(4096)]
+    searches = 0
+
+    class Counted(str):
+        def find(self, *words: Any) -> int:
+            nonlocal searches
+            searches += 1
+            return super().find(*words)
+
+    missing, unsure = probe._look_for(Counted("other " * 1000), turns)
+    assert len(missing) == 4096 and not unsure and searches <= 16
+    if "4001" in source:
+        with pytest.raises(ValueError, match=r"messages\[4000\]"):
+            rendered(source, *turns)
+    else:
+        assert rendered(source, *turns)
+
+
+def test_x03_many_calls_and_results_are_matched_at_once() -> None:
+    form = dataclasses.replace(CallForm(), several=False)
+    number = 20_000
+    calls = [MadeCall(function=CalledFunction(name="f"), id=str(i)) for i in range(number)]
+    turns = [ChatMessage(role="assistant", tool_calls=calls)]
+    turns += [
+        ChatMessage(role="tool", content="", tool_call_id=str(number - i)) for i in range(number)
+    ]
+    ordered = [turn for _, turn in as_template_orders(turns, form)]
+    assert len(ordered) == 2 * number
+    assert [turn.tool_call_id for turn in ordered[1:6]] == [None, "1", None, "2", None]
 
 
 def test_x01_two_systems_of_which_one_shows() -> None:
@@ -432,13 +476,9 @@ def test_x09_what_adds_tokens_counts_in_the_digest(tmp_path: Path) -> None:
     [
         "{{ '%3000000000d' % 1 }}",  # folded while the template is compiled
         "{{ '%3000000000d' % messages | length }}",
-        "{{ '{:3000000000}'.format(messages | length) }}",
-        "{{ 'x' | center(3000000000) }}",
         "{{ 'x'.ljust(3000000000) }}{{ 'x'.zfill(3000000000) }}",
-        "{{ '\t'.expandtabs(2000000000 + messages | length) }}",
         "{{ messages | tojson(indent=3000000000) }}",
         "{{ [messages] | batch(2000000000, 'x') | list | length }}",
-        "{% set s = 'a'.ljust(300000000) %}{% set t %}{{ s }}{{ s }}{{ s }}{% endset %}{{ t }}",
     ],
 )
 def test_y07_a_template_that_takes_all_memory_is_stopped(source: str) -> None:
