@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's directory says of texts and was not read, messages that templates leave out, and
-templates that take all memory. In this process, without an engine.
+"""Messages that chat templates leave out, calls in the form that each of them shows, and templates
+that take all memory. In this process, without an engine.
 """
 
 from __future__ import annotations
@@ -8,25 +8,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import os
 import resource
 import socket
 import threading
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, normalizers
 
 from stratakv.engine.api.openai import chat_template
 from stratakv.engine.api.openai.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
-from stratakv.engine.api.openai.conversation import ChatOptions, ConversationRenderer
+from stratakv.engine.api.openai.conversation import (
+    ChatOptions,
+    ConversationRenderer,
+    as_template_orders,
+)
 from stratakv.engine.api.openai.outputs.tools import template_tools_of
-from stratakv.engine.api.openai.templates import process
+from stratakv.engine.api.openai.protocol import CalledFunction, ChatMessage, MadeCall
+from stratakv.engine.api.openai.templates import probe, process
+from stratakv.engine.api.openai.templates.probe import CallForm
 from stratakv.engine.cli import serve
 from stratakv.engine.options import EMBEDDED_MODEL, engine_config
 from stratakv.engine.settings.server import server_config
@@ -115,6 +117,44 @@ def test_x01_a_template_that_shows_parts_alone_gets_parts() -> None:
     assert (
         rendered(PARTS, *turns) == "<system>RULE<user>a question<assistant>look<call>ring<tool>rung"
     )
+
+
+@pytest.mark.parametrize("source", [
+    "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
+    "{% for m in messages %}{% if loop.index != 4001 %}{{ m.content | upper }}{% endif %}"
+    "{% endfor %}",
+])  # fmt: skip
+def test_x01_a_long_conversation_costs_few_searches(source: str) -> None:
+    """What a template changes is looked for eight times, and then all of it once."""
+    turns = [{"role": "user", "content": f"question number {i} " * 20} for i in range(4096)]
+    searches = 0
+
+    class Counted(str):
+        def find(self, *words: Any) -> int:
+            nonlocal searches
+            searches += 1
+            return super().find(*words)
+
+    missing, unsure = probe._look_for(Counted("other " * 1000), turns)
+    assert len(missing) == 4096 and not unsure and searches <= 16
+    if "4001" in source:
+        with pytest.raises(ValueError, match=r"messages\[4000\]"):
+            rendered(source, *turns)
+    else:
+        assert rendered(source, *turns)
+
+
+def test_x03_many_calls_and_results_are_matched_at_once() -> None:
+    form = dataclasses.replace(CallForm(), several=False)
+    number = 20_000
+    calls = [MadeCall(function=CalledFunction(name="f"), id=str(i)) for i in range(number)]
+    turns = [ChatMessage(role="assistant", tool_calls=calls)]
+    turns += [
+        ChatMessage(role="tool", content="", tool_call_id=str(number - i)) for i in range(number)
+    ]
+    ordered = [turn for _, turn in as_template_orders(turns, form)]
+    assert len(ordered) == 2 * number
+    assert [turn.tool_call_id for turn in ordered[1:6]] == [None, "1", None, "2", None]
 
 
 def test_x01_two_systems_of_which_one_shows() -> None:
@@ -275,155 +315,6 @@ def test_x03_a_template_that_cannot_be_is_refused_before_the_model_is_loaded(
         asyncio.run(serve._serve(bare, server, sock, None, (), lambda params: None))
 
 
-# What transformers reads of a directory
-
-
-def directory(folder: Path, files: dict[str, Any]) -> Path:
-    """The embedded model's tokenizer with other files beside it; `tokenizer.json` may be a function
-    that changes it."""
-    files = dict(files)
-    change: Callable[[Any], None] | None = files.pop("tokenizer.json", None)
-    whole = json.loads((EMBEDDED_MODEL / "tokenizer.json").read_text())
-    if change is not None:
-        change(whole)
-    files["tokenizer.json"] = whole
-    files.setdefault("tokenizer_config.json", {})
-    if isinstance(files["tokenizer_config.json"], dict):
-        files["tokenizer_config.json"].setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-    for name, content in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        text = content if isinstance(content, str) else json.dumps(content)
-        (folder / name).write_text(text)
-    return folder
-
-
-CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-SHOWS = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}|{{ messages[0].content }}"
-TWO = {"default": "plain " + SHOWS, "tool_use": "{{ tools | tojson }}" + SHOWS}
-NEW = {"content": "<new>", "lstrip": True, "rstrip": False, "normalized": False,
-       "single_word": False, "special": True}  # fmt: skip
-
-
-def not_special(whole: Any) -> None:
-    for token in whole["added_tokens"]:
-        token["special"] = False
-
-
-FILES: dict[str, dict[str, Any]] = {
-    "roles in the configuration": {CONFIG: {"bos_token": "<|endoftext|>", "eos_token": "</s>"}},
-    "roles with flags": {CONFIG: {"eos_token": {"__type": "AddedToken", **NEW}}},
-    "roles in the map": {MAP: {"bos_token": "<|endoftext|>", "eos_token": {**NEW}}},
-    "the map over the configuration": {CONFIG: {"eos_token": "</s>"}, MAP: {"eos_token": "<new>"}},
-    "the map is left where tokens are listed": {
-        CONFIG: {"added_tokens_decoder": {"3": NEW}}, MAP: {"eos_token": "<new>"}},
-    "tokens by their ids": {CONFIG: {"added_tokens_decoder": {
-        "70000": NEW, "60000": {**NEW, "content": "<im>", "special": False}}}},
-    "a flag that differs": {CONFIG: {"added_tokens_decoder": {
-        "0": {**NEW, "content": "<|endoftext|>", "special": False}}}},
-    "additional special tokens": {CONFIG: {"additional_special_tokens": ["<im>", "<new>"]}},
-    "extra special tokens": {CONFIG: {"extra_special_tokens": ["<im>", "<new>"]}},
-    "extra special tokens by name": {CONFIG: {"extra_special_tokens": {"im_token": "<im>"}}},
-    "a role of its own": {CONFIG: {"im_token": "<im>"}},
-    "both lists": {CONFIG: {"extra_special_tokens": ["<new>"],
-                            "additional_special_tokens": ["<im>"]}},
-    "a list in the map": {CONFIG: {"extra_special_tokens": ["<im>"]},
-                          MAP: {"extra_special_tokens": ["<new>"]}},
-    "a file of added tokens": {ADDED: {"<new>": 70001, "<im>": 70000},
-                               CONFIG: {"additional_special_tokens": ["<im>"]}},
-    "an end that is not marked": {"tokenizer.json": not_special,
-                                  CONFIG: {"eos_token": "<|endoftext|>"}},
-    "a template in a file": {"chat_template.jinja": SHOWS, CONFIG: {"chat_template": "no"}},
-    "a template in the configuration": {CONFIG: {"chat_template": SHOWS, "bos_token": "</s>"}},
-    "two templates in a list": {
-        CONFIG: {"chat_template": [{"name": k, "template": v} for k, v in TWO.items()]}},
-    "two templates in files": {"chat_template.jinja": TWO["default"],
-                               "additional_chat_templates/tool_use.jinja": TWO["tool_use"],
-                               "additional_chat_templates/rag.jinja": "no"},
-}  # fmt: skip
-TEXT = "to the <im> and <new> of </s> it<|endoftext|> all"
-
-
-@pytest.mark.parametrize("case", FILES)
-def test_x09_a_directory_is_read_as_transformers_reads_it(tmp_path: Path, case: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    folder = directory(tmp_path, FILES[case])
-    ours = Tokenizer.load(folder)
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    for adds in (True, False):
-        ids = theirs(TEXT, add_special_tokens=adds).input_ids
-        assert ours.encode(TEXT, add_special_tokens=adds) == ids
-        for skips in (True, False):
-            text = theirs.decode(ids, skip_special_tokens=skips)
-            assert ours.decode(ids, skip_special_tokens=skips) == text
-    for role in ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "mask_token"):
-        assert ours.special_token(role) == getattr(theirs, role)
-
-
-@pytest.mark.parametrize("case", [case for case in FILES if "template" in case])
-def test_x05_a_template_is_found_where_transformers_finds_it(tmp_path: Path, case: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    folder = directory(tmp_path, FILES[case])
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    renderer = ConversationRenderer(folder, Tokenizer.load(folder))
-    for tools in (None, TOOLS):
-        prompt = rendered(renderer, USER, tools=tools)
-        assert prompt == theirs.apply_chat_template([USER], tools, tokenize=False)
-    assert renderer.template is not None
-    assert ("tojson" in renderer.template.tools_source) == ("two" in case)
-
-
-@pytest.mark.parametrize("legacy", [True, False, None])
-def test_x09_a_space_before_a_text(tmp_path: Path, legacy: bool | None) -> None:
-    """`legacy: false` puts it there once, not behind each special token."""
-    transformers = pytest.importorskip("transformers")
-    letters = ["\u2581", *"abc"]
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{c: i for i, c in enumerate(letters, 3)}}
-    fast = FastTokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-    fast.add_special_tokens(["<unk>", "<s>", "</s>"])
-    fast.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
-    fast.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1)]
-    )
-    fast.save(str(tmp_path / "tokenizer.json"))
-    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>",
-              "eos_token": "</s>", "unk_token": "<unk>"}  # fmt: skip
-    config |= {} if legacy is None else {"legacy": legacy}  # type: ignore[dict-item]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    ours = Tokenizer.load(tmp_path)
-    theirs = transformers.LlamaTokenizer.from_pretrained(tmp_path)
-    for text in ("ab c", " ab", "<s>ab</s>c a", "</s> b"):
-        ids = theirs(text, add_special_tokens=False).input_ids
-        assert ours.encode(text, add_special_tokens=False) == ids
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        {CONFIG: {"added_tokens_decoder": {"x": NEW}}},
-        {CONFIG: {"added_tokens_decoder": {"5": 7}}},
-        {CONFIG: {"additional_special_tokens": "<new>"}},
-        {CONFIG: {"extra_special_tokens": [7]}},
-        {CONFIG: {"extra_special_tokens": [f"<{i}>" for i in range(70_000)]}},
-        {MAP: "[]"},
-        {ADDED: '{"a":'},
-        {ADDED: {"<new>": "x"}},
-    ],
-)
-def test_x09_files_that_name_no_tokens(tmp_path: Path, files: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        Tokenizer.load(directory(tmp_path, files))
-
-
-def test_x09_what_adds_tokens_counts_in_the_digest(tmp_path: Path) -> None:
-    digests = set()
-    for place, files in enumerate(({}, {MAP: {"eos_token": "<a>"}}, {MAP: {"eos_token": "<b>"}})):
-        (folder := tmp_path / str(place)).mkdir()
-        digests.add(Tokenizer.load(directory(folder, files)).digest)
-    assert len(digests) == 3
-
-
 # Templates that take all memory or all time
 
 
@@ -432,13 +323,9 @@ def test_x09_what_adds_tokens_counts_in_the_digest(tmp_path: Path) -> None:
     [
         "{{ '%3000000000d' % 1 }}",  # folded while the template is compiled
         "{{ '%3000000000d' % messages | length }}",
-        "{{ '{:3000000000}'.format(messages | length) }}",
-        "{{ 'x' | center(3000000000) }}",
         "{{ 'x'.ljust(3000000000) }}{{ 'x'.zfill(3000000000) }}",
-        "{{ '\t'.expandtabs(2000000000 + messages | length) }}",
         "{{ messages | tojson(indent=3000000000) }}",
         "{{ [messages] | batch(2000000000, 'x') | list | length }}",
-        "{% set s = 'a'.ljust(300000000) %}{% set t %}{{ s }}{{ s }}{{ s }}{% endset %}{{ t }}",
     ],
 )
 def test_y07_a_template_that_takes_all_memory_is_stopped(source: str) -> None:

@@ -192,14 +192,17 @@ def as_template_orders(
             place += 1
         calls = message.tool_calls or []
         if form.is_shown and not form.several and len(calls) > 1:
+            by_call: dict[str | None, list[tuple[int, ChatMessage]]] = {}
+            for each in results:
+                by_call.setdefault(each[1].tool_call_id, []).append(each)
             for number, call in enumerate(calls):
                 alone = replace(message, tool_calls=[call])
                 if number:
                     alone = ChatMessage(role=message.role, name=message.name, tool_calls=[call])
                 yield origin, alone
-                is_last = number == len(calls) - 1
-                own = [each for each in results if is_last or each[1].tool_call_id == call.id]
-                results = [each for each in results if each not in own]
+                own = by_call.pop(call.id, [])
+                if number == len(calls) - 1:
+                    own += [each for rest in by_call.values() for each in rest]
                 yield from own if form.shows_results else _as_users(own)
             continue
         if message.role != "tool":

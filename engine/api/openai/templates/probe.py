@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -28,6 +29,8 @@ Render = Callable[[Sequence[Seen]], Awaitable[str]]  # raises TemplateRefused
 _TELLING_CHARACTERS = 12
 _LOOKED_FOR_CHARACTERS = 64
 _MAX_KNOWN_SHAPES = 1024
+# Each takes a search through the whole prompt; a template that changes so many changes them all.
+_MAX_SEARCHES = 8
 
 _NAME, _KEY, _VALUE = "probe_name", "probe_key", "probe_value"
 _TEXT, _RESULT = "probe text", "probe result"
@@ -140,23 +143,30 @@ async def _shows(render: Render, message: Seen) -> bool:
 def _look_for(text: str, seen: Sequence[Seen]) -> tuple[set[int], set[int]]:
     """The places of messages whose contents do not stand in a prompt one behind the other, and of
     those that are so short that this may be an accident."""
-    missing, unsure = set(), set()
+    missing: set[int] = set()
+    unsure: set[int] = set()
     start = 0
     for place, message in enumerate(seen):
         content = (message.get("content") or "").strip()
         parts = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+        if len(missing) >= _MAX_SEARCHES:
+            if content or parts:
+                missing.add(place)
+            continue
         if content and not parts:
             if len(content) < _TELLING_CHARACTERS:
                 unsure.add(place)
-            parts = [content[-_LOOKED_FOR_CHARACTERS:]]
+            parts = [content]
         for part in parts:
+            part = part[-_LOOKED_FOR_CHARACTERS:]
             found = text.find(part, start)
             if found < 0:  # as templates write texts in JSON
                 found = text.find(json.dumps(part, ensure_ascii=False)[1:-1], start)
             if found >= 0:
                 start = found + len(part)
-            elif place not in unsure:
+            else:
                 missing.add(place)
+                break
     return missing, unsure
 
 
@@ -169,11 +179,12 @@ def _shape(message: Seen) -> tuple[object, ...]:
 
 # Digits alone come through filters, and through JSON.
 _STEM = str(10**7 + secrets.randbelow(9 * 10**7))
+_MARK = re.compile(rf"{_STEM}\d{{14}}")
 
 
 def _mark(place: int, call: int = 0) -> str:
     """Of a message's text, or of one of its calls, which are counted from 1."""
-    return f"{_STEM}0{place:05d}0{call:05d}"
+    return f"{_STEM}{place:07d}{call:07d}"
 
 
 def _small(seen: Sequence[Seen]) -> list[Seen]:
@@ -223,7 +234,8 @@ async def _left_out(
         text = await render(marked)
     except TemplateRefused:
         return None
-    return [place for place in places if not all(m in text for m in _marks(marked[place], place))]
+    found = set(_MARK.findall(text))
+    return [place for place in places if not found.issuperset(_marks(marked[place], place))]
 
 
 def _marks(message: Seen, place: int) -> Iterable[str]:
