@@ -445,7 +445,7 @@ def test_z05_a_picture_is_named(http: httpx.Client) -> None:
     [
         ({"max_tokens": 4.5}, "Expected `int | null`, got `float`"),
         ({"max_tokens": "4"}, "Expected `int | null`, got `str`"),
-        ({"max_tokens": MAX_MODEL_LEN}, "ask for less"),
+        ({"max_tokens": MAX_MODEL_LEN + 1}, "ask for less"),
         ({"top_p": 0}, "top_p must be above 0"),
         ({"stop": ""}, "stop"),
         ({"seed": 2**63}, "seed"),
@@ -455,6 +455,14 @@ def test_x13_numbers_that_cannot_be(http: httpx.Client, fields: dict[str, Any], 
     """As vLLM refuses them."""
     answer = http.post(CHAT, json={"messages": [HELLO], **fields})
     assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+
+
+def test_x13_more_tokens_than_the_context_has_left_are_cut(http: httpx.Client) -> None:
+    body = {"prompt": [4] * (MAX_MODEL_LEN - 3), "max_tokens": MAX_MODEL_LEN, "ignore_eos": True}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
 
 
 def test_x13_a_token_beyond_the_model_is_no_message(

@@ -119,15 +119,15 @@ def default_max_tokens(front: Front, most: int) -> int:
 def fit_max_tokens(
     front: Front, params: SamplingParams, num_prompt_tokens: int, *, asked: bool
 ) -> SamplingParams:
-    """The same for one prompt. More than its context has left is refused where the client `asked`
-    for it, and else cut down."""
+    """The same for one prompt. More than its context has left is cut down, as vLLM does it. More
+    than the whole context has is refused where the client `asked` for it."""
     left = front.max_model_len - num_prompt_tokens
     if params.max_tokens <= left:
         return params
-    if asked:
+    if asked and params.max_tokens > front.max_model_len:
         message = (
-            f"`max_tokens` is {params.max_tokens}, and after {num_prompt_tokens} prompt tokens the "
-            f"context of {front.max_model_len} tokens has {left} left; ask for less"
+            f"`max_tokens` is {params.max_tokens}, and the context has {front.max_model_len} "
+            f"tokens, of which {left} are left after this prompt; ask for less"
         )
         raise ApiError(message, param="max_tokens", code="context_length_exceeded")
     if params.min_tokens > left:

@@ -118,7 +118,8 @@ def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
         ({"prompt": [4] * 4096}, "context_length_exceeded", "prompt", "4096 tokens and at most"),
         ({"prompt": "ab " * 9000}, "context_length_exceeded", "prompt", "4095"),
         ({"prompt": "a" * 2_000_000}, "context_length_exceeded", "prompt", "2000000 characters"),
-        ({"prompt": [4] * 4000, "max_tokens": 97}, "context_length_exceeded", "max_tokens", "96"),
+        ({"prompt": [4] * 4000, "max_tokens": 4097}, "context_length_exceeded", "max_tokens",
+         "96 are left"),
         ({"prompt": ["a"] * 129}, "too_many_prompts", "prompt", "128"),
     ],
 )  # fmt: skip
