@@ -24,7 +24,8 @@ ENGINE_ROOMS: dict[str, str] = {
     "config": "offload_config",
     "probes": "models",
     "reasoning": "",
-    "structured_params": "",
+    "json_schemas": "",
+    "structured_params": "json_schemas",
     "sampling_params": "logprobs reasoning structured_params",
     "embeds": "",
     "handover": "logprobs sampling_params",
@@ -38,7 +39,7 @@ ENGINE_ROOMS: dict[str, str] = {
     "plan": "cache config models",
     "settings": "config logprobs logs not_built offload_config options",
     "sampling": "batch logprobs reasoning request sampling_params",
-    "structured": "models reasoning request sampling structured_params wire",
+    "structured": "json_schemas models reasoning request sampling structured_params wire",
     "scheduler": "cache config embeds logprobs observer request sampling_params wire",
     "worker": (
         "batch cache config embeds logprobs models plan request sampling sampling_params scheduler"
@@ -51,7 +52,7 @@ ENGINE_ROOMS: dict[str, str] = {
     "client": "config core wire",
     "text": "client handover logprobs models reasoning request sampling_params wire",
     "api": (
-        "client embeds handover logprobs pooling request sampling_params settings "
+        "client embeds handover json_schemas logprobs pooling request sampling_params settings "
         "structured_params text wire"
     ),
     "router": "api logs",

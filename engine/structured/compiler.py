@@ -19,6 +19,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -287,13 +288,17 @@ class GrammarCompiler:
         if self._threads:
             return
         # Meanwhile this imports what it will need.
-        self._builder.put("", lambda _: self._open().prepare(spec), is_first=True)
+        self._builder.put("", partial(self._prepare, spec), is_first=True)
         works = [partial(self._work, self._quick, MOMENT, is_second=False)]
         works += [partial(self._work, self._long, self._limit, is_second=True)] * self._num_long
         for work in works:
             thread = threading.Thread(target=work, name="stratakv-grammars", daemon=True)
             self._threads.append(thread)
             thread.start()
+
+    def _prepare(self, spec: GrammarSpec, _: LimitedThread) -> None:
+        with suppress(ValueError, ImportError):  # the process that compiles says so
+            self._open().prepare(spec)
 
     def _work(self, queue: FairQueue[Compilation], limit: Limit, *, is_second: bool) -> None:
         """On a thread, which waits for processes: until the end."""

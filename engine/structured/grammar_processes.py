@@ -374,6 +374,7 @@ class _FirstProcess:
             raise
         finally:
             theirs.close()
+        os.set_inheritable(descriptors[0], False)
         return _Process(self, forked.pid, descriptors[0], ours, is_last=is_last)
 
     def reap(self, pid: int) -> int | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from ..json_schemas import ANNOTATIONS, FORMATS
@@ -159,11 +160,10 @@ def _is_recursive(schema: Any) -> bool:
     }
     if any("" in targets for targets in leads.values()):
         return True
-    while leads:  # those that lead to nothing more are done
-        ends = {name for name, targets in leads.items() if not targets & leads.keys()}
-        if not ends:
-            return True
-        leads = {name: targets for name, targets in leads.items() if name not in ends}
+    try:
+        TopologicalSorter(leads).prepare()
+    except CycleError:
+        return True
     return False
 
 

@@ -131,6 +131,15 @@ def test_y03_only_llguidance_follows_what_is_within_itself(
     assert bool(why_untamed(StructuredOutputsParams(json=schema).spec)) == is_recursive
 
 
+def test_y03_long_chains_of_definitions_are_looked_at_once() -> None:
+    """In the engine too: without recursion, and not anew for each of them."""
+    chain: dict[str, Any] = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(1500)}
+    for last, said in (({}, "schemas in one"), ({"$ref": "#/$defs/d3"}, "within itself")):
+        chain["d1500"] = last
+        asked = StructuredOutputsParams(json={"$defs": chain, "$ref": "#/$defs/d0"}).spec
+        assert said in why_untamed(asked)
+
+
 @pytest.mark.parametrize("backend", ["guidance", "auto"], indirect=True)
 def test_y06_as_many_choices_as_are_told_may_be_sent(backend: Backend) -> None:
     most = [f"{number:04}".ljust(MAX_GRAMMAR_BYTES // MAX_CHOICES - 10, "x")
