@@ -42,8 +42,8 @@ LASTING = {
     errno.ENOTDIR: "a file is in the way of a directory; use another path or remove that file",
     errno.EEXIST: "a file is in the way of a directory; use another path or remove that file",
     errno.EISDIR: "a directory is in the way of a file; use another path or remove it",
-    errno.EFBIG: "a file may not become so large there; give the tier less, use another file "
-    "system, or raise `ulimit -f`",
+    errno.EFBIG: "a file may not become so large there; give the tier less, raise `ulimit -f`, or "
+    "use another path on a file system that takes larger files",
     errno.EOPNOTSUPP: "its file system cannot do what the tier needs; use another path",
     errno.ENOSYS: "its file system cannot do what the tier needs; use another path",
 }

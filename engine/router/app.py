@@ -26,8 +26,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...tiers.settings.values import MIB, ConfigError
+from ...tiers.wire.listen import host_in
 from ..api.errors import ApiError, ClientGone, error_response, to_api_error
-from ..api.http.hosts import check_host, host_in, hosts_to_check
+from ..api.http.hosts import check_host, hosts_to_check
 from ..api.openai.body import read_body
 from ..api.openai.streaming import until_disconnect
 from ..api.settings import ApiSettings

@@ -14,6 +14,7 @@ from stratakv.engine.cli.serve import api_settings
 from stratakv.engine.router.app import Router
 from stratakv.engine.router.settings import NodeAddress, RouterConfig
 from stratakv.engine.settings.server import ServerConfig
+from stratakv.tiers.cache_server.metrics import MetricsEndpoint
 from stratakv.tiers.settings import readers
 from stratakv.tiers.settings.values import ConfigError
 
@@ -85,3 +86,23 @@ def test_y04_serve_and_route_check_by_default() -> None:
     assert status_of(router, b"localhost:8100", "/metrics") == 200
     told = RouterConfig(decode=(NodeAddress("127.0.0.1", 9),), allowed_hosts=("evil.example",))
     assert status_of(Router(told), b"evil.example:8100", "/metrics") == 200
+
+
+def test_y04_the_cache_servers_metrics() -> None:
+    async def said(listens_on: str, host: bytes | None) -> bytes:
+        endpoint = MetricsEndpoint(lambda: b"figures")
+        await endpoint.start(listens_on, 0)
+        line = b"" if host is None else b"Host: " + host + b"\r\n"
+        try:
+            answer = await endpoint._answer(b"GET /metrics HTTP/1.1\r\n" + line + b"\r\n")
+        finally:
+            await endpoint.close()
+        return answer.partition(b" ")[2][:3]
+
+    for listens_on, host, status in (
+        ("127.0.0.1", b"evil.example:9405", b"403"),
+        ("127.0.0.1", b"localhost:9405", b"200"),
+        ("127.0.0.1", None, b"200"),
+        ("0.0.0.0", b"cache.example:9405", b"200"),
+    ):
+        assert asyncio.run(said(listens_on, host)) == status

@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from ..base import TierStats
 from ..errors import TierClosed, TierConfigError
-from ..wire.listen import explain_bind
+from ..wire.listen import explain_bind, host_in, is_loopback, is_no_foreign_name
 from ..wire.rpc import METHODS
 from .access.call_connections import REASONS
 from .served_store import ServedStore
@@ -45,6 +45,7 @@ class MetricsEndpoint:
 
     def __init__(self, exposition: Callable[[], bytes]) -> None:
         self._exposition = exposition
+        self._is_checking_hosts = False
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -56,6 +57,8 @@ class MetricsEndpoint:
             )
         except OSError as error:
             raise TierConfigError(explain_bind(error, host, port, "--metrics-port")) from error
+        # Here a page whose name was made to lead to this machine would be of one origin with us.
+        self._is_checking_hosts = is_loopback(host)
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 
@@ -93,10 +96,21 @@ class MetricsEndpoint:
         path = rest.partition(b" ")[0].partition(b"?")[0]
         if path != b"/metrics":
             return _response("404 Not Found", b"only /metrics is here\n")
+        if self._is_checking_hosts and not is_no_foreign_name(_host_of(head)):
+            return _response("403 Forbidden", b"call this server by its address, or localhost\n")
         if method not in (b"GET", b"HEAD"):
             return _response("405 Method Not Allowed", b"use GET\n")
         body = await asyncio.to_thread(self._exposition)
         return _response("200 OK", body, with_body=method == b"GET")
+
+
+def _host_of(head: bytes) -> str:
+    """What the request calls this server; localhost where it says nothing, as no browser does."""
+    for line in head.split(b"\r\n")[1:]:
+        name, _, value = line.partition(b":")
+        if name.strip().lower() == b"host":
+            return host_in(value.strip())
+    return "localhost"
 
 
 def _response(status: str, body: bytes, *, with_body: bool = True) -> bytes:

@@ -6,20 +6,45 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
+from urllib.parse import urlsplit
 
 from ..errors import TierConfigError
 
 LARGEST_PORT = 65535
+_OWN = "localhost"
+_NO_HOST = frozenset(b"@/?#\\")  # of other parts of a URL
 
 
 def is_loopback(host: str) -> bool:
     """Whether nobody but this machine can reach `host`."""
-    if host.lower() == "localhost":
+    if host.lower() == _OWN:
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False  # another name, which may be any address
+
+
+def host_in(header: bytes) -> str:
+    """The name in the header Host, without port and in small letters; empty where it is none."""
+    if not _NO_HOST.isdisjoint(header):
+        return ""
+    try:
+        return (urlsplit(f"//{header.decode('latin-1')}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""
+
+
+def is_no_foreign_name(host: str) -> bool:
+    """Whether no page can have made this name lead here (DNS rebinding): it is an address, or of
+    localhost."""
+    if host == _OWN or host.endswith(f".{_OWN}"):
+        return True
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
 
 
 def check_exposure(host: str, *, has_tls: bool, has_credentials: bool, insecure: bool) -> None:

@@ -10,17 +10,13 @@ to names that it was told; an address is what no page can pass off.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ipaddress import ip_address
-from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ....tiers.wire.listen import is_loopback
+from ....tiers.wire.listen import host_in, is_loopback, is_no_foreign_name
 from ..errors import ApiError, error_response
 
 ANY = "*"
-_OWN = "localhost"
-_NO_HOST = frozenset(b"@/?#\\")  # of other parts of a URL
 _SHOWN_CHARACTERS = 64
 
 
@@ -41,7 +37,7 @@ def check_host(scope: Scope, allowed: frozenset[str] | None) -> None:
     if header is None:  # HTTP/1.0, which no browser speaks
         return
     name = host_in(header)
-    if name in allowed or name == _OWN or name.endswith(f".{_OWN}") or _is_address(name):
+    if name in allowed or is_no_foreign_name(name):
         return
     shown = header.decode("latin-1")[:_SHOWN_CHARACTERS]
     raise ApiError(
@@ -50,24 +46,6 @@ def check_host(scope: Scope, allowed: frozenset[str] | None) -> None:
         status=403,
         code="host_not_allowed",
     )
-
-
-def host_in(header: bytes) -> str:
-    """The name in the header Host, without port and in small letters; empty where it is none."""
-    if not _NO_HOST.isdisjoint(header):
-        return ""
-    try:
-        return (urlsplit(f"//{header.decode('latin-1')}").hostname or "").rstrip(".")
-    except ValueError:
-        return ""
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ip_address(name.partition("%")[0])
-    except ValueError:
-        return False
-    return True
 
 
 class HostMiddleware:
