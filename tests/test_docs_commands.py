@@ -63,7 +63,8 @@ def _tables() -> Mapping[str, Mapping[str, tuple[str, ...]]]:
 
 def _parser_of(command: Any) -> Parser:
     parser = Parser(prog="probe")
-    command.add_arguments(parser)
+    if hasattr(command, "add_arguments"):  # a benchmark may have none
+        command.add_arguments(parser)
     return parser
 
 

@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench core`: how fast the engine names blocks, hands them out and makes up steps.
-
-No model is computed: the real block hasher, cache manager and scheduler do their work, and the
-worker's answers are made up; or the whole engine does, beside a device that is a clock
-(`device.py`). All figures are taken in turn, in as many rounds as there are repeats, so that what
-else the machine does meets them alike; each is the median of its rounds, and a ratio is the median
-of the ratios within a round. Token ids are int32 throughout.
-"""
+"""Runs `stratakv bench core`; the package says what that measures."""
 
 from __future__ import annotations
 
@@ -220,14 +213,6 @@ MAX_REPEATS = 1000
 # How much one timing of each does: some tens of milliseconds.
 _CYCLES, _EVICTING, _LOOK_UPS, _STEPS, _DEVICE_STEPS, _FILLING_STEPS = 400, 200, 1000, 50, 20, 2
 _TRACED_STEPS = 100  # of a turn: its records are made and written while it lasts
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark; `--quick` and `--out` are the dispatcher's."""
-    parser.add_argument("--repeats", type=int, help="timings of each figure (25, quick 5)")
-    parser.add_argument(
-        "--peer-python", metavar="PATH", help="a Python with vLLM, to measure its core in turn"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:

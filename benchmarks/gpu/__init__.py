@@ -1,2 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of the GPU: its ceilings, and every kernel and copy held against them."""
+"""`stratakv bench gpu`: the ceilings of a GPU, and kernels and copies held against them.
+
+First what the device can do at most, then KV writes, decode and prefill attention, copies in every
+way, size and direction, and what copies cost a decode beside them; then the whole engine on a model
+of Llama-3.1-8B's shape: one step against its bound, and the first token from every tier. Every case
+is compared with its reference before it is timed. The JSON is written after every section, the
+table of targets last.
+"""
+
+import argparse
+
+NAMES = (  # of the sections, as the command runs them
+    "ceilings", "writes", "decode", "prefill", "copies", "copy device", "interference",
+    "engine-step", "engine-phases", "launch-sweep", "peers",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark; `--quick` and `--out` are the dispatcher's."""
+    parser.add_argument(
+        "--sections", metavar="NAMES", help=f"which to run, by commas (all): {', '.join(NAMES)}"
+    )
+    parser.add_argument(
+        "--peers", metavar="DIR", help="a folder to import peers from, if they are installed there"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true",
+        help="run on the CPU at tiny sizes: tests this benchmark, measures no GPU",
+    )  # fmt: skip
+    parser.add_argument("--time-limit", metavar="SECONDS", type=float, help="start no case later")

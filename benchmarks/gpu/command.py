@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench gpu`: the ceilings of a GPU, and kernels and copies held against them.
-
-First what the device can do at most, then KV writes, decode and prefill attention, copies in every
-way, size and direction, and what copies cost a decode beside them; then the whole engine on a model
-of Llama-3.1-8B's shape: one step against its bound, and the first token from every tier. Every case
-is compared with its reference before it is timed. The JSON is written after every section, the
-table of targets last.
-"""
+"""Runs `stratakv bench gpu`; the package says what that measures."""
 
 from __future__ import annotations
 
@@ -46,22 +39,6 @@ SECTIONS: tuple[Section, ...] = (
     peers.SECTION,  # last: foreign kernels may leave the device unusable
 )
 _PACKAGES = ("torch", "triton", "flash-attn-3", "vllm", "flashinfer-python")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark; `--quick` and `--out` are the dispatcher's."""
-    names = ", ".join(section.name for section in SECTIONS)
-    parser.add_argument(
-        "--sections", metavar="NAMES", help=f"which to run, by commas (all): {names}"
-    )
-    parser.add_argument(
-        "--peers", metavar="DIR", help="a folder to import peers from, if they are installed there"
-    )
-    parser.add_argument(
-        "--rehearse", action="store_true",
-        help="run on the CPU at tiny sizes: tests this benchmark, measures no GPU",
-    )  # fmt: skip
-    parser.add_argument("--time-limit", metavar="SECONDS", type=float, help="start no case later")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,21 +7,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..harness.plots import (
-    COLOURS,
-    GATE,
-    REFERENCE,
-    add_legend,
-    caption,
-    draw_bars,
-    draw_lines,
-    new_figure,
-)
+from ..harness import plots
 from .section import Row
 
 Ceilings = Mapping[str, float]
 _DIRECTIONS = {"to_host": "to the host", "to_device": "to the device", "both": "both at once"}
-_DASHED = {"linestyle": "--", "color": REFERENCE, "linewidth": 1}
+_DASHED = {"linestyle": "--", "color": plots.REFERENCE, "linewidth": 1}
 DEVICE_COPY = "device_copy_gb_per_second"
 
 
@@ -36,10 +27,10 @@ def draw_ceilings(rows: Sequence[Row], ceilings: Ceilings) -> Any:
         f"{bytes_name(row['piece_bytes'])}"
         for row in pinned
     ]
-    draw_bars(axes, labels, {"": [row["value"] for row in pinned]}, fmt="%.3g")
+    plots.draw_bars(axes, labels, {"": [row["value"] for row in pinned]}, fmt="%.3g")
     others = {DEVICE_COPY: "GB/s on the device", "matmul_bf16_tflops": "TFLOP/s"}
     title = [f"{ceilings[name]:,.3g} {unit}" for name, unit in others.items() if name in ceilings]
-    caption(axes, "; ".join(["Page-locked copies, by size of a piece", *title]), y="GB/s")
+    plots.caption(axes, "; ".join(["Page-locked copies, by size of a piece", *title]), y="GB/s")
     return figure
 
 
@@ -49,7 +40,7 @@ def draw_copies(rows: Sequence[Row], ceilings: Ceilings) -> Any:
     sizes = sorted({row["block_bytes"] for row in rows})
     for axes, (direction, title) in zip(panels, _DIRECTIONS.items(), strict=True):
         of_direction = [row for row in rows if row["direction"] == direction]
-        draw_lines(axes, _points(of_direction, "block_bytes", "gb_per_second", "method"))
+        plots.draw_lines(axes, _points(of_direction, "block_bytes", "gb_per_second", "method"))
         ceiling = ceilings.get(f"pinned_{direction}_gb_per_second")
         if ceiling is not None:
             axes.axhline(ceiling, **_DASHED)
@@ -57,9 +48,9 @@ def draw_copies(rows: Sequence[Row], ceilings: Ceilings) -> Any:
         axes.set_yscale("log")
         axes.set_xticks(sizes, [bytes_name(size) for size in sizes], fontsize=8)
         axes.minorticks_off()
-        caption(axes, f"64 blocks {title}", x="block")
+        plots.caption(axes, f"64 blocks {title}", x="block")
     panels[0].set_ylabel("GB/s (log); dashed: page-locked ceiling")
-    add_legend(figure, panels[0], columns=4)
+    plots.add_legend(figure, panels[0], columns=4)
     return figure
 
 
@@ -71,11 +62,11 @@ def draw_interference(rows: Sequence[Row], _: Ceilings) -> Any:
         label: [row[key] for row in rows]
         for key, label in (("p50_over_alone", "median"), ("p99_over_alone", "p99"))
     }
-    draw_bars(times, names, series, fmt="%.3f")
+    plots.draw_bars(times, names, series, fmt="%.3f")
     times.axhline(1.0, **_DASHED)
-    caption(times, "Decode step while blocks stream, over alone", legend=True)
-    draw_bars(rates, names, {"": [row["copies_gb_per_second"] for row in rows]}, fmt="%.3g")
-    caption(rates, "Blocks meanwhile, out and in, GB/s")
+    plots.caption(times, "Decode step while blocks stream, over alone", legend=True)
+    plots.draw_bars(rates, names, {"": [row["copies_gb_per_second"] for row in rows]}, fmt="%.3g")
+    plots.caption(rates, "Blocks meanwhile, out and in, GB/s")
     return figure
 
 
@@ -93,8 +84,8 @@ def draw_steps(rows: Sequence[Row], _: Ceilings) -> Any:
             way: [factor * found[way, *b][key] if (way, *b) in found else None for b in batches]
             for way in dict.fromkeys(row["way"] for row in rows)
         }
-        draw_bars(axes, labels, series)
-        caption(axes, title, legend=axes is times)
+        plots.draw_bars(axes, labels, series)
+        plots.caption(axes, title, legend=axes is times)
     return figure
 
 
@@ -108,21 +99,23 @@ def draw_phases(rows: Sequence[Row], _: Ceilings) -> Any:
         strict=True,
     ):
         there = [row for row in rows if key == "seconds" or row["phase"] != "cold"]
-        draw_lines(axes, {"cold": []} | _points(there, "tokens", key, "phase"))
+        plots.draw_lines(axes, {"cold": []} | _points(there, "tokens", key, "phase"))
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        caption(axes, title, x="tokens cached, or computed where cold", legend=True)
+        plots.caption(axes, title, x="tokens cached, or computed where cold", legend=True)
     return figure
 
 
 def draw_writes(rows: Sequence[Row], ceilings: Ceilings) -> Any:
     """Bandwidth over the number of tokens, a line for each pool and order."""
     figure, [axes] = _panels(1)
-    draw_lines(axes, _points(rows, "tokens", "gb_per_second", "pool", "order"))
+    plots.draw_lines(axes, _points(rows, "tokens", "gb_per_second", "pool", "order"))
     _line(axes, ceilings.get(DEVICE_COPY), "device copy")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    caption(axes, "KV writes", "tokens in one launch", "bytes that must move, GB/s", legend=True)
+    plots.caption(
+        axes, "KV writes", "tokens in one launch", "bytes that must move, GB/s", legend=True
+    )
     return figure
 
 
@@ -141,7 +134,7 @@ def draw_decode(rows: Sequence[Row], ceilings: Ceilings, grid: frozenset[str]) -
             xytext=(4, 4), textcoords="offset points", fontsize=6,
         )  # fmt: skip
     points = _points(named, "read_bytes", "gb_per_second", "kind")
-    draw_lines(axes, {kind: points.get(kind, []) for kind in kinds}, linestyle="none")
+    plots.draw_lines(axes, {kind: points.get(kind, []) for kind in kinds}, linestyle="none")
     ceiling = ceilings.get(DEVICE_COPY)
     _line(axes, ceiling, "device copy")
     _line(axes, ceiling and 0.88 * ceiling, "target of large cases", linestyle=":")
@@ -149,7 +142,7 @@ def draw_decode(rows: Sequence[Row], ceilings: Ceilings, grid: frozenset[str]) -
     axes.set_xscale("log")
     axes.set_yscale("log" if math.log10(max(rates) / min(rates)) > 1 else "linear")
     title, x = "Paged decode over a scattered pool", "K and V of one layer, bytes"
-    caption(axes, title, x, "K and V read, GB/s", legend=True)
+    plots.caption(axes, title, x, "K and V read, GB/s", legend=True)
     return figure
 
 
@@ -159,13 +152,13 @@ def draw_prefill(
     """A bar for each case, those of `grid` in their own colour; the target is a line."""
     figure, [axes] = _panels(1)
     cases = [row["case"] for row in rows]
-    colours = [COLOURS[case in grid] for case in cases]
-    draw_bars(axes, cases, {"": [row["tflops"] for row in rows]}, [colours], fmt="%.3g")
+    colours = [plots.COLOURS[case in grid] for case in cases]
+    plots.draw_bars(axes, cases, {"": [row["tflops"] for row in rows]}, [colours], fmt="%.3g")
     _line(axes, target, "target", linestyle=":")
     _line(axes, ceilings.get("matmul_bf16_tflops"), "matrix product, bf16")
     axes.tick_params(axis="x", rotation=40)
     title = "Paged prefill: chunk + context in tokens"
-    caption(axes, title, y="TFLOP/s, masked keys left out", legend=True)
+    plots.caption(axes, title, y="TFLOP/s, masked keys left out", legend=True)
     return figure
 
 
@@ -179,13 +172,13 @@ def draw_sweep(rows: Sequence[Row], _: Ceilings) -> Any:
         measured = [trial for trial in row["tried"] if "seconds" in trial]
         unit = next(trial["seconds"] for trial in measured if trial["is_chosen"])
         others = [trial["seconds"] / unit for trial in measured]
-        axes.scatter([index] * len(others), others, color=COLOURS[0], s=18, zorder=3)
+        axes.scatter([index] * len(others), others, color=plots.COLOURS[0], s=18, zorder=3)
     _line(axes, 1.0, "chosen")
     axes.set_yscale("log")
     labels = [f"{row['case']}\n{row['swept']}" for row in rows]
     axes.set_xticks(range(len(rows)), labels, fontsize=8, rotation=20)
     title = "Launch parameters: below the line is better"
-    caption(axes, title, y="time in units of the chosen launch's", legend=True)
+    plots.caption(axes, title, y="time in units of the chosen launch's", legend=True)
     return figure
 
 
@@ -200,11 +193,11 @@ def draw_peers(rows: Sequence[Row], _: Ceilings) -> Any:
                for row in rows]
         for name in dict.fromkeys(name for row in rows for name in row["peers"])
     }  # fmt: skip
-    draw_bars(axes, [row["case"] for row in rows], series)
+    plots.draw_bars(axes, [row["case"] for row in rows], series)
     _line(axes, 1.0, "ours")
     axes.tick_params(axis="x", rotation=40)
     y = "our time over theirs (above 1: they are faster)"
-    caption(axes, "Peers on the same tensors", y=y, legend=True)
+    plots.caption(axes, "Peers on the same tensors", y=y, legend=True)
     return figure
 
 
@@ -226,11 +219,11 @@ def _points(rows: Sequence[Row], x: str, y: str, *names: str) -> dict[str, list[
 
 
 def _panels(count: int) -> tuple[Any, Any]:
-    figure, axes = new_figure(1, count, 4.6)
+    figure, axes = plots.new_figure(1, count, 4.6)
     return figure, axes[0]
 
 
 def _line(axes: Any, value: float | None, label: str, linestyle: str = "--") -> None:
     if value:
-        colour = GATE if linestyle == ":" else REFERENCE
+        colour = plots.GATE if linestyle == ":" else plots.REFERENCE
         axes.axhline(value, linestyle=linestyle, color=colour, label=label, linewidth=1)

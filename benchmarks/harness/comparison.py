@@ -57,7 +57,8 @@ class Gate:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """`ours` and `limit` do one round's work and give its rate; so do `rivals`, other limits by
-    name, any of which may be the strictest, and `beside`, on which nothing stands."""
+    name, any of which may be the strictest but those of `shown`, and `beside`, on which nothing
+    stands."""
 
     name: str
     unit: str
@@ -66,6 +67,7 @@ class Comparison:
     limit: Callable[[], float]
     beside: Callable[[], float] | None = None
     rivals: Mapping[str, Callable[[], float]] = field(default_factory=dict)
+    shown: tuple[str, ...] = ()  # limits of something else, in the same table
 
 
 @dataclass(slots=True)
@@ -86,7 +88,8 @@ class Outcome:
     @property
     def strictest(self) -> str:
         """The limit that decides."""
-        return min(self.by_limit, key=lambda name: median(self.ratios_to(name)))
+        names = [name for name in self.by_limit if name not in self.comparison.shown]
+        return min(names, key=lambda name: median(self.ratios_to(name)))
 
     def ratios_to(self, name: str) -> list[float]:
         """Ours over one limit, round by round."""

@@ -1,18 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench serve`: many clients at once, over HTTP, in the figures of vLLM's benchmark.
-
-First five classes of work, each from empty caches, on a server whose pool holds no more than the
-documents that are asked about, so that the tiers below take part. Then, on a server with default
-settings, prompts that share nothing, again and again in turn with the same work done by
-    engine                the engine alone, without HTTP: the limit
-    transformers_serial   transformers, one request after another
-    transformers_padded   transformers, all requests in one padded batch
-with the same model, number type, number of threads, prompts and output lengths. Prompts are
-computed on both sides, and every way makes exactly the tokens asked for, or the run fails.
-
-With --peer-python only vLLM's CPU build and the engine alone take turns (`peer_engines.py`), with
---limits only the engine alone and what limits one request (`limits.py`).
-"""
+"""Runs `stratakv bench serve`; the package says what that measures."""
 
 from __future__ import annotations
 
@@ -65,38 +52,6 @@ class Plan:
     rounds: int
     threads: int
     seed: int
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark; `--quick` and `--out` are the dispatcher's."""
-    parser.add_argument("--model", type=Path, help="a model directory (the embedded model)")
-    parser.add_argument(
-        "--workload", action="append", metavar="NAME",
-        help=f"only this one, repeatable: {', '.join(WORKLOADS)} (all of them)",
-    )  # fmt: skip
-    parser.add_argument("--requests", type=int, help="requests of each workload (96, quick 24)")
-    parser.add_argument("--concurrency", type=int, default=16, help="users at once (16)")
-    parser.add_argument(
-        "--request-rate", type=float, metavar="R",
-        help="begin R requests a second at random times, instead of keeping users busy",
-    )  # fmt: skip
-    parser.add_argument("--output-tokens", type=int, help="tokens of each answer (128, quick 32)")
-    parser.add_argument(
-        "--rounds", type=int, help="turns of the comparison, 0 for none (5, quick 3)"
-    )
-    parser.add_argument(
-        "--num-threads", type=int, help="threads that compute, on every side (the cores less one)"
-    )
-    parser.add_argument(
-        peer_engines.FLAG, metavar="PATH",
-        help="only this: a Python with vLLM's CPU build, whose engine and ours take turns",
-    )  # fmt: skip
-    parser.add_argument(
-        limits.FLAG, action="store_true",
-        help="only this: one request of a model in the shape of Qwen3-0.6B, in bfloat16, against "
-        "reading its weights, reading its KV and its matrices alone",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and arrival times (0)")
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:

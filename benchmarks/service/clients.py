@@ -21,28 +21,17 @@ from unittest.mock import patch
 from ...engine.client.launcher import CORE_ENVIRONMENT
 from ...tiers.python_command import spawn_context
 from ..harness.comparison import WrongWork
-from .transports import (
-    SECONDS,
-    Blocks,
-    ConnectionTransport,
-    CopyTransport,
-    MooncakeTransport,
-    Plan,
-    RawTransport,
-    RedisTransport,
-    TierTransport,
-    Transport,
-)
+from . import transports
 
 _EXIT_SECONDS = 10.0
 _CPU_OF_ALL_THREADS = 2  # see clock_getcpuclockid(3)
 TRANSPORTS: dict[str, Any] = {
-    "copy": CopyTransport,
-    "connection": ConnectionTransport,
-    "tier": TierTransport,
-    "raw": RawTransport,
-    "redis": RedisTransport,
-    "mooncake": MooncakeTransport,
+    "copy": transports.CopyTransport,
+    "connection": transports.ConnectionTransport,
+    "tier": transports.TierTransport,
+    "raw": transports.RawTransport,
+    "redis": transports.RedisTransport,
+    "mooncake": transports.MooncakeTransport,
 }
 
 
@@ -84,14 +73,14 @@ class _Client:
     def __init__(self, barrier: Any, number: int, block_bytes: int, count: int) -> None:
         self._barrier = barrier
         self._random = random.Random(number)
-        self._blocks = Blocks(block_bytes, count)
-        self._transports: dict[str, Transport] = {}
+        self._blocks = transports.Blocks(block_bytes, count)
+        self._transports: dict[str, transports.Transport] = {}
         self._stamps: dict[str, list[bytes]] = {}
 
     def ready(self) -> None:
         """Said when the memory is there."""
 
-    def open(self, name: str, plan: Plan) -> None:
+    def open(self, name: str, plan: transports.Plan) -> None:
         """Open a transport, and store every block once; where that fails it is closed again."""
         self._transports[name] = TRANSPORTS[plan.kind](self._blocks, **plan.options)
         try:
@@ -113,7 +102,7 @@ class _Client:
         else:
             blocks.scrub()
         act = getattr(transport, verb)
-        self._barrier.wait(SECONDS)
+        self._barrier.wait(transports.SECONDS)
         cpu = time.process_time()
         began = time.monotonic()
         for order in orders:
@@ -126,7 +115,7 @@ class _Client:
     def look_up(self, name: str, calls: int, keys: int) -> list[float]:
         """Seconds of each call."""
         transport = self._transports[name]
-        assert isinstance(transport, ConnectionTransport)
+        assert isinstance(transport, transports.ConnectionTransport)
         return transport.look_up(calls, keys)
 
 
@@ -159,7 +148,7 @@ class Clients:
         return len(self._clients)
 
     @contextlib.contextmanager
-    def transport(self, name: str, plans: Sequence[Plan]) -> Iterator[None]:
+    def transport(self, name: str, plans: Sequence[transports.Plan]) -> Iterator[None]:
         """Have a transport open, by a plan for each client."""
         self._order("open", [(name, plan) for plan in plans])
         yield
@@ -202,12 +191,12 @@ class Child:
     def take(self) -> Any:
         """Its next answer. Raises WrongWork where none comes."""
         try:
-            if self.pipe.poll(SECONDS):
+            if self.pipe.poll(transports.SECONDS):
                 return self.pipe.recv()
         except (EOFError, OSError):
             self.process.join(_EXIT_SECONDS)
             raise WrongWork(f"a process ended with code {self.process.exitcode}") from None
-        raise WrongWork(f"a process did not answer in {SECONDS:g} s")
+        raise WrongWork(f"a process did not answer in {transports.SECONDS:g} s")
 
     def close(self) -> None:
         """Idempotent."""

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from ...tiers.errors import TierError
 from ...tiers.remote.address import ServerAddress
 from ...tiers.settings.values import ConfigError
+from ..harness import served
 from ..harness.comparison import (
     COMPARISON_COLUMNS,
     Comparison,
@@ -34,14 +35,6 @@ from ..harness.comparison import (
 )
 from ..harness.plots import GATE, MISSED, caption, draw_bars, mark_gates, new_figure, save_figure
 from ..harness.report import Report, chosen, median, print_table, run_and_tell
-from ..harness.served import (
-    OPENSSL,
-    ServerFailed,
-    cache_server,
-    certificate,
-    find_redis,
-    redis_server,
-)
 from ..tiers.scale import MIB, layout_of
 from ..tiers.slab_case import footprint_bytes
 from . import transports
@@ -233,7 +226,7 @@ def run(arguments: argparse.Namespace) -> int:
     report = Report("service", "stratakv bench service" + " --quick" * arguments.quick)
     measurement = Measurement(report, scale, cases, arguments.redis_server)
     work = partial(measurement.take, clients)
-    failures = (WrongWork, TierError, ServerFailed)
+    failures = (WrongWork, TierError, served.ServerFailed)
     return run_and_tell(report, arguments.out, work, print_service, plot_service, *failures)
 
 
@@ -257,7 +250,7 @@ class Measurement:
         self._scale = scale
         self._cases = cases
         self._footprint = footprint_bytes(scale.footprint_bytes)
-        self._redis, no_redis = find_redis(redis)
+        self._redis, no_redis = served.find_redis(redis)
         self._skipped: dict[str, str] = {}
         if no_redis:
             self._skipped["redis"] = no_redis
@@ -307,7 +300,7 @@ class Measurement:
             with self._server(clients, *_STREAMS_ONLY) as (pid, address):
                 yield "grpc", [_plan(address, "streams")] * every, [pid]
         if self._is_wanted("redis"):
-            with redis_server(self._redis) as server:
+            with served.redis_server(self._redis) as server:
                 keys = [{"port": server.port, "prefix": f"client{n}"} for n in range(every)]
                 yield "redis", [Plan("redis", each) for each in keys], [server.pid]
         if self._is_wanted("mooncake"):
@@ -321,10 +314,12 @@ class Measurement:
                 yield "mooncake", plans, [child.process.pid]
 
     def _take_tls(self, clients: Clients, size: str) -> None:
-        if shutil.which(OPENSSL) is None:
-            self._skipped["tls"] = f"{OPENSSL}, which makes the certificate, is not installed"
+        if shutil.which(served.OPENSSL) is None:
+            self._skipped["tls"] = (
+                f"{served.OPENSSL}, which makes the certificate, is not installed"
+            )
             return
-        with certificate() as files:
+        with served.certificate() as files:
             flags = ("--tls-cert", str(files[0]), "--tls-key", str(files[1]))
             with (
                 self._limits(clients, "raw_tls", files=files) as limits,
@@ -358,7 +353,7 @@ class Measurement:
     def _server(self, clients: Clients, *flags: str) -> Iterator[tuple[int, ServerAddress]]:
         slot_bytes = layout_of(clients.block_bytes).slot_bytes
         cpu_bytes = int(len(clients) * clients.count * slot_bytes * _SPARE)
-        with cache_server(cpu_bytes, *flags) as server:
+        with served.cache_server(cpu_bytes, *flags) as server:
             yield server.pid, ServerAddress("127.0.0.1", server.port)
 
     def _is_wanted(self, *transports: str) -> bool:

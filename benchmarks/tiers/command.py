@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench tiers`: slab, SSD store and index against the limits of this machine.
-
-Blocks of 256 KiB, 2 MiB and 5 MiB into and out of the real slab, against plain copies; the same to
-and from the real store, durable and checked, against random I/O past the page cache; what checksums
-cost; look-ups, memory and opening of an index with a million blocks. Every figure and its limit are
-taken in turn, a ratio is the median of the ratios within a round, and beside it stands how far they
-spread, and how far the limit spreads against itself.
-"""
+"""Runs `stratakv bench tiers`; the package says what that measures."""
 
 from __future__ import annotations
 
@@ -20,32 +13,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...tiers.errors import TierError
 from ...tiers.settings import readers
 from ...tiers.settings.values import ConfigError
 from ...tiers.shared_memory import HUGE_PAGE_BYTES
+from ...tiers.tier_settings import DURABILITIES
+from ..harness import plots
 from ..harness.comparison import COMPARISON_COLUMNS, Gate, WrongWork, comparison_row, take_rounds
-from ..harness.plots import (
-    GATE,
-    MET,
-    MISSED,
-    caption,
-    draw_bars,
-    mark_gates,
-    new_figure,
-    save_figure,
-)
 from ..harness.report import Report, chosen, median, print_table, run_and_tell
 from . import store_case
 from .index_case import IndexCase
-from .scale import FULL, MIB, QUICK, SIZES, Scale
+from .scale import CODECS, FULL, INDEX, MIB, QUICK, SECTIONS, SIZES, SLAB, SSD, Scale
 from .slab_case import SlabCase, footprint_bytes
 from .store_case import NAMES as CHECKSUM_NAMES
 from .store_case import StoreCase, measure_codecs, print_codecs
 
-# Of a run; codecs have no gate.
-SECTIONS = SLAB, SSD, INDEX, CODECS = ("slab", "ssd", "index", "codecs")
 LOOK_UPS = "index_lookups_per_second"
 LOOK_UPS_WHILE_CHURNING = "index_lookups_per_second_while_churning"
 BYTES_PER_ENTRY = "index_bytes_per_entry"
@@ -101,27 +85,30 @@ def _print_disk_limits(report: Report) -> None:
             rates = f"{comparison['median'] / 1e9:.2f} / {cell['median'] / 1e9:.2f}"
             mark = "decides" * (limit == comparison["limit"])
             rows.append([name.replace("_", " "), limit, rates, f"{cell['ratio']:.2f}", mark])
-    title = "Every limit of reads, the strictest of which decides; x8: eight requests at a time"
+    title = (
+        "Every limit of the disk; of those of reads, and of those of what is written durably, the "
+        "strictest decides. x8: eight requests at a time"
+    )
     print_table(title, ["what", "limit", "GB/s / limit", "ratio", ""], rows)
 
 
 def plot_tiers(report: Report, path: Path) -> Path:
     """Bars of the ratios, a group for each family and a bar for each size, with their gates."""
-    figure, [[axes]] = new_figure(1, 1, 4.6)
+    figure, [[axes]] = plots.new_figure(1, 1, 4.6)
     families = [each for each in _FAMILIES if f"{each}_{_SMALLEST}" in report.ratios]
     names = [[f"{family}_{size}" for family in families] for size in SIZES]
     ratios = [[report.ratios[name] for name in row] for row in names]
     colours = [
-        [MET if GATES[name].is_met(report.ratios[name]) else MISSED for name in row]
+        [plots.MET if GATES[name].is_met(report.ratios[name]) else plots.MISSED for name in row]
         for row in names
     ]
     series = dict(zip(SIZES, ratios, strict=True))
-    draw_bars(axes, [_FAMILIES[family] for family in families], series, colours, fmt="%.2f")
+    plots.draw_bars(axes, [_FAMILIES[family] for family in families], series, colours, fmt="%.2f")
     width = 0.84 / len(SIZES)
     for number, (size, row) in enumerate(zip(SIZES, names, strict=True)):
         places = [place - 0.42 + width * (number + 0.5) for place in range(len(row))]
         gates = [GATES[name].least for name in row]
-        mark_gates(axes, dict(zip(places, gates, strict=True)), width, GATE)
+        plots.mark_gates(axes, dict(zip(places, gates, strict=True)), width, plots.GATE)
         for place in places:
             axes.annotate(size, (place, 0), (0, 4), textcoords="offset points", rotation=90,
                           ha="center", fontsize=8, color="white")  # fmt: skip
@@ -135,8 +122,8 @@ def plot_tiers(report: Report, path: Path) -> Path:
         f"1.0: memcpy (slab); {disk}, O_DIRECT, random places, {pages} pages (ssd). "
         "Orange: promised"
     )
-    caption(axes, title, y="share of the limit")
-    return save_figure(figure, report.environment, path)
+    plots.caption(axes, title, y="share of the limit")
+    return plots.save_figure(figure, report.environment, path)
 
 
 MOUNTS = Path("/proc/self/mountinfo")
@@ -209,37 +196,20 @@ class Disk:
     folder: Path
     limit: str | None  # "fio", "loop", or whichever there is
     huge_pages: bool
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark; `--quick` and `--out` are the dispatcher's."""
-    parser.add_argument(
-        "--path", metavar="DIR", default=Path("build/bench/tiers.disk"),
-        help="a folder on the disk to be measured (default: build/bench/tiers.disk)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--limit", metavar="NAME",
-        help="what the disk is driven by for its limit: fio, or loop, which this benchmark brings "
-        "(default: fio where it is installed)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--huge-pages", action="store_true",
-        help="blocks for the disk, ours and the limit's, lie on huge pages of the host's pool",
-    )  # fmt: skip
-    parser.add_argument(
-        "--sections", metavar="NAMES", help=f"only these, by commas: {', '.join(SECTIONS)} (all)"
-    )
+    durability: str  # of the store
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Take the figures; 0, or 1 with the reason on the terminal. Raises ConfigError."""
     if arguments.limit is not None:
         readers.one_of("fio", "loop")("--limit", arguments.limit)
+    readers.one_of(*DURABILITIES)("--durability", arguments.durability)
     if arguments.huge_pages:
         check_huge_pages(HUGE_BYTES)
     path = readers.path("--path", arguments.path)
     scale = QUICK if arguments.quick else FULL
     options = " --quick" * arguments.quick + " --huge-pages" * arguments.huge_pages
+    options += " --durability async" * (arguments.durability == "async")
     sections = chosen("--sections", arguments.sections, SECTIONS)
     options += f" --sections {arguments.sections}" * (len(sections) < len(SECTIONS))
     report = Report("tiers", f"stratakv bench tiers{options}")
@@ -247,7 +217,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     def take() -> None:
         with working_folder(path, scale.needed_bytes) as folder:
-            disk = Disk(folder, arguments.limit, arguments.huge_pages)
+            disk = Disk(folder, arguments.limit, arguments.huge_pages, arguments.durability)
             measure(report, disk, scale)
 
     return run_and_tell(report, arguments.out, take, print_tiers, plot_tiers, WrongWork, TierError)
@@ -283,8 +253,9 @@ def measure_slab(report: Report, scale: Scale) -> None:
 def measure_stores(report: Report, disk: Disk, scale: Scale) -> None:
     for size in SIZES:
         folder = disk.folder / size
-        case = StoreCase(folder, SIZES[size], scale, disk.limit, huge_pages=disk.huge_pages)
-        report.figures["plan"] |= {"disk_limit": case.limit.name, "huge_pages": disk.huge_pages}
+        how: dict[str, Any] = {"huge_pages": disk.huge_pages, "durability": disk.durability}
+        case = StoreCase(folder, SIZES[size], scale, disk.limit, **how)
+        report.figures["plan"] |= {"disk_limit": case.limit.name, **how}
         report.figures["first_writes"][size] = case.first_write_rate
         try:
             for comparison in case.comparisons(size):

@@ -2,8 +2,10 @@
 """What the disk does at most with blocks of one size: random, O_DIRECT, eight at a time or more.
 
 fio where it is installed; a plain loop of eight threads where it is not. Both overwrite and read
-a file that was written once before. Neither's time has a sync in it, but one follows, or the first
-sync of the store would wait for what the limit left in the cache of the disk.
+a file that was written once before. A sync follows, or the first sync of the store would wait for
+what the limit left in the cache of the disk. It is in the time of what is written durably only. fio
+writes all and then syncs once; the loop syncs as the store does: whenever a batch has been written,
+while it writes on, all that has been.
 
 Their buffers lie in the slab that the store's blocks lie in. How fast a disk of a virtual machine
 is depends on nothing as much:
@@ -25,6 +27,7 @@ import os
 import random
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -73,6 +76,14 @@ class LoopLimit:
         """Overwrite about so many bytes, at random places."""
         return self._loop(os.O_WRONLY, os.pwritev, num_bytes, QUEUE_DEPTH)
 
+    def write_durably(self, num_bytes: int, batch_bytes: int) -> float:
+        """The same, with the time in which the bytes reach the disk."""
+        return self.write_in_turn(num_bytes, batch_bytes)
+
+    def write_in_turn(self, num_bytes: int, batch_bytes: int) -> float:
+        """The same by the loop, whichever limit it is."""
+        return self._loop(os.O_WRONLY, os.pwritev, num_bytes, QUEUE_DEPTH + 1, batch_bytes)
+
     def read(self, num_bytes: int) -> float:
         """Read about so many bytes, at random places."""
         return self.read_in_turn(num_bytes, QUEUE_DEPTH)
@@ -91,7 +102,9 @@ class LoopLimit:
         call: Callable[[int, list[memoryview], int], int],
         num_bytes: int,
         requests: int,
+        batch_bytes: int = 0,
     ) -> float:
+        """With `batch_bytes`, one of the threads at a time syncs whenever so much was written."""
         buffers = self.most_buffers
         requests = min(requests, buffers)
         count = max(requests, num_bytes // self._block_bytes)
@@ -99,16 +112,23 @@ class LoopLimit:
         size = self._block_bytes
         memory = self._slab.memory()
         descriptor = os.open(self._path, flags | os.O_DIRECT)
-        moved = [0] * requests
+        moved, synced, syncing = [0] * requests, [0], threading.Lock()
 
         def work(number: int) -> None:
             own = [memory[i * size : (i + 1) * size] for i in range(number, buffers, requests)]
             for place, buffer in zip(places[number::requests], cycle(own), strict=False):
                 moved[number] += call(descriptor, [buffer], place)
+                is_due = batch_bytes and sum(moved) - synced[0] >= batch_bytes
+                if is_due and syncing.acquire(blocking=False):
+                    synced[0] = sum(moved)
+                    os.fdatasync(descriptor)
+                    syncing.release()
 
         began = time.perf_counter()
         with ThreadPoolExecutor(requests) as threads:
             list(threads.map(work, range(requests)))
+        if batch_bytes:
+            os.fdatasync(descriptor)
         seconds = time.perf_counter() - began
         os.close(descriptor)
         _sync(self._path)
@@ -125,10 +145,13 @@ class FioLimit(LoopLimit):
     def write(self, num_bytes: int) -> float:
         return self._fio("write", num_bytes)
 
+    def write_durably(self, num_bytes: int, batch_bytes: int) -> float:
+        return self._fio("write", num_bytes, durable=True)
+
     def read(self, num_bytes: int) -> float:
         return self._fio("read", num_bytes)
 
-    def _fio(self, direction: str, num_bytes: int) -> float:
+    def _fio(self, direction: str, num_bytes: int, *, durable: bool = False) -> float:
         command = [
             "fio",
             "--name=limit",
@@ -157,16 +180,18 @@ class FioLimit(LoopLimit):
         if done.returncode:
             lines = (done.stderr or done.stdout).strip().splitlines()
             raise WrongWork(f"fio ended with status {done.returncode}: {' '.join(lines[-1:])}")
-        _sync(self._path)
+        seconds = _sync(self._path) * durable
         # Warnings of fio may stand before the JSON.
         result = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][direction]
-        return float(result["io_bytes"] / (max(1, result["runtime"]) / 1e3))
+        return float(result["io_bytes"] / (max(1, result["runtime"]) / 1e3 + seconds))
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR)
+def _sync(path: Path) -> float:
+    """The seconds that it takes."""
+    descriptor, began = os.open(path, os.O_RDWR), time.perf_counter()
     try:
         os.fdatasync(descriptor)
+        return time.perf_counter() - began
     finally:
         os.close(descriptor)
 

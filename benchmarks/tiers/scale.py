@@ -10,6 +10,8 @@ from ...tiers.block import BlockLayout, pack_key
 
 MIB = 1024**2
 GIB = 1024**3
+# Of a run; codecs have no gate.
+SECTIONS = SLAB, SSD, INDEX, CODECS = ("slab", "ssd", "index", "codecs")
 SIZES: Mapping[str, int] = {"256KiB": 256 * 1024, "2MiB": 2 * MIB, "5MiB": 5 * MIB}
 # Blocks of 64 KiB a layer; the number of layers makes the size.
 _LAYER_BYTES = 4096

@@ -18,7 +18,7 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -64,11 +64,13 @@ class StoreCase:
         limit: str | None = None,
         *,
         huge_pages: bool = False,
+        durability: str = "sync",
     ) -> None:
         self._size = block_bytes
+        self._is_durable = durability == "sync"
         folder.mkdir()
         layout = layout_of(block_bytes)
-        self.store = SsdStore(folder / "store", layout, scale.store_bytes)
+        self.store = SsdStore(folder / "store", layout, scale.store_bytes, durability=durability)
         num_slots = self.store.stats().capacity_blocks
         self.num_live = int(num_slots * _LIVE_SHARE)
         self._round_blocks = min(self.num_live, scale.round_bytes // block_bytes)
@@ -94,14 +96,15 @@ class StoreCase:
         """Writes into free slots, random reads; every batch acknowledged."""
         moved = self._round_blocks * self._size
         return [
-            self._comparison(f"ssd_write_{name}", self.write, self.limit.write, moved),
-            self._comparison(
+            self._written(f"ssd_write_{name}", self.write, moved),
+            Comparison(
                 f"ssd_read_cold_{name}",
+                "bytes/s",
+                self.limit.name,
                 self.read,
-                self.limit.read,
-                moved,
+                partial(self.limit.read, moved),
                 # What the limit itself does with its requests may be its slowest setting.
-                {
+                rivals={
                     f"loop x{requests}": partial(self.limit.read_in_turn, moved, requests)
                     for requests in READ_DEPTHS
                     if (self.limit.name, requests) != ("loop", QUEUE_DEPTH)
@@ -112,7 +115,7 @@ class StoreCase:
     def churn_comparison(self, name: str) -> Comparison:
         """One turnover a round."""
         turned = self.num_live * self._size
-        return self._comparison(f"ssd_churn_{name}", self.churn, self.limit.write, turned)
+        return self._written(f"ssd_churn_{name}", self.churn, turned)
 
     def write(self) -> float:
         """New blocks into an empty store; bytes a second."""
@@ -186,21 +189,19 @@ class StoreCase:
         if stats.rejected or stats.errors:
             raise WrongWork(f"the store met faults: {stats.rejected} {stats.errors}")
 
-    def _comparison(
-        self,
-        name: str,
-        ours: Callable[[], float],
-        limit: Callable[[int], float],
-        num_bytes: int,
-        rivals: Mapping[str, Callable[[], float]] | None = None,
-    ) -> Comparison:
+    def _written(self, name: str, ours: Callable[[], float], num_bytes: int) -> Comparison:
+        """Against what the disk can make durable where the store does, else against what it can
+        write; the other limit is shown."""
+        kind, size = self.limit.name, self._batch * self._size
+        written: dict[str, Callable[[], float]] = {kind: partial(self.limit.write, num_bytes)}
+        durable: dict[str, Callable[[], float]] = {
+            f"{kind}, durable": partial(self.limit.write_durably, num_bytes, size),
+            "loop, durable": partial(self.limit.write_in_turn, num_bytes, size),
+        }
+        decide, shown = (durable, written) if self._is_durable else (written, durable)
+        (limit, work), *rivals = decide.items()
         return Comparison(
-            name,
-            "bytes/s",
-            self.limit.name,
-            ours,
-            lambda: limit(num_bytes),
-            rivals=rivals or {},
+            name, "bytes/s", limit, ours, work, rivals=dict(rivals) | shown, shown=tuple(shown)
         )
 
     def _timed_store(self, count: int, *, evicting: bool = False) -> float:

@@ -27,26 +27,11 @@ from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
 from ..harness.plots import MET, add_legend, caption, new_figure, save_figure
 from ..harness.report import Report, print_table, progress, run_and_tell
+from . import replay
 from .formats import AGENTS, CHAT, Trace, TraceError, trace_files, trace_name
-from .replay import (
-    ADMIT_ALL,
-    HEADS_FIRST,
-    LRU,
-    OPT,
-    Answer,
-    AnyCell,
-    Arrangement,
-    Cell,
-    CellFailed,
-    Outcome,
-    PairCell,
-    Source,
-    TwoTierOutcome,
-    run_cells,
-)
 
 _INFINITE_PERCENT = 100
-_BASELINES = (HEADS_FIRST, OPT)
+_BASELINES = (replay.HEADS_FIRST, replay.OPT)
 # ratio → its column
 _ADMISSION_RATIOS: Mapping[str, str] = {
     "admission_written_over_write_through": "written over write-through",
@@ -55,7 +40,9 @@ _ADMISSION_RATIOS: Mapping[str, str] = {
 }
 
 
-def fill_report(report: Report, traces: Mapping[str, Trace], answers: Sequence[Answer]) -> None:
+def fill_report(
+    report: Report, traces: Mapping[str, Trace], answers: Sequence[replay.Answer]
+) -> None:
     """Turn answers into limits, figures and ratios; the plan must be there already.
 
     gap_closed                sum(hit - LRU) / sum(OPT - LRU) over all traces and capacities
@@ -78,14 +65,16 @@ def fill_report(report: Report, traces: Mapping[str, Trace], answers: Sequence[A
     for answer in answers:
         trace = traces[answer.cell.trace]
         match answer.cell, answer.outcome:
-            case Cell() as cell, Outcome() as outcome if cell.percent == _INFINITE_PERCENT:
+            case replay.Cell() as cell, replay.Outcome() as outcome if (
+                cell.percent == _INFINITE_PERCENT
+            ):
                 report.limits[f"infinite_{trace.name}"] = asdict(outcome)
-            case Cell() as cell, Outcome() as outcome:
+            case replay.Cell() as cell, replay.Outcome() as outcome:
                 one[trace.name].setdefault(cell.row, {})[str(cell.percent)] = asdict(outcome) | {
                     "capacity_blocks": trace.capacity_blocks(cell.percent),
                     "microseconds_per_block": 1e6 * answer.seconds / trace.num_accesses,
                 }
-            case PairCell() as cell, TwoTierOutcome() as outcome:
+            case replay.PairCell() as cell, replay.TwoTierOutcome() as outcome:
                 # In percent of the distinct blocks.
                 pair = f"{cell.upper_percent}_over_{cell.lower_percent}"
                 rows = two[trace.name].setdefault(pair, {})
@@ -94,18 +83,18 @@ def fill_report(report: Report, traces: Mapping[str, Trace], answers: Sequence[A
     report.figures["two_tiers"] = two
     for name in traces:
         report.limits[f"opt_{name}"] = {
-            percent: figures["hit_percent"] for percent, figures in one[name][OPT].items()
+            percent: figures["hit_percent"] for percent, figures in one[name][replay.OPT].items()
         }
     _add_policy_ratios(report)
     _add_admission_ratios(report)
 
 
-def row_name(cell: PairCell) -> str:
+def row_name(cell: replay.PairCell) -> str:
     """What a row of two tiers is called."""
     name = cell.arrangement.value
-    if cell.lower != LRU:
+    if cell.lower != replay.LRU:
         name += f", {cell.lower} below"
-    if cell.admission != ADMIT_ALL:
+    if cell.admission != replay.ADMIT_ALL:
         name += f", admission {cell.admission}"
     return name
 
@@ -123,8 +112,8 @@ def _add_policy_ratios(report: Report) -> None:
     for name, rows in report.figures["one_tier"].items():
         cells = [
             (rows[policy][percent]["hit_percent"], lru["hit_percent"],
-             rows[OPT][percent]["hit_percent"])
-            for percent, lru in rows[LRU].items()
+             rows[replay.OPT][percent]["hit_percent"])
+            for percent, lru in rows[replay.LRU].items()
         ]  # fmt: skip
         gain = sum(hit - lru for hit, lru, _ in cells)
         gap = sum(opt - lru for _, lru, opt in cells)
@@ -141,11 +130,11 @@ def _add_policy_ratios(report: Report) -> None:
 
 def _add_admission_ratios(report: Report) -> None:
     admission = report.figures["plan"]["admission"]
-    back = Arrangement.WRITE_BACK.value
-    filtered = back if admission == ADMIT_ALL else f"{back}, admission {admission}"
+    back = replay.Arrangement.WRITE_BACK.value
+    filtered = back if admission == replay.ADMIT_ALL else f"{back}, admission {admission}"
     for name, pairs in report.figures["two_tiers"].items():
         for pair, rows in pairs.items():
-            through, ours = rows[Arrangement.WRITE_THROUGH.value], rows[filtered]
+            through, ours = rows[replay.Arrangement.WRITE_THROUGH.value], rows[filtered]
             report.ratios[f"admission_written_over_write_through_{name}_{pair}"] = (
                 ours["written_per_block"] / through["written_per_block"]
             )
@@ -221,8 +210,8 @@ def _pair_rows(pairs: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[l
     ]
 
 
-_COLOURS = {LRU: "#8a8f98", OPT: "#222222", HEADS_FIRST: "#c9a0a0"}
-_DASHED = (OPT, HEADS_FIRST)
+_COLOURS = {replay.LRU: "#8a8f98", replay.OPT: "#222222", replay.HEADS_FIRST: "#c9a0a0"}
+_DASHED = (replay.OPT, replay.HEADS_FIRST)
 
 
 def plot_traces(report: Report, path: Path) -> Path:
@@ -250,7 +239,7 @@ def _plot_hits(axes: Any, rows: Mapping[str, Any], report: Report, name: str) ->
             marker=".",
         )
     axes.axhline(report.limits[f"infinite_{name}"]["hit_percent"], color="#dddddd", zorder=0)
-    percents = [int(percent) for percent in rows[LRU]]
+    percents = [int(percent) for percent in rows[replay.LRU]]
     axes.set_xscale("log")
     axes.set_xticks(percents, [str(percent) for percent in percents])
     axes.minorticks_off()
@@ -318,7 +307,7 @@ def run(arguments: argparse.Namespace) -> int:
         except TraceError as error:
             raise ConfigError(str(error)) from error
 
-    return run_and_tell(report, arguments.out, take, print_traces, plot_traces, CellFailed)
+    return run_and_tell(report, arguments.out, take, print_traces, plot_traces, replay.CellFailed)
 
 
 def choose_policy(name: str | None) -> str:
@@ -347,16 +336,16 @@ def _known(flag: str, name: str, table: Sequence[str]) -> str:
     return name
 
 
-def choose_sources(arguments: argparse.Namespace) -> list[Source]:
+def choose_sources(arguments: argparse.Namespace) -> list[replay.Source]:
     """The traces named, or those to make up. Raises TraceError, ConfigError."""
     if arguments.paths:
         if arguments.quick:
             raise ConfigError("--quick replays made-up traces; leave out PATH, or --quick")
         files = trace_files([readers.path("PATH", path) for path in arguments.paths])
         names = unique_names([trace_name(file) for file in files])
-        return [Source(name, path=file) for name, file in zip(names, files, strict=True)]
+        return [replay.Source(name, path=file) for name, file in zip(names, files, strict=True)]
     return [
-        Source(name, requests=quick if arguments.quick else full, seed=arguments.seed)
+        replay.Source(name, requests=quick if arguments.quick else full, seed=arguments.seed)
         for name, (full, quick) in _REQUESTS.items()
     ]
 
@@ -374,7 +363,7 @@ def unique_names(names: Sequence[str]) -> list[str]:
     return unique
 
 
-def load(sources: Sequence[Source]) -> dict[str, Trace]:
+def load(sources: Sequence[replay.Source]) -> dict[str, Trace]:
     """All traces by name. Raises TraceError."""
     traces = {source.name: source.load() for source in sources}
     for name, trace in traces.items():
@@ -385,7 +374,7 @@ def load(sources: Sequence[Source]) -> dict[str, Trace]:
 
 def measure(
     report: Report,
-    sources: Sequence[Source],
+    sources: Sequence[replay.Source],
     traces: Mapping[str, Trace],
     policy: str,
     admission: str,
@@ -400,30 +389,32 @@ def measure(
         "seed": sources[0].seed if sources[0].path is None else None,
     }
     cells = make_cells(list(traces), policy, admission)
-    answers: dict[AnyCell, Answer] = {}
+    answers: dict[replay.AnyCell, replay.Answer] = {}
     with progress(Console(stderr=True)) as bar:
         steps = bar.add_task("replaying", total=len(cells))
-        for answer in run_cells(cells, sources, traces):
+        for answer in replay.run_cells(cells, sources, traces):
             answers[answer.cell] = answer
             bar.update(steps, advance=1, description=f"replaying {answer.cell.trace}")
     fill_report(report, traces, [answers[cell] for cell in cells])
 
 
-def make_cells(names: Sequence[str], policy: str, admission: str) -> list[AnyCell]:
+def make_cells(names: Sequence[str], policy: str, admission: str) -> list[replay.AnyCell]:
     """Everything to replay, trace by trace."""
-    cells: list[AnyCell] = []
+    cells: list[replay.AnyCell] = []
     for name in names:
-        cells.append(Cell(name, LRU, 100))  # an infinite cache: nothing is ever evicted
-        for row in (*dict.fromkeys((*POLICIES, policy)), HEADS_FIRST, OPT):
-            cells += [Cell(name, row, percent) for percent in CAPACITIES_PERCENT]
+        cells.append(
+            replay.Cell(name, replay.LRU, 100)
+        )  # an infinite cache: nothing is ever evicted
+        for row in (*dict.fromkeys((*POLICIES, policy)), replay.HEADS_FIRST, replay.OPT):
+            cells += [replay.Cell(name, row, percent) for percent in CAPACITIES_PERCENT]
         for upper, lower in PAIRS_PERCENT:
-            cells += [PairCell(name, upper, lower, each) for each in Arrangement]
-            back = Arrangement.WRITE_BACK
-            if policy != LRU:
-                cells.append(PairCell(name, upper, lower, back, lower=policy))
+            cells += [replay.PairCell(name, upper, lower, each) for each in replay.Arrangement]
+            back = replay.Arrangement.WRITE_BACK
+            if policy != replay.LRU:
+                cells.append(replay.PairCell(name, upper, lower, back, lower=policy))
             cells += [
-                PairCell(name, upper, lower, back, admission=each)
+                replay.PairCell(name, upper, lower, back, admission=each)
                 for each in dict.fromkeys((*FILTERS, admission))
-                if each != ADMIT_ALL
+                if each != replay.ADMIT_ALL
             ]
     return cells

@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench transfer`: copies between the KV pool and the slab, on the CPU device.
-
-Blocks of 64 KiB, 256 KiB, 2 MiB and 5 MiB, single ones and runs of neighbours, one way and both
-ways at once, against memcpy of the same pieces between as random places; what submitting a job of
-64 blocks costs the step loop; and what a request would gain by computing the first layers while the
-last ones are loaded. Every figure and its limit are taken in turn, over more memory
-than caches hold, what arrived is compared, and a ratio is the median of the ratios within a round.
-"""
+"""Runs `stratakv bench transfer`; the package says what that measures."""
 
 from __future__ import annotations
 
@@ -19,27 +12,14 @@ from ..harness.comparison import WrongWork, take_rounds
 from ..harness.plots import COLOURS, GATE, add_legend, caption, draw_bars, new_figure, save_figure
 from ..harness.report import Report, print_table, run_and_tell
 from ..tiers.slab_case import footprint_bytes
-from .copy_case import (
-    FULL,
-    GATES,
-    JOB_BLOCKS,
-    MOVES,
-    QUICK,
-    RUN_BLOCKS,
-    SIZES,
-    Rig,
-    Scale,
-    copy_name,
-    submit_name,
-    take_submissions,
-)
+from . import copy_case
 from .layer_ranges import take_layer_ranges
 
 _LABELS = {
     "pool_to_slab": "pool to slab, scattered blocks",
     "slab_to_pool": "slab to pool, scattered blocks",
-    "pool_to_slab_runs": f"pool to slab, runs of {RUN_BLOCKS}",
-    "slab_to_pool_runs": f"slab to pool, runs of {RUN_BLOCKS}",
+    "pool_to_slab_runs": f"pool to slab, runs of {copy_case.RUN_BLOCKS}",
+    "slab_to_pool_runs": f"slab to pool, runs of {copy_case.RUN_BLOCKS}",
     "both_ways": "both ways at once",
 }
 
@@ -47,7 +27,7 @@ _LABELS = {
 def print_transfer(report: Report) -> None:
     """What a person reads: figure, limit, ratio, gate."""
     rows = []
-    for name, gate in GATES.items():
+    for name, gate in copy_case.GATES.items():
         ratio = report.ratios[name]
         comparison = report.figures["contests"].get(name)
         if comparison is not None:
@@ -82,19 +62,20 @@ def print_layer_ranges(report: Report) -> None:
 def plot_transfer(report: Report, path: Path) -> Path:
     """Bars of the copying ratios by size of block, and of what submitting costs."""
     figure, [[copies, submits]] = new_figure(1, 2, 4.4, width_ratios=(5, 2))
-    sizes = list(SIZES)
+    sizes = list(copy_case.SIZES)
     series = {
-        _LABELS[move]: [report.ratios[copy_name(move, size)] for size in sizes] for move in MOVES
+        _LABELS[move]: [report.ratios[copy_case.copy_name(move, size)] for size in sizes]
+        for move in copy_case.MOVES
     }
     light_and_dark = (COLOURS[0], COLOURS[5], COLOURS[1], COLOURS[6], COLOURS[3])
     draw_bars(copies, sizes, series, light_and_dark)
     caption(copies, "Blocks copied between pool and slab", "block", "share of memcpy's rate")
-    shares = [100 * report.ratios[submit_name(size)] for size in sizes]
+    shares = [100 * report.ratios[copy_case.submit_name(size)] for size in sizes]
     draw_bars(submits, sizes, {"": shares}, fmt="%.1f")
     submits.tick_params(axis="x", labelsize=7)
     caption(submits, "Handing a job over", "block", "% of its copying time")
-    least = GATES[copy_name(MOVES[0], sizes[0])].least or 0.0
-    most = 100 * (GATES[submit_name(sizes[0])].most or 0.0)
+    least = copy_case.GATES[copy_case.copy_name(copy_case.MOVES[0], sizes[0])].least or 0.0
+    most = 100 * (copy_case.GATES[copy_case.submit_name(sizes[0])].most or 0.0)
     words = f"promised: at least {least:g}; right: at most {most:g} %"
     copies.axhline(least, color=GATE, linewidth=1.5, label=words)
     submits.axhline(most, color=GATE, linewidth=1.5, zorder=0)
@@ -102,43 +83,39 @@ def plot_transfer(report: Report, path: Path) -> Path:
     return save_figure(figure, report.environment, path)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No options beside `--quick` and `--out`, which are the dispatcher's."""
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Take all figures; 0, or 1 with the reason on the terminal."""
-    scale = QUICK if arguments.quick else FULL
+    scale = copy_case.QUICK if arguments.quick else copy_case.FULL
     report = Report("transfer", "stratakv bench transfer" + " --quick" * arguments.quick)
 
     work = partial(measure, report, scale)
     return run_and_tell(report, arguments.out, work, print_transfer, plot_transfer, WrongWork)
 
 
-def measure(report: Report, scale: Scale) -> None:
+def measure(report: Report, scale: copy_case.Scale) -> None:
     """Fill the report. Raises WrongWork where something else was copied than was asked for."""
     region_bytes = footprint_bytes(scale.region_bytes)
     report.figures["plan"] = {
         "device": "cpu",
         "region_bytes": region_bytes,
-        "job_blocks": JOB_BLOCKS,
-        "run_blocks": RUN_BLOCKS,
+        "job_blocks": copy_case.JOB_BLOCKS,
+        "run_blocks": copy_case.RUN_BLOCKS,
         "copies_are_timed_by": "the wall clock",
         "submissions_are_timed_by": "processor seconds of the calling thread",
     }
     report.figures["contests"] = {}
     submissions = report.figures["submissions"] = {}
-    for size, block_bytes in SIZES.items():
-        rig = Rig(block_bytes, region_bytes)
+    for size, block_bytes in copy_case.SIZES.items():
+        rig = copy_case.Rig(block_bytes, region_bytes)
         try:
             for comparison in rig.comparisons(size):
                 take_rounds(comparison, scale.rounds).add_to(report)
-            taken = take_submissions(rig, scale.submissions)
-            submissions[submit_name(size)] = taken.figures()
-            report.ratios[submit_name(size)] = taken.ratio
+            taken = copy_case.take_submissions(rig, scale.submissions)
+            submissions[copy_case.submit_name(size)] = taken.figures()
+            report.ratios[copy_case.submit_name(size)] = taken.ratio
         finally:
             rig.close()
             gc.collect()
     cells = report.figures["layer_ranges"] = take_layer_ranges(scale.cached, scale.rounds)
-    report.ratios = {name: report.ratios[name] for name in GATES}
+    report.ratios = {name: report.ratios[name] for name in copy_case.GATES}
     report.ratios |= {name: cell["ratio"] for name, cell in cells.items()}

@@ -20,19 +20,20 @@ from .args import Parser
 
 DESCRIPTION = "Run a benchmark; it prints a table and writes JSON and a plot."
 
-# Name → module with add_arguments(parser) and run(args) -> exit code; args also holds `quick` and
-# `out`, which every benchmark takes.
+# Name → module with run(args) -> exit code, and add_arguments(parser) where there are options; args
+# also holds `quick` and `out`, which every benchmark takes. Without `run` it is a package whose
+# module `command` has that: a benchmark that needs torch, which its --help does not.
 BENCHMARKS = {
-    "offload": "...benchmarks.offload.command",
-    "serve": "...benchmarks.serve.command",
-    "core": "...benchmarks.core.command",
-    "tiers": "...benchmarks.tiers.command",
-    "gpu": "...benchmarks.gpu.command",
+    "offload": "...benchmarks.offload",
+    "serve": "...benchmarks.serve",
+    "core": "...benchmarks.core",
+    "tiers": "...benchmarks.tiers",
+    "gpu": "...benchmarks.gpu",
     "trace": "...benchmarks.trace.command",
-    "transfer": "...benchmarks.transfer.command",
+    "transfer": "...benchmarks.transfer",
     "service": "...benchmarks.service.command",
     "cluster": "...benchmarks.cluster.command",
-    "sampling": "...benchmarks.sampling.command",
+    "sampling": "...benchmarks.sampling",
     "agents": "...benchmarks.agents.command",
     "vllm": "...benchmarks.vllm.command",
 }
@@ -61,10 +62,13 @@ def run(args: argparse.Namespace) -> int:
         "--out", metavar="DIR", default=Path("build/bench") / args.name,
         help="where the results go (default: build/bench/NAME)",
     )  # fmt: skip
-    benchmark.add_arguments(parser)
+    if hasattr(benchmark, "add_arguments"):
+        benchmark.add_arguments(parser)
     options = parser.parse_all(args.rest)
     options.out = readers.path("--out", options.out)
     _make_directory(options.out)
+    if not hasattr(benchmark, "run"):
+        benchmark = importlib.import_module(".command", benchmark.__name__)
     code: int = benchmark.run(options)
     return code
 

@@ -56,7 +56,7 @@ def sized(model: Path, free_gib: float, monkeypatch: pytest.MonkeyPatch, **given
     spec = load_model_spec(model)
     groups = plan_groups(spec.layout(config.cache.block_size, "bfloat16"))
     demand = PoolDemand(groups, config.scheduler.max_num_batched_tokens)
-    blocks = device_config.blocks_of_pool(config, spec, demand)
+    blocks = model_check.blocks_of_pool(config, spec, demand)
     assert blocks is not None
     asked = config.model.max_model_len
     if asked is None:
@@ -139,7 +139,7 @@ def test_u01_the_embedded_model_stays_small(monkeypatch: pytest.MonkeyPatch) -> 
     spec = load_model_spec(config.model.path)
     layout = spec.layout(16, "float32")
     demand = PoolDemand(plan_groups(layout), 2048)
-    assert device_config.blocks_of_pool(config, spec, demand) == GIB // layout.page_bytes
+    assert model_check.blocks_of_pool(config, spec, demand) == GIB // layout.page_bytes
     assert choose_dtype("auto", stored=spec.stored_dtype).name == "float32"
 
 

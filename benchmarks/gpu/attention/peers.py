@@ -23,18 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from .. import section
 from ..plots import draw_peers
-from ..section import (
-    Place,
-    Results,
-    Row,
-    Section,
-    SectionOver,
-    Target,
-    one_line,
-    run_cases,
-    time_launches,
-)
 from . import decode, prefill
 from .cases import Batch, Case, check_attention, decode_case, make_batch, time_checked
 
@@ -300,7 +290,7 @@ def _pages(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 PEERS: tuple[type[Peer], ...] = (VllmTriton, FlashAttention3, TorchAttention, FlashInfer)
 
 
-def choose_cases(place: Place) -> list[Case]:
+def choose_cases(place: section.Place) -> list[Case]:
     """Those of the targets, in bf16; prefill first, for two targets are about it."""
     if place.is_rehearsal:
         return [*prefill.choose_cases(place)[:2], *decode.choose_cases(place)[:2]]
@@ -310,10 +300,10 @@ def choose_cases(place: Place) -> list[Case]:
     return [*prefill.grid_cases(), Case(name="mixed", chunks=prefill.MIXED), *grid]
 
 
-def run(place: Place, results: Results) -> None:
+def run(place: section.Place, results: section.Results) -> None:
     """Ours on every case, then one peer after the other. Raises SectionOver, WrongResult."""
     cases = choose_cases(place)
-    rows: dict[str, Row] = {}
+    rows: dict[str, section.Row] = {}
     expected: dict[str, Tensor] = {}
     rounds = place.choose(7, 5, 3)
 
@@ -325,7 +315,7 @@ def run(place: Place, results: Results) -> None:
         rows[case.name]["kind"] = decode.NAME if case.is_decode else prefill.NAME
         results.add_row(NAME, rows[case.name])
 
-    run_cases(place, results, NAME, cases, measure_ours)
+    section.run_cases(place, results, NAME, cases, measure_ours)
     measured = [case for case in cases if case.name in rows]
     for peer in find_peers(place, results):
         faults = 0
@@ -335,10 +325,10 @@ def run(place: Place, results: Results) -> None:
                 seconds = time_peer(place, case, peer, expected[case.name], rounds)
             except PeerRefused as refused:
                 results.add_note(NAME, f"{peer.name}, {case.name}: {refused}")
-            except SectionOver:
+            except section.SectionOver:
                 raise
             except Exception as error:  # noqa: BLE001 - no fault of a peer's is one of ours
-                results.add_note(NAME, f"{peer.name}, {case.name}: {one_line(error)}")
+                results.add_note(NAME, f"{peer.name}, {case.name}: {section.one_line(error)}")
                 check_device(place, peer)
                 faults += 1
             else:
@@ -350,7 +340,7 @@ def run(place: Place, results: Results) -> None:
                 break
 
 
-def find_peers(place: Place, results: Results) -> list[Peer]:
+def find_peers(place: section.Place, results: section.Results) -> list[Peer]:
     """Those that can be imported; a note for each. Appends the folder to the path for good: what
     is imported from it may import more of it later."""
     folder = None if place.peers is None else str(place.peers.resolve())
@@ -364,34 +354,34 @@ def find_peers(place: Place, results: Results) -> list[Peer]:
         except PeerRefused as refused:
             results.add_note(NAME, f"{kind.name}: not measured, {refused}")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code runs when imported
-            results.add_note(NAME, f"{kind.name}: not measured, {one_line(error)}")
+            results.add_note(NAME, f"{kind.name}: not measured, {section.one_line(error)}")
         else:
             found.append(peer)
             results.add_note(NAME, f"{peer.name}: {peer.remark}")
     return found
 
 
-def time_peer(place: Place, case: Case, peer: Peer, expected: Tensor, rounds: int) -> float:
+def time_peer(place: section.Place, case: Case, peer: Peer, expected: Tensor, rounds: int) -> float:
     """Seconds of one launch, on the tensors that ours had. Raises whatever the peer does."""
     batch: Batch = make_batch(place, case)
     launch = peer.prepare(batch)
     check_attention(f"{peer.name}, {case.name}", launch(0).reshape(expected.shape), expected)
     launches = [partial(launch, layer) for layer in range(len(batch.layers))]
-    return time_launches(place, launches, rounds=rounds).median
+    return section.time_launches(place, launches, rounds=rounds).median
 
 
-def check_device(place: Place, peer: Peer) -> None:
+def check_device(place: section.Place, peer: Peer) -> None:
     """After a fault of a peer's. Raises RuntimeError if the device can do nothing more."""
     try:
         place.synchronise()
     except RuntimeError as error:
         raise RuntimeError(
-            f"{peer.name} left the device unusable ({one_line(error)}); "
+            f"{peer.name} left the device unusable ({section.one_line(error)}); "
             "leave it out of the folder of --peers"
         ) from error
 
 
-def set_ratios(results: Results, name: str) -> None:
+def set_ratios(results: section.Results, name: str) -> None:
     """How many times faster than peer `name` we are, in decode and on the grid of prefill."""
     rows = [row for row in results.rows(NAME) if name in row["peers"]]
     in_prefill = [row for row in rows if row["case"] in prefill.GRID]
@@ -402,13 +392,15 @@ def set_ratios(results: Results, name: str) -> None:
             results.set_ratio(f"{kind}_over_{name}", geometric_mean(ratios))
 
 
-SECTION = Section(
+SECTION = section.Section(
     NAME,
     "Peers",
     run,
     draw_peers,
     (
-        Target("prefill_over_peer_triton", "prefill, times faster than vLLM's Triton", least=2.0),
-        Target("prefill_over_fa3", "prefill over FlashAttention-3", least=0.70),
+        section.Target(
+            "prefill_over_peer_triton", "prefill, times faster than vLLM's Triton", least=2.0
+        ),
+        section.Target("prefill_over_fa3", "prefill over FlashAttention-3", least=0.70),
     ),
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stratakv.benchmarks.gpu import command
+from stratakv.benchmarks.gpu import NAMES, command
 from stratakv.benchmarks.gpu.section import Place, Results, Section, SectionOver, Target
 from stratakv.benchmarks.harness.report import Report
 from stratakv.tiers.settings.values import ConfigError
@@ -28,6 +28,7 @@ def test_a_rehearsal_runs_every_section_and_claims_nothing(
 ) -> None:
     assert command.run(arguments(tmp_path)) == 0
     body = json.loads((tmp_path / "gpu.json").read_text())
+    assert tuple(section.name for section in command.SECTIONS) == NAMES, "what --help says"
     for section in command.SECTIONS:
         # The sweep is for a device, and there are no peers here.
         if section.name not in ("launch-sweep", "peers"):
