@@ -305,11 +305,17 @@ class GrammarCompiler:
         while (compilation := queue.get()) is not None:
             if not self._begin(compilation):
                 continue
+            began = None
             try:
+                if self._processes is not None:
+                    self._processes.open()  # counts for nobody
+                began = time.monotonic()
                 self._try_out(compilation, limit, is_second)
             except Exception as caught:  # noqa: BLE001 - it is told, and logged
                 self._fail(compilation, caught)
                 self._wake()
+            if began is not None:
+                queue.charge(compilation.tenant, time.monotonic() - began)
 
     def _begin(self, compilation: Compilation) -> bool:
         """False where nobody wants it any more."""

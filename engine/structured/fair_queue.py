@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs of several tenants for the same threads: each tenant has its turn, whatever others have
-asked for before.
+asked for before, and whoever has used least has it first.
 
 How much may wait is for others to say: `Shares` tells them who has more than the rest.
 """
@@ -12,6 +12,8 @@ from collections import Counter, OrderedDict, deque
 from typing import Generic, TypeVar
 
 Job = TypeVar("Job")
+_MOST_SAVED_SECONDS = 1.0
+_MOST_NAMES = 1024
 
 
 class FairQueue(Generic[Job]):
@@ -20,6 +22,7 @@ class FairQueue(Generic[Job]):
     def __init__(self) -> None:
         self._jobs: OrderedDict[str, deque[Job]] = OrderedDict()  # whose turn is next comes first
         self._condition = threading.Condition()
+        self._used: dict[str, float] = {}  # seconds, which are only compared
         self._size = 0
         self._num_ends = 0
 
@@ -29,6 +32,10 @@ class FairQueue(Generic[Job]):
     def put(self, tenant: str, job: Job, *, is_first: bool = False) -> None:
         """Behind the tenant's others, or before them."""
         with self._condition:
+            if self._jobs and tenant not in self._jobs:
+                # Who asks for little is before the others; who was away has saved up no more.
+                least = min(self._used.get(other, 0.0) for other in self._jobs)
+                self._used[tenant] = max(self._used.get(tenant, 0.0), least - _MOST_SAVED_SECONDS)
             jobs = self._jobs.setdefault(tenant, deque())
             (jobs.appendleft if is_first else jobs.append)(job)
             self._size += 1
@@ -42,7 +49,8 @@ class FairQueue(Generic[Job]):
             if self._num_ends:
                 self._num_ends -= 1
                 return None
-            tenant, jobs = next(iter(self._jobs.items()))
+            tenant = min(self._jobs, key=lambda name: self._used.get(name, 0.0))  # or the first
+            jobs = self._jobs[tenant]
             job = jobs.popleft()
             self._size -= 1
             if jobs:
@@ -50,6 +58,13 @@ class FairQueue(Generic[Job]):
             else:
                 del self._jobs[tenant]
             return job
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """A job of this tenant has taken so long."""
+        with self._condition:
+            self._used[tenant] = self._used.get(tenant, 0.0) + seconds
+            if len(self._used) > _MOST_NAMES:
+                self._used = {name: each for name, each in self._used.items() if name in self._jobs}
 
     def discard(self, tenant: str, job: Job) -> None:
         """Nobody wants it any more, if it is still there."""

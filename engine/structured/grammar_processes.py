@@ -144,6 +144,11 @@ class GrammarProcesses:
         following = FollowingProcess(self, process)
         return Tried(form, answer.first_words, answer.first_seconds, following)
 
+    def open(self) -> None:
+        """Start the process that forks the others, unless it is there, and wait for that. Raises as
+        `try_out`."""
+        self._open_first()
+
     def close(self) -> None:
         """End the processes; who waits for one gets a GrammarError. Idempotent."""
         with self._lock:

@@ -202,6 +202,9 @@ class NoProcesses(GrammarProcesses):
         self.policies.append(os.sched_getscheduler(0))
         return Tried(Form("any", spec.text, is_bounded=True), bytes(8), 0.0, None)
 
+    def open(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

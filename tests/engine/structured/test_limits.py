@@ -29,7 +29,7 @@ from stratakv.engine.structured.compiler import (
     GrammarCompiler,
     TooManyGrammars,
 )
-from stratakv.engine.structured.fair_queue import Shares
+from stratakv.engine.structured.fair_queue import FairQueue, Shares
 from stratakv.engine.structured.grammar_processes import GrammarProcesses, TooLate, TooSlow, Tried
 from stratakv.engine.structured.limited_thread import Limit
 from stratakv.engine.structured_params import (
@@ -140,6 +140,9 @@ class FakeProcesses(GrammarProcesses):
             raise TooLate("the machine is busy")
         return Tried(Form("spinner", is_bounded=True), bytes(8), 0.0, None)
 
+    def open(self) -> None:
+        pass
+
     def close(self) -> None:
         self.go.set()
 
@@ -215,6 +218,30 @@ def test_y03_tenants_have_their_turns(fake: tuple[GrammarCompiler, FakeProcesses
     assert quick == ["first", "hangs 0", "mine", "mine", "hangs 1", "hangs 2", "hangs 3"]
     # Nobody learns from the time what others have asked for.
     assert asked[-1] is not asked[-2]
+
+
+@pytest.mark.regression
+def test_y03_whoever_has_used_least_is_next() -> None:
+    queue: FairQueue[str] = FairQueue()
+
+    def put(*jobs: str) -> None:
+        for job in jobs:
+            queue.put(job[0], job)
+
+    put("a0", "a1", "b0", "b1", "c0")
+    assert [queue.get() for _ in range(3)] == ["a0", "b0", "c0"]
+    for tenant, seconds in (("a", 10.0), ("b", 5.0), ("c", 0.5)):
+        queue.charge(tenant, seconds)
+    put("c1", "c2", "d0")
+    assert [queue.get(), queue.get()] == ["d0", "c1"]  # a new one before all
+    queue.charge("c", 20.0)
+    assert [queue.get() for _ in range(3)] == ["b1", "a1", "c2"]
+    put("a2", "n0", "n1")
+    assert queue.get() == "n0"  # it has saved up a little, however much others have used
+    queue.charge("n", 2.0)
+    assert [queue.get(), queue.get()] == ["a2", "n1"] and len(queue) == 0
+    queue.end(1)
+    assert queue.get() is None
 
 
 @pytest.mark.regression
