@@ -37,7 +37,9 @@ def test_the_demonstration() -> None:
         assert by_prefill == prompt
         assert loaded + by_decode == prompt
         assert by_decode <= BLOCK_TOKENS
-    check_form(find_block("deploy/README.md", "prompt | computed").text, done.stdout)
+    shown = find_block("deploy/README.md", "prompt | computed").text
+    check_form(shown, done.stdout)
+    assert ROW.findall(shown) == ROW.findall(done.stdout), "tokens as the page has them"
     assert done.stdout.endswith("All 3 answers through the cluster are those of one node.\n")
 
 

@@ -167,14 +167,16 @@ def _vllm(words: list[str]) -> int:
     algorithm = args["prefix_caching_hash_algo"]
     size = args["block_size"]
     block_size = None if size is None else readers.integer_within(1, 2**20)("--block-size", size)
+    is_slow = False
     try:
         facts: Any = python.ask_python(interpreter, algorithm, environment)
     except python.NoFacts as error:
-        facts = str(error)
+        facts, is_slow = str(error), isinstance(error, python.TooSlow)
     case = vllm.VllmCase(
         transfer=transfer,
         python=interpreter,
         facts=facts,
+        is_slow=is_slow,
         environment=environment,
         model=args["its_model"],
         hash_algorithm=algorithm,

@@ -102,6 +102,9 @@ _FLAGS: Mapping[str, tuple[Reader, str, str]] = {
 }  # fmt: skip
 
 
+_SIZES = ("memory", "cpu", "ssd", "reserve")  # which are shown in the unit that they came in
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """The model and memory to plan for. Bytes and layout are those of one device."""
@@ -147,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         from .plan_table import print_plan
 
-        print_plan(made)
+        print_plan(made, {name: getattr(args, name) for name in _SIZES if name in given})
     return 0
 
 

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints a plan as tables. Knows only the plan's JSON form, and measures and computes nothing."""
+"""Prints a plan as tables. Knows only the plan's JSON form, and measures and computes nothing.
+
+Sizes that somebody typed are shown in the unit that they were typed in, and the others in its kind
+where all of those are of one: powers of 1024, else of 1000. Rates are in powers of 1000.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich import box
@@ -11,27 +17,45 @@ from rich.console import Console
 from rich.table import Table
 
 _BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_BINARY_UNITS = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
+_TYPED = re.compile(r"([0-9.]+) *([A-Za-z]+)")
 _RATE_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def print_plan(made: dict[str, Any]) -> None:
-    """All of it on standard output."""
+Show = Callable[[float], str]
+
+
+def print_plan(made: dict[str, Any], typed: Mapping[str, str] | None = None) -> None:
+    """All of it on standard output. `typed` are the sizes that were given, as texts, by the names
+    of their flags."""
+    typed = {
+        name: " ".join(found.groups())
+        for name, text in (typed or {}).items()
+        if (found := _TYPED.fullmatch(text.strip()))
+    }
+    are_binary = [text.endswith("iB") for text in typed.values()]
+    show = partial(show_bytes, binary=bool(are_binary) and all(are_binary))
     console = Console()
     # A file has no width; 110 columns keep one row on one line there.
     console = console if console.is_terminal else Console(width=110)
-    console.print(_summary(made), soft_wrap=True, markup=False, highlight=False)
-    parts = [_memory(made), _tiers(made), _loads(made), _rates(made)]
+    console.print(_summary(made, show), soft_wrap=True, markup=False, highlight=False)
+    parts = [
+        _memory(made, show, typed),
+        _tiers(made, show, typed),
+        _loads(made, show),
+        _rates(made),
+    ]
     if len(made["groups"]) > 1:
-        parts.insert(1, _groups(made))
+        parts.insert(1, _groups(made, show))
     for title, columns, rows in parts:
         console.print(_table(title, columns, rows))
-    for line in (_break_even(made), _waste(made), *made["notes"]):
+    for line in (_verdict(made), _waste(made, show), *made["notes"]):
         console.print(f"- {line}", soft_wrap=True, markup=False, highlight=False)
 
 
-def show_bytes(count: float) -> str:
-    """Three figures and a decimal unit: `5.24 MB`."""
-    for factor, unit in _BYTE_UNITS:
+def show_bytes(count: float, *, binary: bool = False) -> str:
+    """Three figures and a unit: `5.24 MB`, or `5.00 MiB`."""
+    for factor, unit in _BINARY_UNITS if binary else _BYTE_UNITS:
         if count >= factor:
             return f"{_three(count / factor)} {unit}"
     return f"{count:.0f} B"
@@ -61,18 +85,18 @@ def _three(value: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def _summary(made: dict[str, Any]) -> str:
+def _summary(made: dict[str, Any], show: Show) -> str:
     model, block = made["model"], made["block"]
     files = model["weight_files"]
     there = "no whole set of safetensors files is there"
     if files is not None:
-        there = f"safetensors files of {show_bytes(files['bytes'])} are there"
+        there = f"safetensors files of {show(files['bytes'])} are there"
     return (
         f"{model['path']}: {model['architecture']}, {model['parameters']:,} parameters, "
-        f"{show_bytes(model['parameter_bytes'])} in {model['dtype']} "
+        f"{show(model['parameter_bytes'])} in {model['dtype']} "
         f"(counted from config.json; {there})\n"
         f"KV cache in {block['kv_dtype']}: {block['bytes_per_token']:,} bytes a token, "
-        f"{block['bytes']:,} bytes ({show_bytes(block['bytes'])}) a block of {block['tokens']} "
+        f"{block['bytes']:,} bytes ({show(block['bytes'])}) a block of {block['tokens']} "
         f"tokens, in one piece{_on_each(model)}"
     )
 
@@ -85,7 +109,7 @@ def _on_each(model: dict[str, Any]) -> str:
 _Part = tuple[str, Sequence[str], list[list[str]]]
 
 
-def _memory(made: dict[str, Any]) -> _Part:
+def _memory(made: dict[str, Any], show: Show, typed: Mapping[str, str]) -> _Part:
     memory = made["memory"]
     names = {
         "total_bytes": "memory",
@@ -93,22 +117,23 @@ def _memory(made: dict[str, Any]) -> _Part:
         "reserve_bytes": "reserve for activations",
         "kv_bytes": "KV pool",
     }
-    rows = [
-        [name, show_bytes(memory[key]), f"{memory[key] / memory['total_bytes']:.1%}"]
-        for key, name in names.items()
-    ]
+    flags = {"total_bytes": "memory", "reserve_bytes": "reserve"}
+    rows = []
+    for key, name in names.items():
+        size = typed.get(flags.get(key, ""), show(memory[key]))
+        rows.append([name, size, f"{memory[key] / memory['total_bytes']:.1%}"])
     return f"Memory{_on_each(made['model'])}", ("what", "size", "share"), rows
 
 
-def _groups(made: dict[str, Any]) -> _Part:
+def _groups(made: dict[str, Any], show: Show) -> _Part:
     rows = [
         [
             str(number),
             group["attention"],
             f"{len(group['layers'])}",
-            show_bytes(group["page_bytes"]),
+            show(group["page_bytes"]),
             f"{group['pages']:,}",
-            show_bytes(group["size_bytes"]),
+            show(group["size_bytes"]),
         ]
         for number, group in enumerate(made["groups"])
     ]
@@ -117,7 +142,7 @@ def _groups(made: dict[str, Any]) -> _Part:
     return "Cache groups", columns, rows
 
 
-def _tiers(made: dict[str, Any]) -> _Part:
+def _tiers(made: dict[str, Any], show: Show, typed: Mapping[str, str]) -> _Part:
     model = made["model"]
     columns = (
         "tier", "size", "blocks", "tokens", f"requests of {model['max_model_len']:,}",
@@ -126,7 +151,7 @@ def _tiers(made: dict[str, Any]) -> _Part:
     rows = [
         [
             name,
-            show_bytes(tier["size_bytes"]),
+            typed.get(name, show(tier["size_bytes"])),
             f"{tier['blocks']:,}",
             f"{tier['tokens']:,}",
             f"{tier['requests_of_max_model_len']:,}",
@@ -137,14 +162,14 @@ def _tiers(made: dict[str, Any]) -> _Part:
     return "What fits (of the pool's blocks one is the null block)", columns, rows
 
 
-def _loads(made: dict[str, Any]) -> _Part:
+def _loads(made: dict[str, Any], show: Show) -> _Part:
     places = list(made["break_even_tokens"])
     columns = ["prefix", "blocks", "size", "computed in", *(f"from {name}" for name in places)]
     rows = [
         [
             f"{load['tokens']:,}",
             f"{load['blocks']:,}",
-            show_bytes(load["size_bytes"]),
+            show(load["size_bytes"]),
             show_seconds(load["prefill_seconds"]),
             *(_load(load, load["load_seconds"][place]) for place in places),
         ]
@@ -166,24 +191,43 @@ def _rates(made: dict[str, Any]) -> _Part:
     return "Rates", ("of", "rate", "origin", "how"), rows
 
 
-def _break_even(made: dict[str, Any]) -> str:
-    longest = made["model"]["max_model_len"]
-    block = made["block"]["tokens"]
-
-    def say(place: str, tokens: int | None) -> str:
+def _verdict(made: dict[str, Any]) -> str:
+    """Whether tiers are worth it, from where on, and by how much."""
+    longest, block = made["model"]["max_model_len"], made["block"]["tokens"]
+    words, pays = [], False
+    for place, tokens in made["break_even_tokens"].items():
         if tokens is None or tokens > longest:
-            return f"from {place} never"
-        return f"from {place} " + ("always" if tokens == block else f"from {tokens:,} tokens on")
+            words.append(f"from {place} never")
+            continue
+        words.append(
+            f"from {place} {'always' if tokens == block else f'from {tokens:,} tokens on'}"
+        )
+        pays = True
+    if pays:
+        return f"loading a prefix is quicker than computing it: {', '.join(words)}"
+    names = " or ".join(made["break_even_tokens"])
+    text = f"tiers do not pay here: no prefix is loaded from {names} sooner than it is computed"
+    if made["loads"]:
+        load = made["loads"][-1]
+        place = min(load["load_seconds"], key=load["load_seconds"].__getitem__)
+        text += (
+            f"; {load['tokens']:,} tokens are computed in {show_seconds(load['prefill_seconds'])} "
+            f"and loaded from {place} in {show_seconds(load['load_seconds'][place])}"
+        )
+    guessed = [name for name, rate in made["rates"].items() if rate["origin"] == "reference"]
+    if guessed:
+        text += (
+            f"; {', '.join(guessed)} are reference figures of a large GPU's host, and without "
+            "--no-probe this machine's count"
+        )
+    return text
 
-    words = [say(place, tokens) for place, tokens in made["break_even_tokens"].items()]
-    return "loading a prefix is quicker than computing it: " + ", ".join(words)
 
-
-def _waste(made: dict[str, Any]) -> str:
+def _waste(made: dict[str, Any], show: Show) -> str:
     waste = made["waste"]
     return (
         f"half-filled last blocks: {waste['tokens_per_request']:g} tokens "
-        f"({show_bytes(waste['bytes_per_request'])}) of a request on average, "
+        f"({show(waste['bytes_per_request'])}) of a request on average, "
         f"{waste['share_of_typical']:.2%} of one of {made['model']['typical_tokens']:,}"
     )
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,10 @@ from pathlib import Path
 import pytest
 
 from stratakv.engine.cli.bench import BENCHMARKS
+from stratakv.engine.cli.checks import python as python_checks
+from stratakv.engine.cli.main import main
 
+from ..deploy_scripts import DEPLOY, run
 from ..real_models import QWEN3_8B, SMALL, write_config
 
 pytestmark = pytest.mark.regression
@@ -151,3 +156,83 @@ def test_z07_the_core_asks_what_the_front_asked() -> None:
 
     for name in ("blocks_of_pool", "check_backend", "demand_of"):
         assert getattr(engine_core, name) is getattr(model_check, name)
+
+
+@pytest.mark.parametrize("given", [[], ["--python", "its-python"]])
+def test_z03_an_import_that_takes_long_is_a_warning(
+    given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def be_slow(command: list[str], **options: float) -> None:
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(python_checks.subprocess, "run", be_slow)
+    words = ["doctor", "vllm", "--cpu-bytes", "1MiB", "--region-bytes", "1MiB", *given]
+    assert main(words) == 0, "nothing is known to be wrong"
+    said = capsys.readouterr().out
+    [line] = [each for each in said.splitlines() if " python: " in each]
+    assert line.startswith("warning ") and "has not imported vLLM within 180 s" in line
+    assert "--python" not in said and "\n0 problems, " in said
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The scripts in a clone, whose python3 has no StrataKV."""
+    shutil.copytree(DEPLOY, tmp_path / "deploy", ignore=shutil.ignore_patterns("kube*", "__*"))
+    (tmp_path / "bin").mkdir()
+    _program(tmp_path / "bin" / "python3", "exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.delenv("PYTHON", raising=False)
+    return tmp_path
+
+
+def _program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("script", ["cluster.sh", "two-engines.sh"])
+def test_z04_the_python_of_the_clone_is_found(clone: Path, script: str) -> None:
+    _program(clone / ".venv/bin/python", f'exec {sys.executable} "$@"')
+    done = run([str(clone / "deploy" / script), "--help"])
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert "usage: " in done.stdout
+
+
+@pytest.mark.parametrize("script", ["cluster.sh", "two-engines.sh"])
+def test_z04_without_any_it_says_what_to_name(
+    clone: Path, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = run([str(clone / "deploy" / script), "--help"])
+    assert done.returncode == 2
+    assert "StrataKV is not installed for python3; name the Python" in done.stderr
+    assert "PYTHON=" in done.stderr
+    monkeypatch.setenv("PYTHON", "/nowhere/python")
+    done = run([str(clone / "deploy" / script), "--help"])
+    assert done.returncode == 2 and "not installed for /nowhere/python" in done.stderr
+
+
+def _planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", "--no-probe", *words]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_z06_a_size_is_shown_as_it_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    said = _planned(capsys, "--memory", "24GiB", "--cpu", "16GiB", "--ssd", "1.5 TiB")
+    for part in ("memory 24 GiB 100.0%", "pool 24.0 GiB ", "cpu 16 GiB ", "ssd 1.5 TiB "):
+        assert part in said
+    assert " 28.0 GB/s " in said, "rates are in powers of 1000"
+    assert " MB" not in said
+    mixed = _planned(capsys, "--memory", "24GB", "--cpu", "16GiB", "--reserve", "1000000000")
+    for part in ("memory 24 GB 100.0%", "weights 21.9 MB", "cpu 16 GiB ", "activations 1.00 GB"):
+        assert part in mixed
+
+
+def test_z06_the_verdict_is_plain(capsys: pytest.CaptureFixture[str]) -> None:
+    said = _planned(capsys, "--memory", "24GiB")
+    assert "tiers do not pay here: no prefix is loaded from cpu or ssd or network sooner" in said
+    assert "4,096 tokens are computed in 219 µs and loaded from cpu in 899 µs" in said
+    assert "reference figures" in said and "never" not in said
+    some = _planned(capsys, "--memory", "24GiB", "--prefill-tokens-per-second", "1e6",
+                    "--ssd-bandwidth", "1MB")  # fmt: skip
+    assert "computing it: from cpu always, from ssd never, from network always" in some

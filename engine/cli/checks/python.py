@@ -78,6 +78,10 @@ class NoFacts(Exception):
     """The probe could not be run; the text says why."""
 
 
+class TooSlow(NoFacts):
+    """It did not come to its end in time, which says nothing against what it was to look at."""
+
+
 def ask_python(python: str, hash_algorithm: str, environment: Mapping[str, str]) -> PythonFacts:
     """Run the probe in this Python. Raises NoFacts."""
     told = {"modules": [*PACKAGES, OURS], "host": "vllm", "hash_algorithm": hash_algorithm}
@@ -88,7 +92,7 @@ def ask_python(python: str, hash_algorithm: str, environment: Mapping[str, str])
             command, capture_output=True, timeout=PROBE_SECONDS, env=dict(environment), check=False
         )
     except subprocess.TimeoutExpired:
-        raise NoFacts(f"has not answered within {PROBE_SECONDS:g} s") from None
+        raise TooSlow(f"has not imported vLLM within {PROBE_SECONDS:g} s") from None
     except OSError as error:
         raise NoFacts(f"cannot be run ({error.strerror})") from error
     lines = done.stdout.decode(errors="replace").splitlines()
@@ -103,11 +107,20 @@ def ask_python(python: str, hash_algorithm: str, environment: Mapping[str, str])
         raise NoFacts(f"answered what nobody understands ({error})") from error
 
 
-def check_interpreter(python: str, facts: PythonFacts | str) -> Iterator[Finding]:
-    """Whether our package can run there at all. `facts`: a text where there are none."""
+def check_interpreter(
+    python: str, facts: PythonFacts | str, *, is_slow: bool = False
+) -> Iterator[Finding]:
+    """Whether our package can run there at all. `facts`: a text where there are none, maybe only
+    since the machine `is_slow`."""
+    if isinstance(facts, str) and is_slow:
+        yield warning(
+            "python", f"{python} {facts}, so what it has was not looked at",
+            "nothing is wrong with it so far: ask again when the machine is less busy",
+        )  # fmt: skip
+        return
     if isinstance(facts, str):
         yield problem(
-            "python", f"{python} {facts}", "name the Python of vLLM's environment with --python"
+            "python", f"{python} {facts}", "give --python the Python of vLLM's environment"
         )
         return
     shown = ".".join(map(str, facts.version))

@@ -60,6 +60,7 @@ class VllmCase:
     hash_algorithm: str = "sha256"
     kv_cache_dtype: str = "auto"
     block_size: int | None = None
+    is_slow: bool = False  # there are no facts, maybe only since the machine is busy
     shared_memory: Path = field(default=SHARED_MEMORY)
 
     @property
@@ -137,7 +138,7 @@ def read_transfer(text: str) -> Mapping[str, Any]:
 
 def check_python(case: VllmCase) -> Iterator[Finding]:
     """The interpreter, vLLM in it, and us."""
-    yield from python_checks.check_interpreter(case.python, case.facts)
+    yield from python_checks.check_interpreter(case.python, case.facts, is_slow=case.is_slow)
     if not isinstance(case.facts, str):
         yield from python_checks.check_vllm_version(case.facts.vllm, case.python)
         yield from python_checks.check_packages(case.facts, case.python)

@@ -265,7 +265,7 @@ def test_the_tables(large: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "no whole set of safetensors files is there",
         "5,242,880 bytes (5.24 MB) a block of 16 tokens, in one piece",
         "requests of 8,192",
-        "cpu 275 GB 52,428 838,848",
+        "cpu 256 GiB 52,428 838,848",
         "28.0 GB/s given",
         "7.00 GB/s reference one NVMe drive",
         "quicker than computing it: from cpu always",
