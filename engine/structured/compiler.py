@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 MOST_PROCESSES = 2  # at once, for what takes long
 COMPILE_LIMIT = Limit(cpu_seconds=10.0)
 # Of one grammar, before the others of its tenant, and of all tenants, have their turn.
-MOMENT = Limit(cpu_seconds=0.25, seconds=5.0)
+MOMENT = Limit(cpu_seconds=0.25, seconds=3.0)
 FOLLOW_LIMIT = Limit(cpu_seconds=1.0, seconds=60.0)  # one row of what is followed apart
 MOST_BYTES = 64 * 1024**2  # of one grammar
 CACHE_BYTES = 256 * 1024**2

@@ -57,7 +57,7 @@ MEMORY_BYTES = 1024**3
 START_SECONDS = 300.0  # with a large vocabulary, at low priority beside other work
 # A process that gets less than this of a processor in so long gives way to one with a niceness, and
 # so do those of the next seconds.
-STARVED_SECONDS = 1.0
+STARVED_SECONDS = 0.5
 _STARVED_SHARE = 0.05
 _BUSY_SECONDS = 30.0
 _CONTROL_SECONDS = 60.0  # to fork

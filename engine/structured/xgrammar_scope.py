@@ -22,6 +22,7 @@ from .structural_tags import as_format, schemas_in
 # enumeration.
 MOST_BYTES = 64 * 1024
 MOST_PROPERTIES = 64
+MOST_OPTIONAL = 24  # of them; with 64 it takes two seconds
 MOST_SCHEMAS = 1000  # parts of one schema that are schemas
 MOST_REPEATS = 256
 MOST_REGEX = 128  # letters: what is optional takes it time with the cube of how often it is
@@ -134,6 +135,8 @@ def why_untamed(spec: GrammarSpec) -> str:
         for name in _MAPS[:1]:
             if _count(schema.get(name)) > MOST_PROPERTIES:
                 return f"more than {MOST_PROPERTIES} properties in one object"
+            if _count(schema.get(name)) - _count(schema.get("required")) > MOST_OPTIONAL:
+                return f"more than {MOST_OPTIONAL} optional properties in one object"
         for name in _BOUNDS:
             value = schema.get(name)
             if isinstance(value, int | float) and value > MOST_REPEATS:
