@@ -18,7 +18,7 @@ STAMP := $(VENV)/.installed-$(shell cat $(DECIDES) | cksum | tr ' ' '-')
 
 # No build isolation: an isolated build downloads setuptools again, even when nothing else is
 # missing. No compilation: Python compiles what is imported, a small part of what is installed.
-PIP_INSTALL := $(BIN)/pip install --prefer-binary --no-compile -c constraints.txt $(if $(CI),--quiet)
+PIP_INSTALL := $(BIN)/pip install --prefer-binary --no-compile -c constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 # What is imported is compiled once and kept. Where that is forbidden, each of the many processes
@@ -101,19 +101,31 @@ clean: ## remove what was built; .venv stays
 	rm -rf build dist stratakv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
-# In a new environment the library is compiled while pip downloads, and pip finds its objects.
+# One line says what goes on, and what pip says goes into a file, whose end is shown if it fails. In a
+# new environment the library is compiled while pip downloads, and pip finds its objects.
+INSTALL_LOG := build/install.log
+define INSTALL
+set -e
+test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+$(PIP_INSTALL) setuptools
+test -x $(BIN)/stratakv || $(BIN)/python setup.py -q build_ext --build-lib build/library >build/library.log 2>&1 &
+$(BIN)/python tools/install_dependencies.py test
+$(PIP_INSTALL) --no-build-isolation -e '.[test]'
+$(BIN)/pip show --quiet nvidia-cuda-runtime 2>/dev/null \
+  || $(PIP_INSTALL) --quiet --retries 0 --timeout 20 --no-deps $(CUDA_RUNTIME) \
+  || echo "without NVIDIA's runtime: tests/connector/device/test_cudart.py will skip"
+endef
+export INSTALL
+
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "StrataKV needs Python 3.11 or newer and $(PYTHON) is not; name one: make PYTHON=python3.12" >&2; \
 	  exit 1; }
-	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) setuptools
 	@mkdir -p build
-	@test -x $(BIN)/stratakv || $(BIN)/python setup.py -q build_ext --build-lib build/library >build/library.log 2>&1 & \
-	  $(BIN)/python tools/install_dependencies.py test && \
-	  $(PIP_INSTALL) --no-build-isolation -e '.[test]'
-	@$(BIN)/pip show --quiet nvidia-cuda-runtime 2>/dev/null \
-	  || $(PIP_INSTALL) --quiet --retries 0 --timeout 20 --no-deps $(CUDA_RUNTIME) \
-	  || echo "without NVIDIA's runtime: tests/connector/device/test_cudart.py will skip" >&2
+	@echo "installing StrataKV and what its tests need into $(VENV), which takes minutes; what pip says: $(INSTALL_LOG)" >&2
+	@sh -c "$$INSTALL" >$(INSTALL_LOG) 2>&1 || { \
+	  tail -n 20 $(INSTALL_LOG) >&2; \
+	  echo "the installation failed; all that was said is in $(INSTALL_LOG)" >&2; \
+	  exit 1; }
 	@rm -f $(VENV)/.installed-*
 	@touch $@

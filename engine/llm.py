@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
+import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from ..tiers.settings.readers import one_of, switch
 from ..tiers.settings.values import ConfigError
 from .client.base import EngineClient, EngineDead
 from .core.model_check import check_model
+from .core.start import tell_import
 from .embeds import read_embeds, write_embeds
 from .logs import LOG_LEVELS
 from .models.checkpoint.generation_config import load_default_sampling
@@ -54,6 +56,8 @@ from .wire import AddRequest, Ready, RequestExtras, check_priority
 
 if TYPE_CHECKING:
     from .core.engine_core import EngineCore
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -327,6 +331,7 @@ class LLM:
         self, in_process: bool, log_level: str, progress: Callable[[str], None] | None
     ) -> EngineClient:
         if in_process:
+            tell_import(progress or logger.info)
             from .core.engine_core import EngineCore
 
             # Built in the caller's thread, so that an interrupt ends it.

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from ...tiers.settings.format import format_value
 from ...tiers.settings.option import flag_of
 from ...tiers.settings.values import ConfigError
-from ..core.model_check import check_model
 from ..logs import set_up
 from ..sampling.loading import InvalidProcessorParams
 from ..sampling_params import SamplingParams
@@ -73,6 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate; 1 if the request failed."""
+    from ..core.model_check import check_model
+
     if args.prompt is None:
         raise ConfigError("stratakv generate needs --prompt TEXT, or --prompt - for standard input")
     params = _sampling_params(args)

@@ -115,7 +115,6 @@ async def _route(config: RouterConfig, router: Router, sock: socket.socket) -> i
             router.num_open,
             config.drain_seconds,
         )
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the line above is enough
         http.should_exit = True
         loop.call_later(config.drain_seconds, router.end_requests)
         await running

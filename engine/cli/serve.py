@@ -25,7 +25,6 @@ from ...tiers.settings.values import ConfigError, show_size
 from .. import logs
 from ..client.base import EngineDead
 from ..config import EngineConfig
-from ..core.model_check import check_model
 from ..offload_config import PEER, REMOTE, OffloadConfig
 from ..options import model_aliases
 from ..sampling.loading import ParamsCheck, make_params_check
@@ -62,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal (0) or until the core is gone (1)."""
+    from ..core.model_check import check_model
+
     config = engine_config_of(args)
     settings = settings_of(args)
     server = server_config(settings.server_options)
@@ -252,7 +253,6 @@ async def _serve_app(
             in_flight.count,
             _REQUEST_SECONDS,
         )
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the line above is enough
         http.should_exit = True
         asyncio.get_running_loop().call_later(_REQUEST_SECONDS, in_flight.end)
         await running

@@ -33,7 +33,7 @@ from ..extras import explain_missing_module
 from ..wire import Fatal, FromCore, encoder, refuse, to_core_decoder
 from .collector import settle_collector
 from .loop import CoreLoop
-from .start import CoreStart, read_start
+from .start import CoreStart, read_start, tell_import
 
 if TYPE_CHECKING:
     from .engine_core import EngineCore
@@ -87,6 +87,7 @@ class CoreServer:
             self._context.term()  # ends the wait of the input thread too
 
     def _build(self) -> EngineCore:
+        tell_import(logger.info)
         try:
             from .engine_core import EngineCore
         except ModuleNotFoundError as error:

@@ -8,6 +8,8 @@ end tells the core that the launcher is gone.
 from __future__ import annotations
 
 import struct
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -49,6 +51,13 @@ def read_start(stream: BinaryIO, kind: type[Start]) -> Start:
             "there; use `stratakv serve`"
         )
     return msgspec.msgpack.decode(body, type=kind, dec_hook=decode_path)
+
+
+def tell_import(progress: Callable[[str], None]) -> None:
+    """Say that torch is about to be imported, which takes seconds, and half a minute on a busy
+    machine or a cold disk, in which nothing else is said."""
+    if "torch" not in sys.modules:
+        progress("importing torch")
 
 
 def encode_path(value: Any) -> Any:

@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from stratakv.engine.cli.bench import BENCHMARKS
 from stratakv.engine.cli.checks import python as python_checks
 from stratakv.engine.cli.main import main
+from stratakv.engine.core import process
 
 from ..deploy_scripts import DEPLOY, run
 from ..real_models import QWEN3_8B, SMALL, write_config
@@ -38,6 +42,7 @@ sys.meta_path.insert(0, Refuses())
 subprocess.Popen = start_nothing
 from stratakv import LLM
 from stratakv.engine.cli.main import main
+from stratakv.engine.core import process
 
 def run(words):
     if words[0] == "LLM":
@@ -236,3 +241,63 @@ def test_z06_the_verdict_is_plain(capsys: pytest.CaptureFixture[str]) -> None:
     some = _planned(capsys, "--memory", "24GiB", "--prefill-tokens-per-second", "1e6",
                     "--ssd-bandwidth", "1MB")  # fmt: skip
     assert "computing it: from cpu always, from ssd never, from network always" in some
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_z09_a_start_says_that_torch_is_imported(
+    is_there: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from stratakv.engine.core import engine_core
+
+    monkeypatch.setattr(engine_core, "EngineCore", lambda config: "the core")
+    if not is_there:
+        monkeypatch.delitem(sys.modules, "torch")
+    server: Any = SimpleNamespace(_start=SimpleNamespace(config=None))
+    with caplog.at_level(logging.INFO):
+        assert process.CoreServer._build(server) == "the core"
+    assert caplog.messages == ([] if is_there else ["importing torch"])
+
+
+@pytest.mark.parametrize(
+    ("given", "level"), [("debug", "DEBUG"), ("info", "WARNING"), ("error", "ERROR")]
+)
+def test_z09_uvicorn_says_nothing_of_its_own_start(
+    given: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stratakv.engine.api.http.server import make_server
+
+    logger = logging.getLogger("uvicorn.error")
+    monkeypatch.setattr(logger, "level", logger.level)
+    make_server(lambda *_: None, log_level=given, shutdown_seconds=1.0)  # type: ignore[arg-type]
+    assert logging.getLevelName(logger.level) == level
+
+
+def _installed(tmp_path: Path, pip: str) -> subprocess.CompletedProcess[str]:
+    """`make env` with programs that only say something."""
+    for name in ("python", "stratakv"):
+        _program(tmp_path / "venv/bin" / name, "echo much; echo more >&2")
+    _program(tmp_path / "venv/bin/pip", pip)
+    words = [f"VENV={tmp_path}/venv", f"PYTHON={sys.executable}", f"INSTALL_LOG={tmp_path}/log"]
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("MAKE")}
+    return subprocess.run(
+        ["make", "--no-print-directory", *words, "env"], cwd=DEPLOY.parent, env=environment,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_z09_an_installation_is_one_line(tmp_path: Path) -> None:
+    done = _installed(tmp_path, "seq 100; seq 100 >&2")
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
+    assert f"installing StrataKV and what its tests need into {tmp_path}/venv" in done.stderr
+    assert "much" in (tmp_path / "log").read_text()
+    again = _installed(tmp_path, "exit 1")
+    assert (again.returncode, again.stderr) == (0, ""), "nothing is missing"
+
+
+def test_z09_an_installation_that_fails_shows_why(tmp_path: Path) -> None:
+    done = _installed(tmp_path, "seq 100; echo no space left >&2; exit 3")
+    assert done.returncode != 0
+    assert "no space left" in done.stderr and f"is in {tmp_path}/log" in done.stderr
+    assert done.stderr.count("\n") < 30
+    assert not list((tmp_path / "venv").glob(".installed-*"))

@@ -238,15 +238,16 @@ def make_server(
     shutdown_seconds: float,
     tls: ssl.SSLContext | None = None,
 ) -> HttpServer:
-    """A server that does not run yet. `log_level` is one of uvicorn's names, such as `info`;
-    requests that run when the end is asked for have `shutdown_seconds` to finish. With `tls`, which
-    `tls.py` makes, it speaks https and nothing else."""
+    """A server that does not run yet. `log_level` is one of uvicorn's names, such as `info`, at
+    which it says nothing, since whoever runs it says when it starts and ends. Requests that run
+    when the end is asked for have `shutdown_seconds` to finish. With `tls`, which `tls.py` makes,
+    it speaks https and nothing else."""
     config = uvicorn.Config(
         app,
         http=HttpProtocol,
         ws="none",
         lifespan="off",
-        log_level=log_level,
+        log_level="warning" if log_level == "info" else log_level,
         access_log=False,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
