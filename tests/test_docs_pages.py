@@ -86,6 +86,15 @@ EXPECTED: Mapping[str, tuple[str, ...]] = {
 }
 
 
+# Pages whose program prints → what, of which a reader sees the form.
+PRINTED: Mapping[str, str] = {
+    "docs/python.md": (
+        r"(?P<one>\S+) 0 .+ (length|stop)\n(?P=one) 1 .+ (length|stop)\n"
+        r"(?P<two>\S+) 0 .+ (length|stop)\n(?P=two) 1 .+ (length|stop)\n.+\n"
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Page:
     """How a page is followed. `guests`: after the commands that begin so, a command of another
@@ -165,6 +174,9 @@ def test_a_page_does_what_it_says(name: str, tmp_path: Path) -> None:
                     _run(reader, page, command)
             else:
                 reader.do(block)
+                if block.language == "python" and not block.file_name and name in PRINTED:
+                    printed = (tmp_path / "program.out").read_text()
+                    assert re.fullmatch(PRINTED[name], printed, re.DOTALL), printed
     finally:
         reader.stop()
 
