@@ -51,6 +51,7 @@ LEFT: Mapping[tuple[str, str], str] = {
     ("deploy/README.md", "first engine: "): "compared by tests/test_two_engines_script.py",
     ("deploy/README.md", "prompt | computed on"): "compared by tests/test_cluster_script.py",
     ("deploy/README.md", "STRATAKV_ARGS="): "read below",
+    ("docs/abi.md", "fingerprint = SHA-256"): "a formula",
     ("docs/abi.md", "root    = SHA-256"): "a formula",
     ("docs/abi.md", "[ num_layers, 2"): "a formula",
     ("docs/abi.md", "digest = xxh3-128"): "a formula",
