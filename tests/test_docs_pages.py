@@ -51,6 +51,7 @@ LEFT: Mapping[tuple[str, str], str] = {
     ("deploy/README.md", "first engine: "): "compared by tests/test_two_engines_script.py",
     ("deploy/README.md", "prompt | computed on"): "compared by tests/test_cluster_script.py",
     ("deploy/README.md", "STRATAKV_ARGS="): "read below",
+    ("docs/abi.md", "fingerprint = SHA-256"): "a formula",
     ("docs/abi.md", "root    = SHA-256"): "a formula",
     ("docs/abi.md", "[ num_layers, 2"): "a formula",
     ("docs/abi.md", "digest = xxh3-128"): "a formula",
@@ -83,6 +84,15 @@ EXPECTED: Mapping[str, tuple[str, ...]] = {
     "stratakv trace export": ("steps.jsonl.json",),
     "stratakv config vllm --cpu": (),
     "grep -E '^(cbor2": (),
+}
+
+
+# Pages whose program prints → what, of which a reader sees the form.
+PRINTED: Mapping[str, str] = {
+    "docs/python.md": (
+        r"(?P<one>\S+) 0 .+ (length|stop)\n(?P=one) 1 .+ (length|stop)\n"
+        r"(?P<two>\S+) 0 .+ (length|stop)\n(?P=two) 1 .+ (length|stop)\n.+\n"
+    ),
 }
 
 
@@ -165,6 +175,9 @@ def test_a_page_does_what_it_says(name: str, tmp_path: Path) -> None:
                     _run(reader, page, command)
             else:
                 reader.do(block)
+                if block.language == "python" and not block.file_name and name in PRINTED:
+                    printed = (tmp_path / "program.out").read_text()
+                    assert re.fullmatch(PRINTED[name], printed, re.DOTALL), printed
     finally:
         reader.stop()
 

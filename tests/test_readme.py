@@ -54,10 +54,12 @@ EXPECTED: Mapping[str, tuple[str, ...]] = {
     "stratakv serve": ("stratakv-embedded",),
     "stratakv serve ./Llama-3.1-8B": ("Llama-3.1-8B", "context 131072", "bfloat16"),
     "stratakv plan ./Qwen3-8B": ("in bfloat16", "24", "40,960"),
-    "stratakv check": ("0 ",),
+    "stratakv cache-server": ("for clients of this user", "(cpu 256MiB, ssd none)"),
+    "stratakv check": ("of them whole, 0 orphans",),
+    "stratakv cache ls": ("/.cache/stratakv/ssd\n", "2 layers of 2 KV heads of 64"),
     "stratakv config show": ("block_size: 16",),
     "stratakv doctor": ("certificate",),
-    "curl -s localhost:8000/metrics": ("vllm:",),
+    "curl -s localhost:8000/metrics": ("vllm:", "stratakv:"),
 }
 
 
@@ -102,7 +104,10 @@ def _run(reader: Reader, command: str) -> None:
         said = "\n".join(re.findall(r"offload: .*", reader.said))
         check_form(find_block("docs/tiers.md", "offload: prefill").text, said)
     if "/v1/completions" in command:
-        assert json.loads(answer)["choices"][0]["text"] is not None
+        said = json.loads(answer)
+        [choice], usage = said["choices"], said["usage"]
+        assert choice["text"] and usage["completion_tokens"] == 32
+        assert "cached_tokens" in usage["prompt_tokens_details"], "which the page speaks of"
 
 
 def test_what_is_done_otherwise_is_still_in_the_pages() -> None:

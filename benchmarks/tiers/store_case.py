@@ -195,8 +195,8 @@ class StoreCase:
         kind, size = self.limit.name, self._batch * self._size
         written: dict[str, Callable[[], float]] = {kind: partial(self.limit.write, num_bytes)}
         durable: dict[str, Callable[[], float]] = {
-            f"{kind}, durable": partial(self.limit.write_durably, num_bytes, size),
-            "loop, durable": partial(self.limit.write_in_turn, num_bytes, size),
+            f"{kind}+sync": partial(self.limit.write_durably, num_bytes, size),
+            "loop+sync": partial(self.limit.write_in_turn, num_bytes, size),
         }
         decide, shown = (durable, written) if self._is_durable else (written, durable)
         (limit, work), *rivals = decide.items()
