@@ -53,7 +53,7 @@ WALL_CLOCK: dict[str, str] = {
 
 # Only this file writes the command line of a Python: without -P, a file in the working directory
 # takes the place of a package.
-PYTHON_COMMAND = "tiers/python_command.py"
+PYTHON_COMMAND = "tiers/processes/python_command.py"
 SAFE_PATH = ("-P", "-I")
 # path -> how the process it starts keeps the working directory away otherwise.
 OLDER_PYTHON = {"engine/cli/checks/python.py": "probe.py takes it from the path, also before 3.11"}

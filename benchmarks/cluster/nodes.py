@@ -19,7 +19,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...tiers.python_command import python_command
+from ...tiers.processes.python_command import python_command
 from ..harness.load_client import GREEDY, RequestFailed, StreamedAnswer, ask
 from ..harness.served import HOST, Server, ServerFailed, cache_server, free_ports
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ...engine.client.launcher import CORE_ENVIRONMENT
-from ...tiers.python_command import python_command
+from ...tiers.processes.python_command import python_command
 
 _READ_BYTES = 1 << 16
 _EXIT_SECONDS = 10.0

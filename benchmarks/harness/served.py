@@ -22,7 +22,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Self
 
-from ...tiers.python_command import python_command
+from ...tiers.processes.python_command import python_command
 from .comparison import WrongWork
 from .load_client import GREEDY, RequestFailed, StreamedAnswer, ask
 

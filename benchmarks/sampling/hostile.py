@@ -25,7 +25,7 @@ from ...engine.request import pack_token_ids
 from ...engine.sampling_params import SamplingParams
 from ...engine.structured_params import StructuredOutputsParams
 from ...engine.wire import AddRequest, TokenOutput
-from ...tiers.python_command import python_command
+from ...tiers.processes.python_command import python_command
 from ..harness.comparison import Comparison, WrongWork, take_rounds
 from ..harness.report import Report, median, percentile, ratios
 from .grammar_step import open_core

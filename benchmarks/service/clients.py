@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from ...engine.client.launcher import CORE_ENVIRONMENT
-from ...tiers.python_command import spawn_context
+from ...tiers.processes.python_command import spawn_context
 from ..harness.comparison import WrongWork
 from . import transports
 

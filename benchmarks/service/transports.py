@@ -32,7 +32,7 @@ from typing import Any
 from ...proto.v1 import cache_service_pb2 as messages
 from ...tiers.base import Stored
 from ...tiers.block import DIGEST_BYTES, BlockLayout, pack_key
-from ...tiers.python_command import python_command
+from ...tiers.processes.python_command import python_command
 from ...tiers.remote.address import ServerAddress
 from ...tiers.remote.credentials import Credentials
 from ...tiers.remote.membership import StaticMembership

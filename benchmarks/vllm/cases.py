@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ...connector.vllm.settings import transfer_config
-from ...tiers.python_command import python_command
+from ...tiers.processes.python_command import python_command
 from ...tiers.settings.values import ConfigError
 from ..harness.comparison import Comparison, Outcome, WrongWork, take_rounds
 from ..harness.peer import Child, PeerFailed

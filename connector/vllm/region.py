@@ -15,7 +15,7 @@ import logging
 import os
 from pathlib import Path
 
-from ...tiers.process_lock import ProcessLock
+from ...tiers.processes.process_lock import ProcessLock
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from ...tiers.python_command import python_command
+from ...tiers.processes.python_command import python_command
 from ..config import EngineConfig
 from ..core.start import CoreStart, encode_start
 

@@ -24,7 +24,7 @@ import msgspec
 import zmq
 
 from ...connector.base import CLOSE_SECONDS, ConnectorMetadata, ConnectorWorkerOutput
-from ...tiers.python_command import python_command
+from ...tiers.processes.python_command import python_command
 from ...tiers.settings.values import ConfigError
 from ..config import EngineConfig
 from ..sampling.token_mask import TokenMask

@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...tiers.python_command import python_command
+from ...tiers.processes.python_command import python_command
 from ..structured_params import GrammarSpec
 from .base import Form, GrammarError, NotNow
 from .limited_thread import Limit

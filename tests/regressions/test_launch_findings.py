@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stratakv.engine.cli.checks.python import PROBE
-from stratakv.tiers.python_command import python_command, spawn_context
+from stratakv.tiers.processes.python_command import python_command, spawn_context
 
 pytestmark = pytest.mark.regression
 SECONDS = 60.0

@@ -21,7 +21,7 @@ import msgspec
 
 from ..cpu import CpuSlab
 from ..errors import TierConfigError
-from ..python_command import python_command
+from ..processes.python_command import python_command
 from ..tier_settings import ListenAddress, ServeSettings
 from ..wire.listen import LARGEST_PORT, host_port, is_loopback
 from .served_files import ServedFiles, in_flags_of_serve

@@ -27,7 +27,7 @@ from stratakv.engine.structured.followed_apart import GrammarApart
 from stratakv.engine.structured.grammar_processes import GrammarProcesses, TooSlow
 from stratakv.engine.structured.limited_thread import Limit
 from stratakv.engine.structured_params import GrammarSpec, Kind, StructuredOutputsParams
-from stratakv.tiers.python_command import python_command
+from stratakv.tiers.processes.python_command import python_command
 
 from .vocabularies import END, VOCAB, allowed, embedded, walk
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...errors import LASTING, TierConfigError, TierDown, lasting_cause
-from ...process_lock import ProcessLock
+from ...processes.process_lock import ProcessLock
 from ...settings.sizes import MIB, rough_size
 from ..disk.space import SpacePlan
 from ..index.index_file import DATA_FILE as INDEX_DATA
