@@ -110,6 +110,8 @@ def _import_modules() -> None:
         with suppress(ImportError):
             importlib.import_module(name)
     importlib.import_module("httpx")  # of huggingface_hub, which reads its variables itself
+    for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
+        del sys.modules[name]  # which xgrammar has brought: each child reads its own variables
     importlib.import_module(".page_program", __package__)
     for name in ("engine.core.model_check", "engine.worker.runtime.pool_sizing"):
         module: Any = sys.modules[f"stratakv.{name}"]

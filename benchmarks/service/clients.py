@@ -134,7 +134,8 @@ class Clients:
         self.count = count
         self.block_bytes = block_bytes
         # Kept, for its semaphores go with it, and clients open them when they start.
-        self._barrier = barrier = spawn_context().Barrier(clients)
+        with spawn_context() as context:
+            self._barrier = barrier = context.Barrier(clients)
         self._clients = [
             start(serve, barrier, number, block_bytes, count) for number in range(clients)
         ]
@@ -209,10 +210,9 @@ class Child:
 
 def start(target: Callable[..., None], *arguments: Any) -> Child:
     """A process that runs `target(pipe, *arguments)`, with the environment of an engine's core."""
-    context = spawn_context()
-    ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
-    with patch.dict(os.environ, {**CORE_ENVIRONMENT, **os.environ}):
+    with spawn_context() as context, patch.dict(os.environ, {**CORE_ENVIRONMENT, **os.environ}):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
         process.start()
     theirs.close()
     return Child(process, ours)

@@ -391,7 +391,7 @@ def run_cells(
     # The large ones first, so that no worker is left alone with one at the end.
     ordered = sorted(cells, key=lambda cell: -traces[cell.trace].num_accesses)
     # Not forked: this process may have threads.
-    with spawn_context().Pool(workers, _start_worker, (list(sources),)) as pool:
+    with spawn_context() as spawn, spawn.Pool(workers, _start_worker, (list(sources),)) as pool:
         answers = pool.imap_unordered(_run_in_worker, ordered)
         for _ in ordered:
             try:

@@ -51,10 +51,10 @@ def test_y02_nor_does_the_probe_of_another_python(trap: Path) -> None:
 def test_y02_nor_does_a_child_of_multiprocessing(
     trap: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONSAFEPATH", "")  # is set from here on, and put back by the fixture
-    context = spawn_context()
-    assert os.environ["PYTHONSAFEPATH"] == "1"
-    child = context.Process(target=os.getpid)
-    child.start()
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    with spawn_context() as context:
+        child = context.Process(target=os.getpid)
+        child.start()
+    assert "PYTHONSAFEPATH" not in os.environ, "what is started later is another matter"
     child.join(SECONDS)
     assert child.exitcode == 0 and not trap.exists()

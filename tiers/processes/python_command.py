@@ -11,7 +11,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.context import SpawnContext
+
+_VARIABLE = "PYTHONSAFEPATH"
 
 
 def python_command(*words: str, python: str | None = None) -> list[str]:
@@ -19,8 +23,17 @@ def python_command(*words: str, python: str | None = None) -> list[str]:
     return [python or sys.executable, "-P", *words]
 
 
-def spawn_context() -> SpawnContext:
-    """multiprocessing's, which starts `python -c` for each child and for its resource tracker. The
-    environment of this process keeps the variable, for the tracker starts at any later time."""
-    os.environ["PYTHONSAFEPATH"] = "1"
-    return multiprocessing.get_context("spawn")
+@contextmanager
+def spawn_context() -> Iterator[SpawnContext]:
+    """multiprocessing's, which starts `python -c` for each child and for its resource tracker.
+    Children are started, and semaphores made, inside the block: the variable is there so long, and
+    no program that this process starts later has it."""
+    before = os.environ.get(_VARIABLE)
+    os.environ[_VARIABLE] = "1"
+    try:
+        yield multiprocessing.get_context("spawn")
+    finally:
+        if before is None:
+            del os.environ[_VARIABLE]
+        else:
+            os.environ[_VARIABLE] = before
