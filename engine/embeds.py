@@ -76,7 +76,8 @@ def read_embeds(
             f"prompt embeddings are finite numbers, and element {element} of token {token} is "
             f"{values[token, element]}"
         )
-    if largest < math.inf and not (within := np.abs(values) <= largest).all():
+    within = np.abs(values) <= min(largest, float(np.finfo(values.dtype).max))
+    if not within.all():
         token, element = np.argwhere(~within)[0].tolist()
         raise EmbedsError(
             f"this model computes with numbers up to {largest:.6g}, and element {element} of token "

@@ -161,8 +161,13 @@ class HttpProtocol(H11Protocol):
         """The server ends. With TLS a connection closes when the client says so too, which one that
         is idle does not; it has been told, so nothing more is waited for."""
         super().shutdown()
-        is_told = self.transport.is_closing() and not self.transport.get_write_buffer_size()
-        if is_told and self.scheme == "https":
+        if self.scheme != "https" or not self.transport.is_closing():
+            return
+        try:
+            is_told = not self.transport.get_write_buffer_size()
+        except AttributeError:  # asyncio's, of a connection that is lost and not yet told so here
+            return
+        if is_told:
             self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
