@@ -8,10 +8,10 @@ written there is taken up without a restart.
 from __future__ import annotations
 
 import logging
-import os
 import ssl
 from pathlib import Path
 
+from ...tiers.identity.file_state import state_of
 from ...tiers.settings.values import ConfigError
 from .settings import RouterConfig
 
@@ -23,13 +23,13 @@ class NodeTls:
 
     def __init__(self, ca_file: Path | None) -> None:
         self._ca_file = ca_file
-        self._seen = _state_of(ca_file)
+        self._seen = None if ca_file is None else state_of(ca_file)
         self._context = _read(ca_file)
 
     def context(self) -> ssl.SSLContext:
         """The context of the next connection. A file that was changed and cannot be used leaves the
         one before in place, and is told once."""
-        seen = _state_of(self._ca_file)
+        seen = None if self._ca_file is None else state_of(self._ca_file)
         if seen != self._seen:
             self._seen = seen
             try:
@@ -63,14 +63,3 @@ def _read(path: Path | None) -> ssl.SSLContext:
         raise ConfigError(
             f"--node-ca-file {path} holds no certificates as PEM ({error}); give one that does"
         ) from error
-
-
-def _state_of(path: Path | None) -> tuple[int, ...] | None:
-    """Differs from before once the file has been written or replaced."""
-    if path is None:
-        return None
-    try:
-        status = os.stat(path)
-    except OSError:
-        return ()
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -31,7 +31,8 @@ from stratakv.engine.request import Request
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.text.tokenizer import Tokenizer
 from stratakv.tiers.block import Identity
-from stratakv.tiers.identity.digest_cache import DigestCache, FileState
+from stratakv.tiers.identity.digest_cache import DigestCache
+from stratakv.tiers.identity.file_state import FileState
 from stratakv.tiers.settings.values import ConfigError
 
 pytestmark = pytest.mark.regression

@@ -28,8 +28,8 @@ import stat
 import struct
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
+from .file_state import FileState
 from .mounts import mount_of
 
 log = logging.getLogger(__name__)
@@ -46,23 +46,6 @@ _NO_CTIME = re.compile(
     r"|fuseblk|vfat|exfat|msdos"
 )
 _LAZY = "lazytime"  # after a loss of power, times may be older than the content
-
-
-class FileState(NamedTuple):
-    """What tells that a file is the one it was."""
-
-    device: int
-    inode: int
-    size: int  # bytes
-    mtime_ns: int
-    ctime_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> FileState:
-        """The state that `os.stat` reports."""
-        return cls(
-            status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-        )
 
 
 class DigestCache:

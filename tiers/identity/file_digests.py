@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 from ..settings.sizes import rough_size
 from ..settings.values import ConfigError
-from .digest_cache import DigestCache, FileState
+from .digest_cache import DigestCache
+from .file_state import FileState
 
 PIECE_BYTES = 8 * 1024**2
 MOST_THREADS = 16

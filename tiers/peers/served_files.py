@@ -7,7 +7,6 @@ that renewed ones need no restart.
 
 from __future__ import annotations
 
-import os
 import re
 import stat
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..errors import TierConfigError
+from ..identity.file_state import state_of
 
 if TYPE_CHECKING:
     from ..cache_server.access.tls import TlsFiles
@@ -61,7 +61,7 @@ class ServedFiles(msgspec.Struct, frozen=True, kw_only=True):
     def state(self) -> tuple[object, ...]:
         """Differs from before once a file has been written or replaced."""
         return tuple(
-            _state_of(path)
+            state_of(Path(path))
             for path in (self.token_file, self.tls_cert, self.tls_key, self.tls_client_ca)
             if path is not None
         )
@@ -71,14 +71,6 @@ def in_flags_of_serve(message: str) -> str:
     """What a cache server says of its flags, with those that an engine has for the same."""
     message = re.sub(r"--(tls-|token-file|insecure)", r"--kv-serve-\1", message)
     return re.sub(r"--(data-)?(port|host)\b", "--kv-serve", message).replace("--tenants, ", "")
-
-
-def _state_of(path: str) -> tuple[int, ...] | str:
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        return type(error).__name__
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _read_token(path: Path) -> str:

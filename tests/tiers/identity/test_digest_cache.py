@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from stratakv.tiers.identity import digest_cache
-from stratakv.tiers.identity.digest_cache import MOST_ENTRIES, YOUNG_NS, DigestCache, FileState
+from stratakv.tiers.identity.digest_cache import MOST_ENTRIES, YOUNG_NS, DigestCache
+from stratakv.tiers.identity.file_state import FileState
 
 DIGEST = bytes(range(32))
 STATE = FileState(device=7, inode=8, size=9, mtime_ns=10, ctime_ns=11)

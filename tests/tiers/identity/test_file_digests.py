@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from stratakv.tiers.identity import file_digests
-from stratakv.tiers.identity.digest_cache import YOUNG_NS, DigestCache, FileState
+from stratakv.tiers.identity.digest_cache import YOUNG_NS, DigestCache
 from stratakv.tiers.identity.file_digests import PIECE_BYTES, digest_files
+from stratakv.tiers.identity.file_state import FileState
 from stratakv.tiers.settings.values import ConfigError
 
 NOTHING = DigestCache(None)

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a file: five numbers that differ once it was written or replaced."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+
+class FileState(NamedTuple):
+    """What tells that a file is the one it was."""
+
+    device: int
+    inode: int
+    size: int  # bytes
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileState:
+        """The state that `os.stat` reports."""
+        return cls(
+            status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        )
+
+
+def state_of(path: Path) -> FileState | None:
+    """The state of the file at `path`; None where it cannot be looked at."""
+    try:
+        return FileState.of(os.stat(path))
+    except OSError:
+        return None
