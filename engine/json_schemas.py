@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a JSON schema says that only describes, and what it says in a way that no backend takes.
 
-A `format` that nobody here checks is an annotation, by JSON Schema's own rule: it is left out
+A `format` that is not checked here is an annotation, by JSON Schema's own rule: it is left out
 before a schema is compiled, and whoever takes the request says so. A `oneOf` of constants is an
 `enum`.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints a plan as tables. Knows only the plan's JSON form, and measures and computes nothing.
 
-Sizes that somebody typed are shown in the unit that they were typed in, and the others in its kind
+Sizes that a user typed are shown in the unit that they were typed in, and the others in its kind
 where all of those are of one: powers of 1024, else of 1000. Rates are in powers of 1000.
 """
 

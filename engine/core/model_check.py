@@ -2,7 +2,7 @@
 """Whether an engine's settings and its model go together, by config.json and the headers of weight
 files, and the size of the pool that they come to.
 
-Needs no torch and starts nothing: whoever is about to start an engine asks first, since importing
+Needs no torch and starts nothing: each front asks before it starts an engine, since importing
 torch takes seconds. The core asks again, with a GPU's memory at hand.
 """
 

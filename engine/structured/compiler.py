@@ -5,8 +5,8 @@
               └─► long: others, one of them     or followed by the process that compiled it ───────►
                   at a time, to the limit
 
-Whatever a client sends holds up nobody for longer than the moment: what takes longer is begun anew
-behind all that nobody has tried yet. Each tenant has its turn in all three. Called by the engine's
+No grammar holds up another for longer than the moment: what takes longer is begun anew behind all
+that were not tried yet. Each tenant has its turn in all three. Called by the engine's
 step thread, but for the threads of its own; nothing here waits for them but `close`.
 """
 
@@ -308,7 +308,7 @@ class GrammarCompiler:
             began = None
             try:
                 if self._processes is not None:
-                    self._processes.open()  # counts for nobody
+                    self._processes.open()  # outside every limit
                 began = time.monotonic()
                 self._try_out(compilation, limit, is_second)
             except Exception as caught:  # noqa: BLE001 - it is told, and logged
@@ -318,7 +318,7 @@ class GrammarCompiler:
                 queue.charge(compilation.tenant, time.monotonic() - began)
 
     def _begin(self, compilation: Compilation) -> bool:
-        """False where nobody wants it any more."""
+        """False where it is no longer wanted."""
         with self._beginning:
             compilation.has_begun = not compilation.is_done
             return compilation.has_begun
@@ -387,10 +387,10 @@ class GrammarCompiler:
         """On the builder's thread."""
         made, error = None, None
         try:
-            backend = self._open()  # reading a vocabulary and importing counts for nobody
+            backend = self._open()  # reading a vocabulary and importing count for no limit
             if not thread.next_piece(partial(self._builder.begin, compilation)):
                 return
-            # Not before: whoever imports holds locks that steps may want.
+            # Not before: an import holds locks that steps may want.
             thread.give_way()
             made = make(backend)
             if made[0].num_bytes > MOST_BYTES:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs of several tenants for the same threads: each tenant has its turn, whatever others have
-asked for before, and whoever has used least has it first.
+asked for before; the one that has used least has the first.
 
 How much may wait is for others to say: `Shares` tells them who has more than the rest.
 """
@@ -67,7 +67,7 @@ class FairQueue(Generic[Job]):
                 self._used = {name: each for name, each in self._used.items() if name in self._jobs}
 
     def discard(self, tenant: str, job: Job) -> None:
-        """Nobody wants it any more, if it is still there."""
+        """Take out a job that is no longer wanted, if it is still there."""
         with self._condition:
             jobs = self._jobs.get(tenant)
             if jobs is not None and job in jobs:

@@ -50,11 +50,11 @@ class GrammarApart(Grammar):
             self.used = time.monotonic()
 
     def is_idle(self, seconds: float) -> bool:
-        """Whether nobody has followed it for so long."""
+        """Whether no matcher has used it for so long."""
         return not (self.is_gone or self.num_matchers) and time.monotonic() - self.used > seconds
 
     def end(self) -> None:
-        """Nobody follows it any more."""
+        """End its process: no matcher follows it any more."""
         self.process.end()
 
     def __del__(self) -> None:

@@ -5,7 +5,7 @@
                                                      └─► and follows the last, where the engine does
                                                          not take that over
 The first one sees nothing that a client has sent, so nothing holds it up, and another process is
-there within milliseconds of one that was killed. Whoever started it measures and kills; limits on
+there within milliseconds of one that was killed. The engine measures and kills; limits on
 memory and on the processor's time, which the forked ones set themselves, hold also where nobody
 does.
 """
@@ -171,7 +171,7 @@ class _Follower:
         return RowAnswer(len(asked.tokens), matcher.may_end, words)
 
     def leave(self, number: int) -> None:
-        """Nobody asks for it again."""
+        """Forget it: it is not asked for again."""
         self._matchers.pop(number, None)
 
 
@@ -281,7 +281,7 @@ def _limit_time(cpu_seconds: float) -> None:
 
 
 def _lower(limit: int, most: int) -> None:
-    """Whoever runs the engine may have set a limit that nobody may raise."""
+    """Lower a limit of this process to `most`, or to the hard limit where that is less."""
     hard = resource.getrlimit(limit)[1]
     soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(limit, (soft, hard))

@@ -9,7 +9,7 @@ what a client has sent, whatever that looks like.
 
 The first process opens the backend and forks the others (`grammar_process.py`), so one that was
 killed is replaced within milliseconds. It starts with the first grammar. The others have what is
-left of the processors (SCHED_IDLE), so that steps, and whoever makes their masks, find one at once.
+left of the processors (SCHED_IDLE), so that steps and their masks find one at once.
 Where that is next to nothing, others with a niceness take their place for a while.
 """
 

@@ -11,7 +11,7 @@ An entry holds what the file's state was and its digest:
         48     32  digest
         80     32  SHA-256 of the 80 bytes before
 
-A file's times are set back by whoever may write it, but not its ctime, which the kernel advances
+A program that may write a file can set its times back, but not its ctime, which the kernel advances
 with each change of content. So an entry counts only where all five numbers are those of the file
 now. It is written only where they could not hide a later change: not while ctime is young, whose
 grain is up to two seconds, and not on file systems whose ctime says less.

@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 
 class ProcessLock:
-    """Owns `descriptor`, on which flock is called by whoever has this; until `close`."""
+    """Owns `descriptor`, on which the owner calls flock; until `close`."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

@@ -5,7 +5,7 @@ whose folder is removed or moved.
     in use ──the disk is gone, or the folder──► closed, waited for ──it can be opened──► in use
 
 What has an open file on a disk that went keeps a file that will never work again, also when the
-disk is back at its place; and what is written to files that were removed nobody finds again. So a
+disk is back at its place; and what is written to files that were removed is lost. So a
 thread looks whether the files are still at their path, and once faults have been met whether they
 can be read; where not it has the store closed, and opened anew when it can be. Meanwhile it is
 empty and takes nothing. Only a store that lies there is opened again, never a new one made: the

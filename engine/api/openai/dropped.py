@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields that requests have inside messages, tools and `stream_options` and that nobody here reads.
+"""Fields inside messages, tools and `stream_options` that this server does not read.
 
 Clients put there what other servers take or gave them. They change no answer here, so they are left
 aside, counted, and told to the log once for each name.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors that a checkpoint must hold, by name and shape, as its specification says. Needs no
-torch, so that a plan, and whoever refuses a model, need none."""
+torch, so that a plan and a refusal need none."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def take() -> TemplateProcess:
             return TemplateProcess()
         if found.owner == os.getpid() and found.is_alive:
             return found
-        found.end()  # of the process that this one was forked from, or somebody ended it
+        found.end()  # of the process that this one was forked from, or one that was ended
 
 
 def give_back(process: TemplateProcess) -> None:

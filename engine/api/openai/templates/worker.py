@@ -103,7 +103,7 @@ def _limit_memory() -> None:
 
 
 def _read_frame(connection: socket.socket, parent: int) -> bytes | None:
-    """One question; None once nobody asks any more. A process that the other one has forked may
+    """One question; None once the other end is closed. A process that the other one has forked may
     hold its end open."""
     data = bytearray()
     size = LENGTH.size
