@@ -81,6 +81,22 @@ def test_x01_a_template_that_knows_developers_gets_them() -> None:
     assert rendered(f"{named}{{% endfor %}}", RULE) == "<developerRULE"
 
 
+@pytest.mark.parametrize("name", ["gemma-3", "mistral", "r1-distill", "gpt-oss"])
+def test_x01_a_template_with_one_system_gets_all_in_it(name: str) -> None:
+    system: Message = {"role": "system", "content": "FIRST"}
+    whole: Message = {"role": "system", "content": "FIRST\n\nRULE"}
+    prompt = rendered(model(name), system, RULE, USER)
+    assert prompt == rendered(model(name), whole, USER) and "FIRST\n\nRULE" in prompt
+
+
+@pytest.mark.parametrize("name", ["llama-3", "qwen-2.5"])
+def test_x01_a_template_with_several_systems_gets_each(name: str) -> None:
+    system: Message = {"role": "system", "content": "FIRST"}
+    prompt = rendered(model(name), system, RULE, USER)
+    assert prompt == rendered(model(name), system, {**RULE, "role": "system"}, USER)
+    assert "FIRST" in prompt and "RULE" in prompt and "FIRST\n\nRULE" not in prompt
+
+
 KEEPS_USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
 
 
@@ -160,7 +176,7 @@ def test_x03_many_calls_and_results_are_matched_at_once() -> None:
 def test_x01_two_systems_of_which_one_shows() -> None:
     first = {"role": "system", "content": "the first of two rules"}
     with pytest.raises(ValueError, match=r"messages\[0\]"):
-        rendered(model("r1-distill"), first, {**first, "content": "another one"}, USER)
+        rendered(model("r1-distill"), first, USER, {**first, "content": "another one"}, USER)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from .protocol import ChatMessage, MadeCall
 from .templates.probe import ABSENT, NULL, CallForm, Seen, in_parts, probe_of
 from .templates.sandbox import TemplateRefused
 
+_ROLES_OF_RULES = {"system", "developer"}
 _NO_ARGUMENTS = ("", "null", "None")  # as clients write that there are none
 
 
@@ -38,6 +40,8 @@ class TemplateFields(Protocol):
     def continue_final_message(self) -> bool | None: ...
     @property
     def chat_template_kwargs(self) -> dict[str, Any] | None: ...
+    @property
+    def reasoning_effort(self) -> str | None: ...
 
 
 class Renders(Protocol):
@@ -129,6 +133,10 @@ class _Rendering:
             turns = as_template_sees(message, form, names_developer=probe.names_developer)
             seen += turns
             origins += [index] * len(turns)
+        for one, other in set(_rules_in_a_row(seen)):
+            if not await probe.takes_both(self._plain, one, other):
+                seen, origins = _join_rules(seen, origins)
+                break
         # Where the last message ends in the prompt is only known to the template.
         mark = f"end-{uuid.uuid4().hex}" if goes_on else ""
         if goes_on:
@@ -164,6 +172,27 @@ class _Rendering:
             timeout_seconds=self.settings.template_timeout_seconds,
             tools=tools,
         )
+
+
+def _rules_in_a_row(seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
+    """The roles of two messages, one behind the other, that say how to answer."""
+    for one, other in pairwise(message["role"] for message in seen):
+        if {one, other} <= _ROLES_OF_RULES:
+            yield one, other
+
+
+def _join_rules(seen: list[Seen], origins: list[int]) -> tuple[list[Seen], list[int]]:
+    """Of such messages in a row the first has what all say, a paragraph each."""
+    joined: list[Seen] = []
+    places: list[int] = []
+    for message, origin in zip(seen, origins, strict=True):
+        if joined and {joined[-1]["role"], message["role"]} <= _ROLES_OF_RULES:
+            content = f"{joined[-1]['content']}\n\n{message['content']}"
+            joined[-1] = {**joined[-1], "content": content}
+        else:
+            joined.append(message)
+            places.append(origin)
+    return joined, places
 
 
 def _left_out(index: int, message: ChatMessage) -> ApiError:
@@ -300,9 +329,8 @@ def _variables(front: Renders, fields: TemplateFields) -> Mapping[str, Any]:
     """The client's own variables, such as `enable_thinking`, and how much it is to think, which
     templates know by OpenAI's name."""
     param, given = "chat_template_kwargs", fields.chat_template_kwargs or {}
-    effort = getattr(fields, "reasoning_effort", None)
-    if effort is not None:
-        given = {"reasoning_effort": effort, **given}
+    if fields.reasoning_effort is not None:
+        given = {"reasoning_effort": fields.reasoning_effort, **given}
     taken = RESERVED_VARIABLES.intersection(given)
     if taken:
         message = f"`{param}` may not hold {sorted(taken)[0]}, which the server sets; leave it out"
@@ -333,6 +361,7 @@ class ChatOptions:
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("add_generation_prompt", "continue_final_message"):

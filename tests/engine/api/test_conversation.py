@@ -20,7 +20,7 @@ TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<assistant>"
     "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
-    "{% endif %}"
+    "{{ reasoning_effort or '' }}{% endif %}"
 )
 USER = {"role": "user", "content": " hello "}
 PATH = "/tokenize"
@@ -59,6 +59,15 @@ def test_variables_reach_the_template(thinking: httpx.Client) -> None:
     usage = thinking.post("/v1/chat/completions", json=body).json()["usage"]
     count = thinking.post(PATH, json={"messages": [USER], "chat_template_kwargs": off}).json()
     assert usage["prompt_tokens"] == count["count"]
+
+
+def test_an_effort_is_a_variable_of_the_template(thinking: httpx.Client) -> None:
+    plain = prompt(thinking, messages=[USER])
+    asked = {"messages": [USER], "reasoning_effort": "low"}
+    assert prompt(thinking, **asked) == f"{plain}low"
+    assert prompt(thinking, **asked, chat_template_kwargs={"reasoning_effort": "a"}) == f"{plain}a"
+    usage = thinking.post("/v1/chat/completions", json={**asked, "max_tokens": 1}).json()["usage"]
+    assert usage["prompt_tokens"] == thinking.post(PATH, json=asked).json()["count"]
 
 
 @pytest.mark.parametrize("twice", [False, True])

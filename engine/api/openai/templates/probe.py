@@ -62,6 +62,7 @@ class TemplateProbe:
     def __init__(self, template: ChatTemplate) -> None:
         self.names_developer = "developer" in template.source
         self._takes_parts: bool | None = None
+        self._takes_both: dict[tuple[str, str], bool] = {}
         self._forms: dict[bool, CallForm] = {}
         self._left_out: OrderedDict[bytes, frozenset[int]] = OrderedDict()
 
@@ -74,6 +75,18 @@ class TemplateProbe:
             if not await _shows(render, user):
                 self._takes_parts = await _shows(render, in_parts(user))
         return self._takes_parts
+
+    async def takes_both(self, render: Render, one: str, other: str) -> bool:
+        """Whether a message of the role `other` is shown that follows one of the role `one` at the
+        start."""
+        if (one, other) not in self._takes_both:
+            both = [{"role": one, "content": _NAME}, {"role": other, "content": _KEY}]
+            try:
+                shown = await render([*both, {"role": "user", "content": _TEXT}])
+            except TemplateRefused:
+                shown = ""
+            self._takes_both[one, other] = _NAME in shown and _KEY in shown
+        return self._takes_both[one, other]
 
     async def call_form(
         self, render: Callable[[Sequence[Seen], Sequence[Any] | None], Awaitable[str]], tools: bool
