@@ -236,6 +236,9 @@ def _launches(path: Path) -> Iterator[str]:
             name = aliases.get(head, head) + dot + rest
             if name in STARTS_OTHERS or name.startswith(STARTS_OTHERS_BEGIN):
                 yield f"{path}:{node.lineno}: {name}: use spawn_context or python_command"
+        if is_ours and isinstance(node, ast.Assign | ast.AnnAssign):
+            if node.value is not None and _dotted(node.value) == "sys.executable":
+                yield f"{path}:{node.lineno}: a Python to be started: use python_command"
         if not isinstance(node, ast.List | ast.Tuple):
             continue
         words = [each.value if isinstance(each, ast.Constant) else each for each in node.elts]
@@ -272,6 +275,7 @@ def test_y02_a_python_that_may_be_older_is_started_where_listed() -> None:
         ("import sys\n[sys.executable, '-m', 'a']", "tiers/a.py"),
         ("import sys\n[sys.executable, '-P', '-m', 'a']", "tiers/a.py"),  # not by the function
         ("import sys\n('nice', sys.executable, *words)", "benchmarks/a.py"),
+        ("import sys\npython = sys.executable\n[python, '-P', '-m', 'a']", "engine/a.py"),
         ("[python, '-c', code]", "engine/a.py"),
         ("import sys\n[sys.executable, '-c', code]", "tools/a.py"),
         ("import sys\n[sys.executable, *words]", "tools/a.py"),

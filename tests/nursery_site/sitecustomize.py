@@ -13,10 +13,11 @@ from importlib.machinery import PathFinder
 from types import SimpleNamespace
 from typing import Any
 
-# The modules of the product that start processes with torch in them.
+# The modules of the product that start processes which import much.
 STARTERS = (
     "stratakv.benchmarks.harness.peer",
     "stratakv.benchmarks.harness.served",
+    "stratakv.engine.api.openai.templates.process",
     "stratakv.engine.client.launcher",
     "stratakv.engine.core.process_executor",
     "stratakv.engine.structured.grammar_processes",

@@ -12,13 +12,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
+from .....tiers.processes.python_command import python_command
 from .sandbox import TemplateRefused
 from .worker import LENGTH, MEMORY
 
@@ -48,12 +48,10 @@ class TemplateProcess:
     """One process. Asked by one thread at a time; any thread may end it."""
 
     def __init__(self) -> None:
-        python = sys.executable
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                # -P: a file in the working directory must not take the place of a package.
-                [python, "-P", "-m", _MODULE, str(theirs.fileno())],
+                python_command("-m", _MODULE, str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
