@@ -385,11 +385,12 @@ class GrammarCompiler:
         self, compilation: Compilation, make: Callable[[Backend], Made], thread: LimitedThread
     ) -> None:
         """On the builder's thread."""
-        made, error = None, None
+        made, error, began = None, None, 0.0
         try:
             backend = self._open()  # reading a vocabulary and importing count for no limit
             if not thread.next_piece(partial(self._builder.begin, compilation)):
                 return
+            began = time.monotonic()
             # Not before: an import holds locks that steps may want.
             thread.give_way()
             made = make(backend)
@@ -400,6 +401,9 @@ class GrammarCompiler:
                 )
         except Exception as caught:  # noqa: BLE001 - it is told, and logged
             error = caught
+
+        if began:
+            self._builder.jobs.charge(compilation.tenant, time.monotonic() - began)
 
         def note() -> None:
             self._builder.at = None

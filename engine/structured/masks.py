@@ -328,7 +328,8 @@ class _Ahead:
 
 
 class _Turns:
-    """Jobs for a thread, two queues of them, in each of which every tenant has its turn."""
+    """Jobs for a thread, two queues of them, in each of which the tenant that has used least is
+    next."""
 
     def __init__(self) -> None:
         self._first: FairQueue[Job] = FairQueue()
@@ -339,6 +340,11 @@ class _Turns:
     def put(self, tenant: str, job: Job, *, is_later: bool) -> None:
         (self._later if is_later else self._first).put(tenant, job)
         self._count.put(True)
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """A job of this tenant has taken so long."""
+        self._first.charge(tenant, seconds)
+        self._later.charge(tenant, seconds)
 
     def end(self) -> None:
         """Whoever gets a job next is told to end, instead of the jobs that are left."""
@@ -482,7 +488,7 @@ class AheadMaker:
             thread.give_way()
         if not thread.next_piece(begin):
             return
-        began, error = time.thread_time(), ""
+        began, cpu, error = time.monotonic(), time.thread_time(), ""
         try:
             ahead.job.run(ahead.row, 0)
         except GrammarError as caught:
@@ -491,8 +497,10 @@ class AheadMaker:
             logger.exception("a grammar's matcher failed")
             error = f"{type(caught).__name__}: {caught}"
 
+        lane.jobs.charge(ahead.job.follower.tenant, time.monotonic() - began)
+
         def note() -> None:
-            ahead.job.follower.note_seconds(time.thread_time() - began)
+            ahead.job.follower.note_seconds(time.thread_time() - cpu)
             ahead.error = error
             ahead.is_done = True
 

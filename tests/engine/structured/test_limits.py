@@ -221,6 +221,31 @@ def test_y03_tenants_have_their_turns(fake: tuple[GrammarCompiler, FakeProcesses
 
 
 @pytest.mark.regression
+def test_y03_who_has_used_least_is_taken_over_next(
+    fake: tuple[GrammarCompiler, FakeProcesses],
+) -> None:
+    compiler, processes = fake
+    processes.go.set()
+    backend, built, gate = compiler._open_backend(), list[str](), threading.Event()
+
+    def build(asked: GrammarSpec, form: Form) -> Grammar:
+        built.append(asked.text)
+        assert asked.text != "gate" or gate.wait(WAIT_SECONDS)
+        return backend.compile(asked)
+
+    backend.build = build
+    asked = [compiler.ask(spec("gate"), "greedy")]
+    wait_for(lambda: built == ["gate"])
+    asked += [compiler.ask(spec(name), "greedy") for name in ("a", "b")]
+    wait_for(lambda: len(compiler._builder.jobs) == 2)
+    asked.append(compiler.ask(spec("mine"), "honest"))
+    wait_for(lambda: len(compiler._builder.jobs) == 3)
+    gate.set()
+    until_done(compiler, *asked)
+    assert built == ["gate", "mine", "a", "b"]
+
+
+@pytest.mark.regression
 def test_y03_whoever_has_used_least_is_next() -> None:
     queue: FairQueue[str] = FairQueue()
 

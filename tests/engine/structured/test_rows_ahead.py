@@ -164,6 +164,26 @@ def test_y03_tenants_have_their_turns_with_rows(threads_end: None) -> None:
         maker.close()
 
 
+def test_y03_rows_of_the_tenant_that_has_used_least_are_next(threads_end: None) -> None:
+    maker, made, gate = AheadMaker(40, MASK_LIMIT, lambda: None), list[str](), threading.Event()
+
+    def ask(name: str, tenant: str, first_seconds: float = 0.0) -> None:
+        grammar = OrderlyGrammar(name, made, gate)
+        assert not maker.is_ready(Follower(grammar, None, first_seconds, tenant=tenant), [1], 0)
+
+    try:
+        ask("gate", "greedy")
+        wait_for(lambda: maker._lanes[None].at is not None)
+        for tenant in ("greedy", "honest"):
+            ask(f"{tenant}'s", tenant)
+            ask(f"{tenant}'s long", tenant, 1.0)
+        gate.set()
+        wait_for(lambda: (maker.take_note(), not maker.num_open)[1])
+        assert made == ["gate", "honest's", "greedy's", "honest's long", "greedy's long"]
+    finally:
+        maker.close()
+
+
 def test_rows_that_nobody_wants_are_not_made_at_the_end(threads_end: None) -> None:
     made: list[str] = []
     gate = threading.Event()
