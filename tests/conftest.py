@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import random
+import re
 import sys
 import tempfile
 import threading
@@ -107,6 +108,9 @@ ALONE_PLACES = (
     "tiers/ssd/test_reopen.py::test_a_large_index_is_small_and_quick",
 )
 
+# The id of a finding in the name of a test, as in tests/regressions/README.md.
+_FINDING = re.compile(r"test_([a-z]\d\d|gpu_review_\d)_")
+
 # Triton looks at it when it is imported, and some test modules import what imports triton; so it is
 # set before any of them is read. With an NVIDIA device the kernels run there unless told otherwise.
 if not Path("/dev/nvidiactl").exists():
@@ -200,6 +204,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if _place(item.nodeid).startswith(SLOW_PLACES):
             item.add_marker(pytest.mark.slow)
+        if _FINDING.match(item.name):
+            item.add_marker(pytest.mark.regression)
     # The files with slow tests come first, so that all processes end at about the same time.
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (_runs_alone(item.nodeid), item.path not in slow_files))

@@ -128,7 +128,8 @@ def test_requests_without_rows_and_rows_without_tokens(device: torch.device) -> 
     make_batch(Case(chunks, window=4), device).check()
 
 
-def test_a_batch_of_padding_rows_alone_writes_nothing(device: torch.device) -> None:
+@pytest.mark.regression
+def test_y14_a_batch_of_padding_rows_alone_writes_nothing(device: torch.device) -> None:
     batch = make_batch(Case(((0, 20), (0, 3))), device)
     batch.check()
     assert batch.run("triton").isnan().all()
