@@ -198,20 +198,31 @@ class GrammarProcesses:
             if not (process.has_ended or (process.is_last and not is_last)):
                 return process
             self._drop(process)
-        first = self._open_first()
         try:
-            process = first.fork(is_last=is_last)
-        except (EOFError, OSError) as error:
-            self._drop_first(first)
-            if self._is_closed:
-                raise NotNow(_ENDS) from None
-            raise NotNow(f"no process can be started to compile it: {error}") from None
+            process = self._fork(is_last=is_last)
+        except (EOFError, OSError):  # the first one was killed since
+            try:
+                process = self._fork(is_last=is_last)
+            except (EOFError, OSError) as error:
+                raise NotNow(f"no process can be started to compile it: {error}") from None
         with self._lock:
             if not self._is_closed:
                 self._busy.append(process)
                 return process
         process.end()
         raise NotNow(_ENDS)
+
+    def _fork(self, *, is_last: bool) -> _Process:
+        """A new one. Raises EOFError or OSError where the first process has ended, which is
+        replaced then, and as `_open_first`."""
+        first = self._open_first()
+        try:
+            return first.fork(is_last=is_last)
+        except (EOFError, OSError):
+            self._drop_first(first)
+            if self._is_closed:
+                raise NotNow(_ENDS) from None
+            raise
 
     def _take_idle(self) -> _Process | None:
         with self._lock:
@@ -273,9 +284,9 @@ class GrammarProcesses:
     def _words(self, status: int | None) -> str:
         if self._is_closed:
             return _ENDS
-        how = "" if status is None else f" with status {status}"
-        if status is not None and status < 0:
-            how = f" by signal {-status}"
+        if status is None:
+            return "the process that compiled it has ended; ask again"
+        how = f" by signal {-status}" if status < 0 else f" with status {status}"
         text = (
             f"the process that compiled it ended{how}, as it does beyond "
             f"{self._start.memory_bytes} bytes of memory; make it simpler"

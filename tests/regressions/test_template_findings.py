@@ -173,6 +173,22 @@ def test_x03_many_calls_and_results_are_matched_at_once() -> None:
     assert [turn.tool_call_id for turn in ordered[1:6]] == [None, "1", None, "2", None]
 
 
+FIRST_SYSTEM = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}<{{ m.role }}>{{ m.content }}"
+    "{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("question", ["Never reveal 4711, please.", "'Never reveal 4711, please.'"])
+def test_x01_a_text_that_another_message_has_too_hides_nothing(question: str) -> None:
+    rule = {"role": "system", "content": "Never reveal 4711, please."}
+    turns = [USER, rule, {"role": "user", "content": f"{question} Why?"}]
+    with pytest.raises(ValueError, match=r"messages\[1\]"):
+        rendered(FIRST_SYSTEM, *turns)
+    twice = [USER, {"role": "user", "content": "the same question"}] * 2
+    assert rendered(FIRST_SYSTEM, *twice).count("the same question") == 2
+
+
 def test_x01_two_systems_of_which_one_shows() -> None:
     first = {"role": "system", "content": "the first of two rules"}
     with pytest.raises(ValueError, match=r"messages\[0\]"):

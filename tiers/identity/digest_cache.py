@@ -6,15 +6,16 @@
 An entry holds what the file's state was and its digest:
 
     offset  bytes
-         0      8  magic, "STRKVDG1"
-         8     40  device, inode, size, mtime_ns, ctime_ns: five u64, little-endian
-        48     32  digest
-        80     32  SHA-256 of the 80 bytes before
+         0      8  magic, "STRKVDG2"
+         8     48  file system, device, inode, size, mtime_ns, ctime_ns: six u64, little-endian
+        56     32  digest
+        88     32  SHA-256 of the 88 bytes before
 
 A program that may write a file can set its times back, but not its ctime, which the kernel advances
-with each change of content. So an entry counts only where all five numbers are those of the file
+with each change of content. So an entry counts only where all six numbers are those of the file
 now. It is written only where they could not hide a later change: not while ctime is young, whose
-grain is up to two seconds, and not on file systems whose ctime says less.
+grain is up to two seconds. It is written and read only on file systems that are known to advance
+ctime, and not where they are read-only images, whose times are what their maker wrote.
 """
 
 from __future__ import annotations
@@ -34,17 +35,15 @@ from .mounts import mount_of
 
 log = logging.getLogger(__name__)
 
-MAGIC = b"STRKVDG1"
+MAGIC = b"STRKVDG2"
 YOUNG_NS = 2_000_000_000
 MOST_ENTRIES = 4096
-_FORM = struct.Struct("<8s5Q32s32s")
+_FORM = struct.Struct("<8s6Q32s32s")
 _CHECK_BYTES = 32
 _U64 = 2**64 - 1
-# tmpfs does not count writes through a mapping; the others hand on what a server or a program says.
-_NO_CTIME = re.compile(
-    r"tmpfs|ramfs|devtmpfs|hugetlbfs|9p|virtiofs|cifs|smb\d?|smbfs|vboxsf|hostfs|fuse|fuse\..+"
-    r"|fuseblk|vfat|exfat|msdos"
-)
+# Others hand on what a server, a program or an image says, or do not count writes through a
+# mapping, as tmpfs.
+_WITH_CTIME = re.compile(r"ext[234]|xfs|btrfs|zfs|f2fs|bcachefs|jfs|nfs4?|overlay")
 _LAZY = "lazytime"  # after a loss of power, times may be older than the content
 
 
@@ -60,9 +59,10 @@ class DigestCache:
         parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         return cls(Path(parent) / "stratakv" / "digests" if os.path.isabs(parent) else None)
 
-    def find(self, state: FileState) -> bytes | None:
+    def find(self, state: FileState, file_system: int = 0) -> bytes | None:
         """The digest of a file in this state; None where none is remembered, or the entry is
-        damaged or may be another user's."""
+        damaged or may be another user's. `file_system` is its number (`f_fsid`), and `trusts` has
+        allowed the file."""
         if self._folder is None:
             return None
         try:
@@ -74,29 +74,33 @@ class DigestCache:
         magic, *numbers, digest, check = _FORM.unpack(entry)
         if check != hashlib.sha256(entry[:-_CHECK_BYTES]).digest() or magic != MAGIC:
             return None
-        return bytes(digest) if tuple(numbers) == _numbers(state) else None
+        return bytes(digest) if tuple(numbers) == _numbers(state, file_system) else None
 
-    def takes(self, path: Path, state: FileState, now_ns: int) -> bool:
-        """Whether the digest of the file at `path`, hashed from `now_ns` on (since the epoch), may
-        be remembered: its ctime would tell of each later change."""
-        if self._folder is None or now_ns - state.ctime_ns < YOUNG_NS:
+    def trusts(self, path: Path) -> bool:
+        """Whether the file system in which `path` lies advances ctime with each change."""
+        if self._folder is None:
             return False
         try:
             mount = mount_of(path)
         except (OSError, ValueError):
             return False
-        if mount is None or _LAZY in mount.options:
+        if mount is None or mount.is_image or _LAZY in mount.options:
             return False
-        return not _NO_CTIME.fullmatch(mount.kind)
+        return bool(_WITH_CTIME.fullmatch(mount.kind))
 
-    def add(self, state: FileState, digest: bytes) -> None:
+    def takes(self, path: Path, state: FileState, now_ns: int) -> bool:
+        """Whether the digest of the file at `path`, hashed from `now_ns` on (since the epoch), may
+        be remembered: its ctime would tell of each later change."""
+        return now_ns - state.ctime_ns >= YOUNG_NS and self.trusts(path)
+
+    def add(self, state: FileState, digest: bytes, file_system: int = 0) -> None:
         """Remember the digest of a file in this state, which `takes` has allowed."""
         if self._folder is None:
             return
         try:
             _make_private(self._folder)
             self._drop_oldest()
-            content = _FORM.pack(MAGIC, *_numbers(state), digest, b"")[:-_CHECK_BYTES]
+            content = _FORM.pack(MAGIC, *_numbers(state, file_system), digest, b"")[:-_CHECK_BYTES]
             _write(self._entry(state), content + hashlib.sha256(content).digest())
         except OSError as error:
             log.debug("the digest of a file is not remembered: %s", error)
@@ -114,8 +118,8 @@ class DigestCache:
                 os.unlink(entry)
 
 
-def _numbers(state: FileState) -> tuple[int, ...]:
-    return tuple(number & _U64 for number in state)
+def _numbers(state: FileState, file_system: int) -> tuple[int, ...]:
+    return tuple(number & _U64 for number in (file_system, *state))
 
 
 def _make_private(folder: Path) -> None:

@@ -65,8 +65,10 @@ def digest_files(
     found: dict[Path, FileDigest] = {}
     unknown: list[Path] = []
     for path in paths:
-        with _opened(path) as (_, state):
-            digest = cache.find(state)
+        with _opened(path) as (descriptor, state):
+            digest = None
+            if cache.trusts(path):
+                digest = cache.find(state, os.fstatvfs(descriptor).f_fsid)
         if digest is None:
             unknown.append(path)
             told.total_bytes += state.size
@@ -104,8 +106,10 @@ def _digest_file(
     path: Path, pool: ThreadPoolExecutor, cache: DigestCache, told: _Told
 ) -> FileDigest:
     began_ns = time.time_ns()
-    with _opened(path) as (descriptor, state):
-        may_remember = cache.takes(path, state, began_ns) and _write_back(descriptor, state)
+    with _opened(path) as (descriptor, found):
+        is_written, state = _write_back(descriptor)
+        may_remember = is_written and state == found and cache.takes(path, state, began_ns)
+        file_system = os.fstatvfs(descriptor).f_fsid
         hasher = hashlib.sha256(_NAME + _SIZE.pack(state.size))
         starts = range(0, state.size, PIECE_BYTES)
         for length, digest in _in_order(pool, descriptor, starts, state.size):
@@ -115,19 +119,20 @@ def _digest_file(
             raise _changed(path)
     digest = hasher.digest()
     if may_remember:
-        cache.add(state, digest)
+        cache.add(state, digest, file_system)
     return FileDigest(path, state, digest)
 
 
-def _write_back(descriptor: int, state: FileState) -> bool:
+def _write_back(descriptor: int) -> tuple[bool, FileState]:
     """Have the kernel write what is dirty: a mapping advances ctime with the first write to a page
-    and not with later ones, until the page is written back. Returns whether ctime can be trusted
-    from here on."""
+    and not with later ones, until the page is written back. Returns whether it could, and the
+    file's state from then on."""
+    is_written = True
     try:
         os.fsync(descriptor)
     except OSError:
-        return False
-    return FileState.of(os.fstat(descriptor)) == state
+        is_written = False
+    return is_written, FileState.of(os.fstat(descriptor))
 
 
 def _in_order(

@@ -19,6 +19,7 @@ class Mount(NamedTuple):
     kind: str  # the file system: ext4, tmpfs, fuse.sshfs
     source: str
     options: frozenset[str]  # of the mount and of its file system
+    is_image: bool  # the file system itself is read-only, or lies in a file
 
 
 def mount_of(path: Path, mounts: Path = MOUNTS) -> Mount | None:
@@ -32,5 +33,6 @@ def mount_of(path: Path, mounts: Path = MOUNTS) -> Mount | None:
         # Of two mounts in one place the later one is seen.
         if real.is_relative_to(point) and (best is None or len(point) >= len(best.point)):
             options = ",".join([fields.split()[5], *super_options])
-            best = Mount(point, kind, source, frozenset(options.split(",")))
+            is_image = "ro" in ",".join(super_options).split(",") or "/dev/loop" in source
+            best = Mount(point, kind, source, frozenset(options.split(",")), is_image)
     return best

@@ -139,8 +139,8 @@ class _Rendering:
                 break
         # Where the last message ends in the prompt is only known to the template.
         mark = f"end-{uuid.uuid4().hex}" if goes_on else ""
-        if goes_on:
-            seen[-1]["content"] = f"{seen[-1]['content']}{mark}"
+        if goes_on:  # a blank behind it, which goes where the template trims
+            seen[-1]["content"] = f"{seen[-1]['content']}{mark} "
         text = await self(seen)
         prompt = _until(mark, text) if goes_on else text
         shape = (self.opens_turn, bool(self.tools), msgspec.json.encode(self.variables))
@@ -343,14 +343,16 @@ def _variables(front: Renders, fields: TemplateFields) -> Mapping[str, Any]:
 
 
 def _until(mark: str, text: str) -> str:
-    before, found, _ = text.rpartition(mark)
+    before, found, behind = text.rpartition(mark)
     if not found:
         message = (
             "the chat template leaves out the last message, so nothing can go on from it; leave "
             "out `continue_final_message`"
         )
         raise ApiError(message, param="continue_final_message", code="chat_template_failed")
-    return before.replace(mark, "")
+    if not behind.startswith(" "):  # trimmed, as the text itself would have been
+        before = before.rstrip()
+    return before.replace(f"{mark} ", "").replace(mark, "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,9 +121,15 @@ class _Loop:
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
 
-    def render(self, renderer: ConversationRenderer, messages: list[Message], tools: Any) -> str:
+    def render(
+        self,
+        renderer: ConversationRenderer,
+        messages: list[Message],
+        tools: Any,
+        options: ChatOptions = ChatOptions(),  # noqa: B008 - it never changes
+    ) -> str:
         shown = template_tools_of(tools)
-        return self.runner.run(renderer.render(messages, ChatOptions(), shown))
+        return self.runner.run(renderer.render(messages, options, shown))
 
 
 @pytest.fixture(scope="module")
@@ -223,3 +229,18 @@ def test_x01_x03_a_prompt_is_that_of_transformers_or_says_what_is_lost(
     assert has_all(prompt), prompt
     if wanted is not None and not case.startswith("arguments"):
         assert prompt == wanted
+
+
+@pytest.mark.parametrize("text", ["The answer is: \n", "so", "  so ", "x\n\n"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_x01_a_message_that_goes_on_ends_as_with_transformers(
+    loop: _Loop, name: str, text: str
+) -> None:
+    turns, fields = [ASK, said("assistant", text)], {"continue_final_message": True}
+    try:
+        wanted = reference().apply_chat_template(
+            turns, chat_template=TEMPLATES[name][0], tokenize=False, **fields
+        )
+    except Exception:  # a template's own
+        pytest.skip("transformers cannot go on with it")
+    assert loop.render(renderer(name), turns, None, ChatOptions(**fields)) == wanted

@@ -48,6 +48,11 @@ def test_each_part_of_the_state_counts(cache: DigestCache, field: str) -> None:
         assert cache.find(STATE._replace(**{field: getattr(STATE, field) + step})) is None
 
 
+def test_y01_the_same_numbers_on_another_file_system_are_another_file(cache: DigestCache) -> None:
+    cache.add(STATE, DIGEST, 5)
+    assert (cache.find(STATE, 5), cache.find(STATE, 6), cache.find(STATE)) == (DIGEST, None, None)
+
+
 def test_a_later_state_takes_the_place_of_an_earlier_one(cache: DigestCache, folder: Path) -> None:
     cache.add(STATE, DIGEST)
     later = STATE._replace(ctime_ns=12)
@@ -172,6 +177,9 @@ def test_a_young_file_is_not_remembered(cache: DigestCache, tmp_path: Path) -> N
         ("ext4", "rw", True), ("xfs", "rw", True), ("nfs4", "rw", True), ("overlay", "rw", True),
         ("ext4", "rw,lazytime", False), ("tmpfs", "rw", False), ("fuse.sshfs", "rw", False),
         ("fuse", "rw", False), ("9p", "rw", False), ("vfat", "rw", False),
+        # Images, whose times are what their maker wrote.
+        ("squashfs", "ro", False), ("erofs", "ro", False), ("iso9660", "ro", False),
+        ("ext4", "ro", False), ("unheard-of", "rw", False),
     ],
 )  # fmt: skip
 def test_file_systems_whose_ctime_does_not_count(
@@ -187,5 +195,10 @@ def test_file_systems_whose_ctime_does_not_count(
     of_table = digest_cache.mount_of
     monkeypatch.setattr(digest_cache, "mount_of", lambda path: of_table(path, table))
     assert cache.takes(tmp_path, STATE, STATE.ctime_ns + YOUNG_NS) is expected
+    assert cache.trusts(tmp_path) is expected
+    table.write_text(f"1 0 8:1 / / ro - {kind} /dev/loop0 {options}\n")
+    assert not cache.trusts(tmp_path)
+    table.write_text(f"1 0 8:1 / / ro - {kind} /dev/root {options}\n")
+    assert cache.trusts(tmp_path) is expected  # nothing writes here, but elsewhere
     table.unlink()
     assert not cache.takes(tmp_path, STATE, STATE.ctime_ns + YOUNG_NS)

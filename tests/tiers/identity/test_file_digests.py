@@ -29,6 +29,9 @@ class Grown(DigestCache):
         super().__init__(folder)
         self.reads = 0
 
+    def trusts(self, path: Path) -> bool:
+        return True
+
     def takes(self, path: Path, state: FileState, now_ns: int) -> bool:
         self.reads += 1
         return True
@@ -117,6 +120,22 @@ def test_a_file_that_a_mapping_goes_on_changing(tmp_path: Path) -> None:
         if not DigestCache(tmp_path).takes(path, FileState(0, 0, 0, 0, 0), YOUNG_NS):
             pytest.skip("no file in the tests' folder is remembered")
         assert digest_of(path, cache) != first
+
+
+def test_y01_a_mapped_write_behind_the_hashing_is_seen(tmp_path: Path) -> None:
+    """Also where nothing is remembered, and by a page that was dirty before."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4096))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        mapped[0] = 1
+        [found] = digest_files([path], NOTHING)
+        found.check_unchanged()
+        time.sleep(0.02)  # the grain of ctime
+        mapped[1] = 1
+        if not DigestCache(tmp_path).trusts(path):
+            pytest.skip("the file system of the tests' folder does not count mapped writes")
+        with pytest.raises(ConfigError, match="was changed while it was read"):
+            found.check_unchanged()
 
 
 def test_a_young_file_is_read_again(tmp_path: Path) -> None:

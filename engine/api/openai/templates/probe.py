@@ -31,6 +31,8 @@ _LOOKED_FOR_CHARACTERS = 64
 _MAX_KNOWN_SHAPES = 1024
 # Each takes a search through the whole prompt; a template that changes so many changes them all.
 _MAX_SEARCHES = 8
+# Of all texts together, in looking for one that stands in another.
+_MAX_CHARACTERS_COUNTED = 20_000_000
 
 _NAME, _KEY, _VALUE = "probe_name", "probe_key", "probe_value"
 _TEXT, _RESULT = "probe text", "probe result"
@@ -180,7 +182,26 @@ def _look_for(text: str, seen: Sequence[Seen]) -> tuple[set[int], set[int]]:
             else:
                 missing.add(place)
                 break
-    return missing, unsure
+    return missing, unsure | (_in_others(seen) - missing)
+
+
+def _in_others(seen: Sequence[Seen]) -> set[int]:
+    """The places of messages whose text stands in another message too, which may be what was found.
+    In long conversations also of those that were not compared."""
+    texts = {
+        place: json.dumps(content, ensure_ascii=False)[1:-1]
+        for place, message in enumerate(seen)
+        if (content := (message.get("content") or "").strip()) and not message.get("tool_calls")
+    }
+    together = "\n".join(texts.values())
+    most = _MAX_CHARACTERS_COUNTED // (len(together) or 1)
+    found, start = set(), 0
+    for number, (place, text) in enumerate(texts.items()):
+        part, end = text[-_LOOKED_FOR_CHARACTERS:], start + len(text)
+        if number >= most or together.find(part) < start or together.find(part, end) >= 0:
+            found.add(place)
+        start = end + 1
+    return found
 
 
 def _shape(message: Seen) -> tuple[object, ...]:
