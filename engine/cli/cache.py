@@ -85,7 +85,7 @@ def _ls(words: list[str]) -> int:
             f"  last used  {_moment(entry)}{_use(entry)}"
         )
     if not found:
-        print("no SSD tiers found")
+        print("no SSD tiers found; give the directory of one outside the default cache folder")
     return 0
 
 

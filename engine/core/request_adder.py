@@ -80,7 +80,7 @@ class RequestAdder:
         """Queue a request whose grammar is there; or end it, since that cannot be compiled."""
         request_id = waiting.message.request_id
         if error := waiting.compilation.error:
-            text = f"structured_outputs cannot be used: {error}"
+            text = f"this request's schema or grammar cannot be used: {error}"
             code = OVERLOADED if waiting.compilation.may_be_later else INVALID_GRAMMAR
             return [TokenOutput(request_id, [], "error", error=text, error_code=code)]
         outputs = self._queue(waiting.message, waiting.built, None)

@@ -268,6 +268,9 @@ def _plain(message: str) -> str:
             "options of a oneOf may hold at once, and that only one does is not kept to; use "
             "anyOf, or give each a property with a constant of its own"
         )
+    if text.startswith("Unimplemented keys: "):
+        keys = text.removeprefix("Unimplemented keys: ")
+        return f"its schema has the keys {keys}, which are not built; leave them out"
     if text == "NoExtensionBias":
         return "there is no token by which it could go on"
     if found := _ELSEWHERE.match(text):

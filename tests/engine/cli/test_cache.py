@@ -101,7 +101,9 @@ def test_nothing_at_all(
     assert asked(capsys, "ls") == {"stores": []}
     assert asked(capsys, "du") == {"stores": {}, "total_bytes": 0}
     assert main(["cache", "ls"]) == 0
-    assert capsys.readouterr().out == "no SSD tiers found\n"
+    assert capsys.readouterr().out == (
+        "no SSD tiers found; give the directory of one outside the default cache folder\n"
+    )
     assert main(["cache", "rm", "--all", "--yes"]) == 0
     assert capsys.readouterr().out == "no SSD tiers to remove\n"
 

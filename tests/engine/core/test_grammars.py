@@ -249,7 +249,7 @@ def test_a_grammar_that_does_not_compile_is_its_request_s_error(
     outputs = core.add(following("wrong", prompt_of(9), {"regex": "a[b"}))
     outputs += core.add(request("free", prompt_of(30)))
     answers = finish(core, outputs, 2)
-    assert "structured_outputs cannot be used" in (answers["wrong"].error or "")
+    assert "this request's schema or grammar cannot be used" in (answers["wrong"].error or "")
     assert "unclosed" in (answers["wrong"].error or "")
     assert answers["free"].new_token_ids == greedy_reference(prompt_of(30), 6)
     (again,) = core.add(following("again", prompt_of(9), {"regex": "a[b"}))
