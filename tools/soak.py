@@ -40,6 +40,8 @@ SAMPLE_SECONDS = 5.0
 SETTLE_SECONDS = 600.0  # or a third of the whole
 CACHE_SERVER_SECONDS = 300.0  # between its restarts, or a fifth of the whole
 MOST_GROWTH = 1.05
+# As /proc/PID/smaps_rollup calls them.
+OF_BYTES = {"anonymous_bytes": "Pss_Anon", "file_bytes": "Pss_File", "shared_bytes": "Pss_Shmem"}
 # Beside that: processes that are kept idle, with a thread and two descriptors each.
 MOST_IDLE = {"bytes": 0, "processes": 2, "threads": 2, "descriptors": 4}
 FREE = ["--no-enable-prefix-caching"]
@@ -147,7 +149,7 @@ class Served(Program):
 
     def sizes(self) -> dict[str, int]:
         """Of it and all that it has started: bytes of memory, each page shared among those that
-        have it, descriptors, threads and processes."""
+        have it, also by kind; descriptors, threads and processes."""
         found = Counter[str]()
         left = [self.process.pid]
         while left:
@@ -160,7 +162,9 @@ class Served(Program):
                     left += map(int, (task / "children").read_text().split())
             except OSError:  # it has ended
                 continue
-            found["bytes"] += 1024 * int(re.findall(r"^Pss:\s+(\d+)", rollup, re.MULTILINE)[0])
+            for name in ("bytes", *OF_BYTES):
+                kibibytes = re.findall(rf"^{OF_BYTES.get(name, 'Pss')}:\s+(\d+)", rollup, re.M)
+                found[name] += 1024 * int(kibibytes[0])
             found["threads"] += len(tasks)
             found["processes"] += 1
         return dict(found)
@@ -325,6 +329,7 @@ def main() -> int:
         **{
             f"{name} level": figures["last_quarter"][name] <= MOST_GROWTH * before + MOST_IDLE[name]
             for name, before in figures["first_quarter"].items()
+            if name not in OF_BYTES
         },
     }
     for name, is_kept in kept.items():
