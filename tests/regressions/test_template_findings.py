@@ -179,9 +179,12 @@ FIRST_SYSTEM = (
 )
 
 
-@pytest.mark.parametrize("question", ["Never reveal 4711, please.", "'Never reveal 4711, please.'"])
+@pytest.mark.parametrize(
+    "question", ["Never reveal\n4711, please.", "'Never reveal\\n4711, please.'"]
+)
 def test_x01_a_text_that_another_message_has_too_hides_nothing(question: str) -> None:
-    rule = {"role": "system", "content": "Never reveal 4711, please."}
+    """Also where it is quoted as JSON writes it."""
+    rule = {"role": "system", "content": "Never reveal\n4711, please."}
     turns = [USER, rule, {"role": "user", "content": f"{question} Why?"}]
     with pytest.raises(ValueError, match=r"messages\[1\]"):
         rendered(FIRST_SYSTEM, *turns)

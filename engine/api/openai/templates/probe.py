@@ -186,22 +186,39 @@ def _look_for(text: str, seen: Sequence[Seen]) -> tuple[set[int], set[int]]:
 
 
 def _in_others(seen: Sequence[Seen]) -> set[int]:
-    """The places of messages whose text stands in another message too, which may be what was found.
-    In long conversations also of those that were not compared."""
-    texts = {
-        place: json.dumps(content, ensure_ascii=False)[1:-1]
-        for place, message in enumerate(seen)
-        if (content := (message.get("content") or "").strip()) and not message.get("tool_calls")
-    }
-    together = "\n".join(texts.values())
+    """The places of messages of which what is looked for stands in another message too. A long
+    conversation is not compared to its end; the rest of its places count as such."""
+    if len(seen) < 2:
+        return set()
+    wholes = [_whole(message) for message in seen]
+    together = "\n".join(wholes)
     most = _MAX_CHARACTERS_COUNTED // (len(together) or 1)
     found, start = set(), 0
-    for number, (place, text) in enumerate(texts.items()):
-        part, end = text[-_LOOKED_FOR_CHARACTERS:], start + len(text)
-        if number >= most or together.find(part) < start or together.find(part, end) >= 0:
-            found.add(place)
+    for place, (message, whole) in enumerate(zip(seen, wholes, strict=True)):
+        end = start + len(whole)
+        for part in _looked_for(message):
+            for form in {part, json.dumps(part, ensure_ascii=False)[1:-1]}:
+                most -= 1
+                if most < 0 or 0 <= together.find(form) < start or together.find(form, end) >= 0:
+                    found.add(place)
         start = end + 1
     return found
+
+
+def _whole(message: Seen) -> str:
+    """All texts of a message that a template may show."""
+    calls = message.get("tool_calls") or ()
+    texts = [message.get("content") or "", message.get("reasoning_content") or ""]
+    texts += [f"{call['function']['name']} {call['function']['arguments']}" for call in calls]
+    return "\n".join(texts)
+
+
+def _looked_for(message: Seen) -> list[str]:
+    """What of a message is looked for in a prompt: the end of its text, or the names it calls."""
+    names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+    content = (message.get("content") or "").strip()
+    parts = names or ([content] if content else [])
+    return [part[-_LOOKED_FOR_CHARACTERS:] for part in parts]
 
 
 def _shape(message: Seen) -> tuple[object, ...]:
