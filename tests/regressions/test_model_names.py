@@ -88,7 +88,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 class Remembering(DigestCache):
     """Remembers young files too, so that whatever changes has to be seen in a file's state."""
 
-    def takes(self, path: Path, state: FileState, now_ns: int) -> bool:
+    def trusts(self, path: Path) -> bool:
+        return True
+
+    def takes(self, state: FileState, now_ns: int) -> bool:
         return True
 
 

@@ -88,10 +88,10 @@ class DigestCache:
             return False
         return bool(_WITH_CTIME.fullmatch(mount.kind))
 
-    def takes(self, path: Path, state: FileState, now_ns: int) -> bool:
-        """Whether the digest of the file at `path`, hashed from `now_ns` on (since the epoch), may
-        be remembered: its ctime would tell of each later change."""
-        return now_ns - state.ctime_ns >= YOUNG_NS and self.trusts(path)
+    def takes(self, state: FileState, now_ns: int) -> bool:
+        """Whether the digest of a file that `trusts` has allowed, hashed from `now_ns` on (since
+        the epoch), may be remembered: its ctime would tell of each later change."""
+        return now_ns - state.ctime_ns >= YOUNG_NS
 
     def add(self, state: FileState, digest: bytes, file_system: int = 0) -> None:
         """Remember the digest of a file in this state, which `takes` has allowed."""

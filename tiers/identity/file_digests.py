@@ -63,20 +63,23 @@ def digest_files(
     cache = DigestCache.of_user() if cache is None else cache
     told = _Told(progress)
     found: dict[Path, FileDigest] = {}
-    unknown: list[Path] = []
+    unknown: list[tuple[Path, bool]] = []
+    trusted: dict[int, bool] = {}  # by device, so that the table of mounts is read once for each
     for path in paths:
         with _opened(path) as (descriptor, state):
             digest = None
-            if cache.trusts(path):
+            if state.device not in trusted:
+                trusted[state.device] = cache.trusts(path)
+            if trusted[state.device]:
                 digest = cache.find(state, os.fstatvfs(descriptor).f_fsid)
         if digest is None:
-            unknown.append(path)
+            unknown.append((path, trusted[state.device]))
             told.total_bytes += state.size
         else:
             found[path] = FileDigest(path, state, digest)
     with ThreadPoolExecutor(_threads(), thread_name_prefix="stratakv-digest") as pool:
-        for path in unknown:
-            found[path] = _digest_file(path, pool, cache, told)
+        for path, is_trusted in unknown:
+            found[path] = _digest_file(path, pool, cache, told, is_trusted=is_trusted)
     return [found[path] for path in paths]
 
 
@@ -103,12 +106,13 @@ def _threads() -> int:
 
 
 def _digest_file(
-    path: Path, pool: ThreadPoolExecutor, cache: DigestCache, told: _Told
+    path: Path, pool: ThreadPoolExecutor, cache: DigestCache, told: _Told, *, is_trusted: bool
 ) -> FileDigest:
     began_ns = time.time_ns()
     with _opened(path) as (descriptor, found):
         is_written, state = _write_back(descriptor)
-        may_remember = is_written and state == found and cache.takes(path, state, began_ns)
+        may_remember = is_trusted and is_written and state == found
+        may_remember = may_remember and cache.takes(state, began_ns)
         file_system = os.fstatvfs(descriptor).f_fsid
         hasher = hashlib.sha256(_NAME + _SIZE.pack(state.size))
         starts = range(0, state.size, PIECE_BYTES)
