@@ -54,7 +54,7 @@ WORDS = (
 
 
 def make_prompts(seed: int) -> list[str]:
-    """They grow out of a few documents, parting at any word."""
+    """Prompts that grow out of a few documents, parting at any word."""
     rng = random.Random(seed)
     documents = [rng.choices(WORDS, k=400) for _ in range(NUM_DOCUMENTS)]
     prompts = []
@@ -69,7 +69,7 @@ class Program:
     """A command of stratakv, in a session of its own, with what it has written."""
 
     def __init__(self, stack: ExitStack, folder: Path, *words: str) -> None:
-        """It ends with `stack` at the latest."""
+        """Start it; `stack` kills it at the latest."""
         self.log = folder / f"{words[0]}-{time.monotonic_ns()}.log"
         command = [sys.executable, "-P", "-m", "stratakv.engine.cli.main", *words]
         with self.log.open("wb") as sink:
@@ -89,7 +89,7 @@ class Program:
         return found[1]
 
     def end(self, number: int = signal.SIGTERM) -> None:
-        """By this signal, with all that it has started."""
+        """End it by this signal, with all that it has started."""
         if number == signal.SIGKILL:
             self._kill()
         else:
@@ -148,8 +148,8 @@ class Served(Program):
             connection.close()
 
     def sizes(self) -> dict[str, int]:
-        """Of it and all that it has started: bytes of memory, each page shared among those that
-        have it, also by kind; descriptors, threads and processes."""
+        """Sizes of it and all that it has started: bytes of memory, each page shared among those
+        that have it, also by kind; descriptors, threads and processes."""
         found = Counter[str]()
         left = [self.process.pid]
         while left:
@@ -215,7 +215,7 @@ class Traffic:
                 self.faults.append(f"{kind}, prompt {place}: {fault}"[:500])
 
     def _ask(self, kind: str, place: int, rng: random.Random) -> str:
-        """What is wrong with it, if anything."""
+        """The fault of the answer; empty where it is right."""
         served, prompt, right = self.served, self.prompts[place], self.answers[place]
         if kind in ("whole", "stream"):
             text = served.complete(prompt)["text"] if kind == "whole" else served.stream(prompt)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class FileState(NamedTuple):
-    """What tells that a file is the one it was."""
+    """Five numbers of a file; equal ones say that it is the one it was."""
 
     device: int
     inode: int

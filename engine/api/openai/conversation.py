@@ -182,7 +182,8 @@ def _rules_in_a_row(seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
 
 
 def _join_rules(seen: list[Seen], origins: list[int]) -> tuple[list[Seen], list[int]]:
-    """Of such messages in a row the first has what all say, a paragraph each."""
+    """The messages with each row of rules joined into its first one, a paragraph each, and the
+    places of the messages that are left."""
     joined: list[Seen] = []
     places: list[int] = []
     for message, origin in zip(seen, origins, strict=True):

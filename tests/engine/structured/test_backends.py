@@ -174,7 +174,10 @@ WRONG = [
     ({"json": {"type": "nonsense"}}, r"nonsense"),
     ({"json": {"$ref": "#/no"}}, r"no"),
     ({"json": {"enum": []}}, r"empty"),
-    ({"json": {"type": "array", "uniqueItems": True}}, r"uniqueItems"),
+    (
+        {"json": {"type": "array", "uniqueItems": True}},
+        r'keys \["uniqueItems"\], which are not built; leave them out',
+    ),
     ({"json": {"not": {"type": "string"}}}, r"not"),
     ({"json": {"type": "string", "minLength": 9, "maxLength": 8}}, r"maxLength|minLength"),
     ({"structural_tag": {"type": "structural_tag", "format": {"type": "x"}}}, r"x"),

@@ -186,8 +186,8 @@ def _look_for(text: str, seen: Sequence[Seen]) -> tuple[set[int], set[int]]:
 
 
 def _in_others(seen: Sequence[Seen]) -> set[int]:
-    """The places of messages of which what is looked for stands in another message too. A long
-    conversation is not compared to its end; the rest of its places count as such."""
+    """The places of messages that share a part with another message, which may be what was found.
+    A long conversation is not compared to its end; the rest of its places count as such."""
     if len(seen) < 2:
         return set()
     wholes = [_whole(message) for message in seen]
@@ -214,7 +214,8 @@ def _whole(message: Seen) -> str:
 
 
 def _looked_for(message: Seen) -> list[str]:
-    """What of a message is looked for in a prompt: the end of its text, or the names it calls."""
+    """The parts of a message that a prompt is searched for: the end of its text, or the names that
+    it calls."""
     names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
     content = (message.get("content") or "").strip()
     parts = names or ([content] if content else [])
