@@ -31,6 +31,12 @@ PROMPT = 64  # tokens
 STEPS_FIRST = 8  # before anything is counted: prompts are computed, the first masks made
 STEPS = 4  # of a round: few, so that what else the machine does meets both sides alike
 START_SECONDS = 120.0
+# Masks are first made by a thread that gives way to others, so on a busy machine a request may
+# get its first tokens long after the one beside it. Those ahead are then stepped seldom, and have
+# room.
+FAR_AHEAD = 4  # tokens
+AHEAD_SECONDS = 0.25  # between steps
+ROOM_AHEAD = 400  # tokens
 # As agents ask for: a list that goes on for longer than any round does.
 SCHEMA: dict[str, Any] = {
     "type": "array",
@@ -65,20 +71,22 @@ class Decodes:
         for row in range(self.num_rows):
             prompt = chosen.choices(range(4, 4000), k=PROMPT)
             params = SamplingParams(
-                max_tokens=2000, temperature=0.0, ignore_eos=asked is None,
+                max_tokens=4096, temperature=0.0, ignore_eos=asked is None,
                 structured_outputs=asked,
             )  # fmt: skip
             name = f"r{row}"
             self.texts[name] = []
             self._take(self.core.add(AddRequest(name, pack_token_ids(prompt), params)))
         deadline = time.monotonic() + START_SECONDS
-        while min(map(len, self.texts.values())) < STEPS_FIRST:
+        while (least := min(map(len, self.texts.values()))) < STEPS_FIRST:
             if time.monotonic() > deadline:
                 raise WrongWork(f"{self.num_rows} requests did not begin to decode")
             if self.core.has_work():
                 self._take(self.core.step())
             else:  # a grammar is being compiled
                 time.sleep(0.002)
+            if max(map(len, self.texts.values())) > least + self.num_rows + FAR_AHEAD:
+                time.sleep(AHEAD_SECONDS)
 
     def run(self, steps: int) -> float:
         """So many steps; processor seconds of all threads."""
@@ -123,7 +131,7 @@ def compare(name: str, rows: int, rounds: int, backend: str = "auto") -> tuple[O
     WrongWork where an answer does not follow its schema."""
     asked = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
     # Requests begin one behind the other where prompts do not fit into one step.
-    num_tokens = 2 * STEPS_FIRST + rows + (rounds + 2) * STEPS
+    num_tokens = 2 * STEPS_FIRST + rows + ROOM_AHEAD + (rounds + 2) * STEPS
     with (
         decodes(rows, num_tokens, backend, asked) as ours,
         decodes(rows, num_tokens, backend, None) as free,
