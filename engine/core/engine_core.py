@@ -305,6 +305,11 @@ class EngineCore:
         self._stats.savings.record(self.scheduler.counts)
         return self._held.hold(outputs + self._take_ended()) + self._held.release()
 
+    def enter_thread(self) -> None:
+        """Make the calling thread the one that steps; it may be another than the one that built
+        the core."""
+        self.executor.enter_thread()
+
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """`wakeup` is called, from any thread, when `has_work` may have become True."""
         self._connector.set_wakeup(wakeup)

@@ -73,6 +73,9 @@ class Executor(ABC):
         """Wait for the worker until this moment at the latest, which is monotonic, and give it up
         then. Where there is nothing that could be given up, nothing is."""
 
+    def enter_thread(self) -> None:  # noqa: B027 - most have nothing to do
+        """Make the calling thread the engine's step thread."""
+
     @abstractmethod
     def dispatch(self, step: SchedulerOutput) -> StepHandle:
         """Begin a step."""
@@ -182,6 +185,9 @@ class InProcessExecutor(Executor):
     @property
     def max_model_len(self) -> int:
         return self.runner.max_model_len
+
+    def enter_thread(self) -> None:
+        self.runner.enter_thread()
 
     def dispatch(self, step: SchedulerOutput) -> StepHandle:
         handle = _LocalHandle(step)

@@ -77,6 +77,7 @@ class WorkerServer:
             self._send(Failed(_words(error), is_config_error=is_config))
             self._close()
             return EXIT_FAILED
+        self._runner.enter_thread()
         settle_collector()
         self._send(Up(self._runner.pool.num_blocks, self._runner.max_model_len))
         while True:

@@ -17,9 +17,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, update_wrapper
 from pathlib import Path
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -152,6 +152,22 @@ logger = logging.getLogger(__name__)
 DEFAULT_PLACEMENT = Placement()
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _in_queue(
+    method: Callable[Concatenate[ModelRunner, P], T],
+) -> Callable[Concatenate[ModelRunner, P], T]:
+    """Its work goes into the queue of the runner's device, whichever thread calls."""
+
+    def call(self: ModelRunner, /, *args: P.args, **given: P.kwargs) -> T:
+        with self._runtime.entered():
+            return method(self, *args, **given)
+
+    return update_wrapper(call, method)
+
+
 class ModelRunner:
     """A model, its KV pool and its batch."""
 
@@ -191,62 +207,65 @@ class ModelRunner:
         """
         device = placement.device
         self._sampler = Sampler(max_num_seqs, spec.vocab_size, spec.eos_token_ids, processors)
-        runtime = runtime or open_runtime(placement)
-        compute = compute_dtype(dtype, device.type, spec.stored_dtype)
-        layout = spec.layout(block_size, kv_dtype_name(placement.kv_cache_dtype, compute))
-        groups = plan_groups(layout, num_groups, spec.layer_attention)
-        demand = PoolDemand(groups, most_step_tokens or max_num_batched_tokens)
-        elementwise = Elementwise.compiled() if placement.compile_elementwise else Elementwise()
-        load = partial(
-            Decoder.load, path, spec, max_model_len, compute, device, elementwise,
-            is_random=placement.random_weights,
-        )  # fmt: skip
-        check_room(spec, placement, compute)
-        if num_blocks is None:
-            sizer = open_sizer(placement)
-            self.model = load()
-            num_blocks = sizer.blocks(
+        self._runtime = runtime = runtime or open_runtime(placement)
+        with runtime.entered():
+            compute = compute_dtype(dtype, device.type, spec.stored_dtype)
+            layout = spec.layout(block_size, kv_dtype_name(placement.kv_cache_dtype, compute))
+            groups = plan_groups(layout, num_groups, spec.layer_attention)
+            demand = PoolDemand(groups, most_step_tokens or max_num_batched_tokens)
+            elementwise = Elementwise.compiled() if placement.compile_elementwise else Elementwise()
+            load = partial(
+                Decoder.load, path, spec, max_model_len, compute, device, elementwise,
+                is_random=placement.random_weights,
+            )  # fmt: skip
+            check_room(spec, placement, compute)
+            if num_blocks is None:
+                sizer = open_sizer(placement)
+                self.model = load()
+                num_blocks = sizer.blocks(
+                    self.model,
+                    demand,
+                    max_model_len=max_model_len if is_length_asked else MIN_CONTEXT,
+                    max_tokens=max_num_batched_tokens,
+                    max_requests=max_num_seqs,
+                )
+                if not is_length_asked:
+                    max_model_len = context_that_fits(demand, num_blocks, max_model_len)
+            else:
+                check_pool_size(demand, num_blocks, max_model_len, on_host=device.type == "cpu")
+                self.model = load()
+            self.groups = groups
+            self.pool = KvPool(
+                groups.layout, groups.num_pages(num_blocks), device, kernel_block_size
+            )
+            self.max_model_len = max_model_len
+            self.max_num_batched_tokens = max_num_batched_tokens
+            blocks_per_row = -(-max_model_len // block_size)
+            tables = [
+                BlockTable(max_num_seqs, blocks_per_row, block_size, kernel_block_size)
+                for _ in groups.groups
+            ]
+            self.batch = InputBatch(max_num_seqs, max_model_len, MultiGroupBlockTable(tables))
+            self._steps = StepBatch(self.batch)
+            self._forward = make_forward(
+                runtime,
                 self.model,
-                demand,
-                max_model_len=max_model_len if is_length_asked else MIN_CONTEXT,
+                self.pool,
+                placement,
+                compute,
+                max_model_len=max_model_len,
                 max_tokens=max_num_batched_tokens,
                 max_requests=max_num_seqs,
+                progress=progress,
+                groups=groups,
             )
-            if not is_length_asked:
-                max_model_len = context_that_fits(demand, num_blocks, max_model_len)
-        else:
-            check_pool_size(demand, num_blocks, max_model_len, on_host=device.type == "cpu")
-            self.model = load()
-        self.groups = groups
-        self.pool = KvPool(groups.layout, groups.num_pages(num_blocks), device, kernel_block_size)
-        self.max_model_len = max_model_len
-        self.max_num_batched_tokens = max_num_batched_tokens
-        blocks_per_row = -(-max_model_len // block_size)
-        tables = [
-            BlockTable(max_num_seqs, blocks_per_row, block_size, kernel_block_size)
-            for _ in groups.groups
-        ]
-        self.batch = InputBatch(max_num_seqs, max_model_len, MultiGroupBlockTable(tables))
-        self._steps = StepBatch(self.batch)
-        self._forward = make_forward(
-            runtime,
-            self.model,
-            self.pool,
-            placement,
-            compute,
-            max_model_len=max_model_len,
-            max_tokens=max_num_batched_tokens,
-            max_requests=max_num_seqs,
-            progress=progress,
-            groups=groups,
-        )
-        self._prompt_logprobs = PromptLogprobsCollector(self.model.logits)
-        self._pooling = PoolingCollector()
-        self._prompt_embeds = PromptEmbeds(spec.hidden_size)
-        self._last_failed_id = 0
-        self._due: BegunStep | None = None  # sampled, and its tokens are not known here
-        self._connector = NullConnectorWorker() if connector is None else connector
-        self._connector.register_pool(self.pool.tensor)
+            self._prompt_logprobs = PromptLogprobsCollector(self.model.logits)
+            self._pooling = PoolingCollector()
+            self._prompt_embeds = PromptEmbeds(spec.hidden_size)
+            self._last_failed_id = 0
+            self._due: BegunStep | None = None  # sampled, and its tokens are not known here
+            self._connector = NullConnectorWorker() if connector is None else connector
+            self._connector.register_pool(self.pool.tensor)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """One step as a whole."""
@@ -254,7 +273,12 @@ class ModelRunner:
         self.sample(step)
         return self.collect(step)
 
+    def enter_thread(self) -> None:
+        """Make the calling thread the one that steps. Another one may call all the same."""
+        self._runtime.enter_thread()
+
     @torch.inference_mode()
+    @_in_queue
     def begin(self, output: SchedulerOutput) -> BegunStep:
         """The copies of a step, its changes of the batch and its forward pass. The step before must
         have been sampled. Raises what goes wrong with the whole step, after which only steps
@@ -276,6 +300,7 @@ class ModelRunner:
             raise
 
     @torch.inference_mode()
+    @_in_queue
     def sample(self, step: BegunStep, mask: TokenMask | None = None) -> None:
         """Have the tokens of a step chosen, where `mask` says among which; all requests that it
         names choose one. Waits for those of the step before. Raises as `begin` does."""
@@ -295,6 +320,7 @@ class ModelRunner:
         return step.sampled is None or step.sampled.choice.is_done
 
     @torch.inference_mode()
+    @_in_queue
     def collect(self, step: BegunStep) -> ModelRunnerOutput:
         """Wait for the tokens of a step that was sampled. Requests whose logits are not finite are
         named and get no token; the others are not affected. Raises as `begin` does."""
@@ -305,14 +331,17 @@ class ModelRunner:
         step.result.connector_output = self.poll_copies()
         return step.result
 
+    @_in_queue
     def start_copies(self, meta: ConnectorMetadata) -> None:
         """Begin copies that belong to no step."""
         self._connector.start_step(meta)
 
+    @_in_queue
     def poll_copies(self) -> ConnectorWorkerOutput | None:
         """What the connector has finished since it was last asked; None without one."""
         return self._connector.poll()
 
+    @_in_queue
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
         """Let the connector finish its copies, at most so long. Idempotent."""
         self._connector.shutdown(timeout_seconds)

@@ -66,14 +66,51 @@ def paged_decode(
     check_scales(kv, kv_scales)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     check_layout(q, kv, out, {"block_tables": block_tables, "seq_lens": seq_lens}, kv_scales)
-    reason = _reason_against_triton(q, kv)
-    chosen = choose_kernel(
+    chosen = choose_decode_kernel(q, kv, scale, kernel=kernel, strict=strict)
+    return run_decode(
+        chosen,
+        q,
+        kv,
+        block_tables,
+        seq_lens,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        kv_scales=kv_scales,
+        num_splits=num_splits,
+        out=out,
+    )
+
+
+def choose_decode_kernel(
+    q: Tensor, kv: Tensor, scale: float, *, kernel: str = AUTO, strict: bool = False
+) -> str:
+    """Which one computes queries like `q` `[any, heads, head_dim]` over the pool; `scale` and the
+    words as `paged_decode` takes them. Raises KernelRefused as `choose_kernel` does."""
+    return choose_kernel(
         kernel,
         q.device,
-        unsupported=reason,
+        unsupported=_reason_against_triton(q, kv),
         native_unsupported=reason_against_native(q, kv, scale),
         strict=strict,
     )
+
+
+def run_decode(
+    chosen: str,
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    kv_scales: Tensor | None,
+    num_splits: int | None,
+    out: Tensor,
+) -> Tensor:
+    """`paged_decode` by the kernel that was chosen, with arguments that it has checked."""
     if q.numel() == 0:
         return out
     if chosen == TRITON:

@@ -72,14 +72,53 @@ def paged_prefill(
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     integers = {"block_tables": block_tables, "seq_lens": seq_lens, "query_starts": query_starts}
     check_layout(q, kv, out, integers, kv_scales)
-    reason = _reason_against_triton(q, kv)
-    chosen = choose_kernel(
+    chosen = choose_prefill_kernel(q, kv, scale, kernel=kernel, strict=strict)
+    return run_prefill(
+        chosen,
+        q,
+        kv,
+        block_tables,
+        seq_lens,
+        query_starts,
+        max_query_len=max_query_len,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        kv_scales=kv_scales,
+        out=out,
+    )
+
+
+def choose_prefill_kernel(
+    q: Tensor, kv: Tensor, scale: float, *, kernel: str = AUTO, strict: bool = False
+) -> str:
+    """Which one computes queries like `q` `[any, heads, head_dim]` over the pool; `scale` and the
+    words as `paged_prefill` takes them. Raises KernelRefused as `choose_kernel` does."""
+    return choose_kernel(
         kernel,
         q.device,
-        unsupported=reason,
+        unsupported=_reason_against_triton(q, kv),
         native_unsupported=reason_against_native(q, kv, scale),
         strict=strict,
     )
+
+
+def run_prefill(
+    chosen: str,
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    *,
+    max_query_len: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    kv_scales: Tensor | None,
+    out: Tensor,
+) -> Tensor:
+    """`paged_prefill` by the kernel that was chosen, with arguments that it has checked."""
     if q.numel() == 0 or len(seq_lens) == 0:
         return out
     if chosen == TRITON:

@@ -56,7 +56,26 @@ def write_kv(
     if kv_scales is not None and kv_scales.ndim == 4:
         check_written("kv_scales", kv_scales)
     check_one_device({"k": k, "v": v, "kv": kv, "slots": slots, "kv_scales": kv_scales})
-    chosen = choose_kernel(kernel, kv.device, unsupported=_reason_against(k, kv), strict=strict)
+    run_write(choose_write_kernel(k, kv, kernel=kernel, strict=strict), k, v, kv, slots, kv_scales)
+
+
+def choose_write_kernel(
+    k: torch.Tensor, kv: torch.Tensor, *, kernel: str = AUTO, strict: bool = False
+) -> str:
+    """Which one writes rows like `k` into the pool. Raises KernelRefused as `choose_kernel`
+    does."""
+    return choose_kernel(kernel, kv.device, unsupported=_reason_against(k, kv), strict=strict)
+
+
+def run_write(
+    chosen: str,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv: torch.Tensor,
+    slots: torch.Tensor,
+    kv_scales: torch.Tensor | None,
+) -> None:
+    """`write_kv` by the kernel that was chosen, with arguments that it has checked."""
     if not slots.numel():
         return
     if chosen == TRITON:

@@ -65,7 +65,7 @@ def _write_rows(  # type: ignore[no-untyped-def]
     tl.store(kv + to_rows[:, None] + dim[None, :], values.to(kv.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tokens", "num_slots"))
 def write_kv_kernel(  # type: ignore[no-untyped-def]
     k,
     v,

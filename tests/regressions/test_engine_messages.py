@@ -251,6 +251,9 @@ class FailingCore:
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         pass
 
+    def enter_thread(self) -> None:
+        pass
+
     def shutdown(self) -> None:
         pass
 

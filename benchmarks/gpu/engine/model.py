@@ -67,7 +67,9 @@ def engine_options(place: Place) -> dict[str, Any]:
     common: dict[str, Any] = {"load_format": "dummy", "attention_backend": "kernels"}
     if place.is_rehearsal:
         return common | {"device": "cpu", "dtype": "float64"}
-    return common | {"device": str(with_index(place.device)), "strict_kernels": True}
+    return common | {
+        "device": str(with_index(place.device)), "dtype": "bfloat16", "strict_kernels": True
+    }  # fmt: skip
 
 
 def read_weight_bytes(spec: ModelSpec, element_bytes: int) -> int:

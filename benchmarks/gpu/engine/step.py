@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -103,25 +104,34 @@ def _add(bench: _Bench, results: Results, case: Case) -> None:
     results.add_row(NAME, row)
 
 
+def num_steps(place: Place) -> int:
+    """That are timed in a batch."""
+    return place.choose(40, 20, 3)
+
+
+def make_options(place: Place, way: Way, shapes: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """An engine that holds each of these batches, of so many requests and tokens of context."""
+    room = WARM_UPS + num_steps(place) + 1
+    longest = -(-(max(context for _, context in shapes) + room) // BLOCK_SIZE)
+    blocks = max(requests * -(-(context + room) // BLOCK_SIZE) for requests, context in shapes)
+    return engine_options(place) | {
+        "enforce_eager": way.enforce_eager,
+        "kv_cache_dtype": way.kv_cache_dtype,
+        "block_size": BLOCK_SIZE,
+        "max_model_len": longest * BLOCK_SIZE,
+        "max_num_seqs": max(requests for requests, _ in shapes),
+        "num_blocks": max(blocks, longest) + 1,
+    }
+
+
 class _Bench:
     """A runner without a scheduler around it: its requests hold blocks of zeros."""
 
     def __init__(
         self, place: Place, path: Path, way: Way, shapes: tuple[tuple[int, int], ...]
     ) -> None:
-        self._steps = place.choose(40, 20, 3)
-        room = WARM_UPS + self._steps + 1
-        longest = max(context for _, context in shapes) + room
-        blocks = max(requests * -(-(context + room) // BLOCK_SIZE) for requests, context in shapes)
-        options = engine_options(place) | {
-            "enforce_eager": way.enforce_eager,
-            "kv_cache_dtype": way.kv_cache_dtype,
-            "block_size": BLOCK_SIZE,
-            "max_model_len": -(-longest // BLOCK_SIZE) * BLOCK_SIZE,
-            "max_num_seqs": max(requests for requests, _ in shapes),
-            "num_blocks": max(blocks, -(-longest // BLOCK_SIZE)) + 1,
-        }
-        config = engine_config(path, options)
+        self._steps = num_steps(place)
+        config = engine_config(path, make_options(place, way, shapes))
         spec = load_model_spec(path)
         self._runner = ModelRunner(
             spec,
@@ -131,7 +141,7 @@ class _Bench:
             block_size=BLOCK_SIZE,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            max_model_len=config.model.max_model_len or longest,
+            max_model_len=config.model.max_model_len or spec.max_context,
             placement=placement_of(config),
         )
         self._layout = self._runner.pool.layout

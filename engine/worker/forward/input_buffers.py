@@ -61,6 +61,8 @@ class _DeviceTable:
         self.rows[len(rows) : padded].zero_()
 
 
+_BLOCKS_ALIGNED = 4  # of a table's row, 4 bytes each
+
 # For the step being laid down and the one before it.
 _TURNS = 2
 
@@ -77,10 +79,13 @@ class InputBuffers:
         max_blocks: int,
         views: Sequence[View] = (View(0, None),),
     ) -> None:
-        """`max_blocks` is the width of a block table; each cache group has one. `views` are those
-        of the model."""
+        """`max_blocks` is the least width of a block table; each cache group has one. `views` are
+        those of the model."""
         self._runtime = runtime
         self._views = tuple(views)
+        # Triton compiles anew for an address that is no multiple of 16 bytes, and a step's chunks
+        # may begin in any row.
+        max_blocks = -(-max_blocks // _BLOCKS_ALIGNED) * _BLOCKS_ALIGNED
 
         def make(size: int, dtype: torch.dtype = torch.int64) -> _Buffer:
             staged = tuple([runtime.staging((size,), dtype) for _ in range(_TURNS)])
@@ -123,9 +128,10 @@ class InputBuffers:
         """int64 `[max_tokens + max_requests]`, on the device."""
         return self._wanted.there
 
-    def fill(self, step: StepInputs | None, num_rows: int) -> None:
-        """Send a step to the device, filled up with nobody's rows to `num_rows` tokens; None is a
-        step of nobody. Only a step of decodes may be filled up."""
+    def fill(self, step: StepInputs | None, num_rows: int, num_requests: int | None = None) -> None:
+        """Send a step to the device, filled up with nobody's rows to `num_rows` tokens, of
+        `num_requests` requests or, where it is None, of one each; None is a step of nobody. A step
+        of chunks may only be filled up within its last request."""
         self._turn = (self._turn + 1) % _TURNS
         if (copied := self._copied[self._turn]) is not None:
             copied.wait()
@@ -133,7 +139,7 @@ class InputBuffers:
         if step is not None:
             tokens, requests = step.num_tokens, len(step.rows)
             self._stage(step, tokens, requests)
-        padded = requests + num_rows - tokens
+        padded = requests + num_rows - tokens if num_requests is None else num_requests
         for buffer, nobody in self._by_token:
             buffer.arrays[self._turn][tokens:num_rows] = nobody
             self._send(buffer, num_rows)
@@ -151,6 +157,16 @@ class InputBuffers:
             slots, table = self._groups[group]
             decodes = self._decodes(table, num_requests)
             plans.append(KernelPlan(slots.there[:num_requests], decodes, None, window))
+        return plans
+
+    def chunk_plans(self, num_tokens: int) -> list[KernelPlan]:
+        """A step of one chunk of up to so many tokens, in each view."""
+        lengths, starts = self._seq_lens.there[:1], self._query_starts.there[:2]
+        plans = []
+        for group, window in self._views:
+            slots, table = self._groups[group]
+            chunks = Chunks(table.rows[:1], lengths, starts, num_tokens)
+            plans.append(KernelPlan(slots.there[:num_tokens], None, chunks, window))
         return plans
 
     def plans(self, step: StepInputs) -> list[KernelPlan]:

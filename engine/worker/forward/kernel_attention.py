@@ -4,21 +4,23 @@
     rows of q, k, v   0 … num_decodes    one row for each request: paged decode
                       the rest           several rows for each request: paged prefill
 
-Nothing here looks at what is in a tensor, so nothing waits for a device, and a plan over buffers
-that stay can be recorded in a graph.
+Kernels are chosen once for a model, and a plan's arguments are checked in the first layer that
+meets it: every layer gives tensors of the same shapes. Nothing here looks at what is in a tensor,
+so nothing waits for a device, and a plan over buffers that stay can be recorded in a graph.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ....kernels.attention.paged_decode import paged_decode
-from ....kernels.attention.paged_prefill import paged_prefill
-from ....kernels.choice import AUTO
-from ....kernels.write.write_kv import write_kv
+from ....kernels.attention.paged_decode import choose_decode_kernel, paged_decode, run_decode
+from ....kernels.attention.paged_prefill import choose_prefill_kernel, paged_prefill, run_prefill
+from ....kernels.choice import AUTO, TRITON
+from ....kernels.write.write_kv import choose_write_kernel, run_write, write_kv
 from ....tiers.block import BlockLayout
 
 
@@ -40,7 +42,7 @@ class Chunks:
     max_query_len: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class KernelPlan:
     """One step, the same for every layer of a cache group with the same window."""
 
@@ -48,6 +50,33 @@ class KernelPlan:
     decodes: Decodes | None
     chunks: Chunks | None
     window: int | None = None  # positions that a token sees, its own among them; None: all
+    is_checked: bool = False  # whether the kernels have taken these arguments
+
+
+class Kernels(NamedTuple):
+    """Those that a model's attention runs by; words of `kernels/choice.py`."""
+
+    write: str
+    decode: str
+    prefill: str
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether a step of decodes waits for nothing. Plain kernels read lengths and slots back,
+        which a device refuses while it records."""
+        return self.write == self.decode == TRITON
+
+
+def choose_kernels(
+    q: Tensor, kv: Tensor, scale: float, *, kernel: str = AUTO, strict: bool = False
+) -> Kernels:
+    """Of queries like `q` `[any, heads, head_dim]` over the pool of one layer. Raises KernelRefused
+    as `choose_kernel` does."""
+    return Kernels(
+        choose_write_kernel(q, kv, kernel=kernel, strict=strict),
+        choose_decode_kernel(q, kv, scale, kernel=kernel, strict=strict),
+        choose_prefill_kernel(q, kv, scale, kernel=kernel, strict=strict),
+    )
 
 
 class KernelAttention:
@@ -58,66 +87,69 @@ class KernelAttention:
         pool: Tensor,
         layout: BlockLayout,
         *,
+        num_heads: int,
+        dtype: torch.dtype,
         scale: float,
         kv_scales: Tensor | None = None,
         strict: bool = False,
         kernel: str = AUTO,
     ) -> None:
-        """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`; scores
-        are multiplied by `scale`; `kv_scales` are those of a float8 pool. Under `strict` a kernel
-        that cannot run is refused instead of replaced by its plain twin."""
+        """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`; queries have
+        `num_heads` heads of `dtype`, and their scores are multiplied by `scale`; `kv_scales` are
+        those of a float8 pool. Raises KernelRefused, under `strict`, where a kernel cannot run and
+        its plain twin would stand in."""
         self._layers = [pool[:, layer] for layer in range(layout.num_layers)]
         self._scale = scale
         self._kv_scales = kv_scales
-        self._strict, self._kernel = strict, kernel
+        kv = self._layers[0]
+        q = torch.empty((0, num_heads, layout.head_dim), dtype=dtype, device=pool.device)
+        self.kernels = choose_kernels(q, kv, scale, kernel=kernel, strict=strict)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: KernelPlan) -> Tensor:
         """Attend `q` `[tokens, heads, head_dim]` after writing `k` and `v` `[tokens, kv heads,
         head_dim]` to the pool; `[tokens, heads * head_dim]`."""
         kv = self._layers[layer]
-        write_kv(
-            k, v, kv, plan.slots,
-            kv_scales=self._kv_scales, kernel=self._kernel, strict=self._strict,
-        )  # fmt: skip
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        first_chunk = 0
+        first_chunk = 0 if plan.decodes is None else len(plan.decodes.seq_lens)
+        if plan.is_checked:
+            run_write(self.kernels.write, k, v, kv, plan.slots, self._kv_scales)
+        else:
+            write_kv(k, v, kv, plan.slots, kv_scales=self._kv_scales, kernel=self.kernels.write)
         if plan.decodes is not None:
-            first_chunk = len(plan.decodes.seq_lens)
-            self._decode(q[:first_chunk], kv, plan.decodes, plan.window, out[:first_chunk])
+            self._decode(q[:first_chunk], kv, plan.decodes, plan, out[:first_chunk])
         if plan.chunks is not None:
-            self._prefill(q[first_chunk:], kv, plan.chunks, plan.window, out[first_chunk:])
+            self._prefill(q[first_chunk:], kv, plan.chunks, plan, out[first_chunk:])
+        plan.is_checked = True
         return out.view(len(q), -1)
 
     def _decode(
-        self, q: Tensor, kv: Tensor, decodes: Decodes, window: int | None, out: Tensor
+        self, q: Tensor, kv: Tensor, decodes: Decodes, plan: KernelPlan, out: Tensor
     ) -> None:
+        tables, lengths = decodes.block_tables, decodes.seq_lens
+        if plan.is_checked:
+            run_decode(
+                self.kernels.decode, q, kv, tables, lengths, scale=self._scale,
+                window=plan.window, softcap=None, kv_scales=self._kv_scales, num_splits=None,
+                out=out,
+            )  # fmt: skip
+            return
         paged_decode(
-            q,
-            kv,
-            decodes.block_tables,
-            decodes.seq_lens,
-            scale=self._scale,
-            window=window,
-            kv_scales=self._kv_scales,
-            out=out,
-            kernel=self._kernel,
-            strict=self._strict,
-        )
+            q, kv, tables, lengths, scale=self._scale, window=plan.window,
+            kv_scales=self._kv_scales, out=out, kernel=self.kernels.decode,
+        )  # fmt: skip
 
     def _prefill(
-        self, q: Tensor, kv: Tensor, chunks: Chunks, window: int | None, out: Tensor
+        self, q: Tensor, kv: Tensor, chunks: Chunks, plan: KernelPlan, out: Tensor
     ) -> None:
+        tables, lengths, starts = chunks.block_tables, chunks.seq_lens, chunks.query_starts
+        if plan.is_checked:
+            run_prefill(
+                self.kernels.prefill, q, kv, tables, lengths, starts,
+                max_query_len=chunks.max_query_len, scale=self._scale, window=plan.window,
+                softcap=None, kv_scales=self._kv_scales, out=out,
+            )  # fmt: skip
+            return
         paged_prefill(
-            q,
-            kv,
-            chunks.block_tables,
-            chunks.seq_lens,
-            chunks.query_starts,
-            max_query_len=chunks.max_query_len,
-            scale=self._scale,
-            window=window,
-            kv_scales=self._kv_scales,
-            out=out,
-            kernel=self._kernel,
-            strict=self._strict,
-        )
+            q, kv, tables, lengths, starts, max_query_len=chunks.max_query_len, scale=self._scale,
+            window=plan.window, kv_scales=self._kv_scales, out=out, kernel=self.kernels.prefill,
+        )  # fmt: skip

@@ -31,6 +31,8 @@ _FINE, _FINE_UP_TO = 8, 128
 _COARSE, _COARSE_UP_TO = 16, 512
 # Each record takes memory and a part of the start; larger batches are bound by arithmetic.
 MAX_RECORDED = _COARSE_UP_TO
+# Tokens of the chunks that are run at the start: of the shortest, and beyond what counts as short.
+WARM_CHUNKS = (2, 128)
 
 
 def batch_buckets(max_requests: int) -> tuple[int, ...]:
@@ -100,6 +102,7 @@ class KernelForward:
     ) -> None:
         views = LayerViews(groups, model.spec.layer_attention)
         self._model, self._attention = model, attention_over(attention, views)
+        self._max_tokens = max_tokens
         self._buffers = InputBuffers(
             runtime,
             max_tokens=max_tokens,
@@ -108,6 +111,16 @@ class KernelForward:
             views=views.views,
         )
         self._graphs = DecodeGraphs(runtime, self._decode_work, batch_buckets(max_requests))
+
+    def warm_up(self) -> None:
+        """Compile what steps of one token a request and of chunks need, so that no request waits
+        for a compiler: a short chunk and a long one have each their own launch."""
+        buffers = self._buffers
+        buffers.fill(None, 1)
+        self._forward(1, plan_of(buffers.decode_plans(1)), None)
+        for num_tokens in sorted({min(size, self._max_tokens) for size in WARM_CHUNKS}):
+            buffers.fill(None, num_tokens, 1)
+            self._forward(num_tokens, plan_of(buffers.chunk_plans(num_tokens)), None)
 
     def record(self, progress: Callable[[str], None]) -> None:
         """Record the decode steps. Without it every step is launched one by one."""

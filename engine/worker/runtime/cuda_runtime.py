@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA behind `device_runtime.py`: staging memory, events, graphs, and how much memory is free.
+"""CUDA behind `device_runtime.py`: a stream, staging memory, events, graphs, and how much memory is
+free.
 
-Everything runs in the device's current stream. Imported only where a GPU was asked for.
+Everything runs in one stream, whose priority is above that of the streams that copy blocks. Device
+and stream are a thread's own, and an engine in the caller's process is built in one thread and
+stepped in another, so whoever steps it enters first. Imported only where a GPU was asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +23,8 @@ from .device_runtime import Mark, Work
 # Kernels are compiled and libraries choose their algorithms in the first runs, which a graph must
 # not hold.
 WARM_UPS = 2
+# The lower the number, the sooner; 0 is what copies and everything else in the process run at.
+PRIORITY = -1
 
 
 class CudaRuntime:
@@ -25,33 +32,42 @@ class CudaRuntime:
 
     def __init__(self, device: torch.device) -> None:
         self.device = with_index(device)
-        torch.cuda.set_device(self.device)  # Triton launches on the current one
         self.can_record = True
-        self._stream: torch.cuda.Stream | None = None
+        self._stream = torch.cuda.Stream(self.device, PRIORITY)  # type: ignore[no-untyped-call]
         self._memory: Any = None  # shared by all graphs: one runs at a time
+        self._here = threading.local()  # `is_in`, in threads that have entered
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self.device)  # Triton launches on the current one
+        torch.cuda.set_stream(self._stream)
+        self._here.is_in = True
+
+    def entered(self) -> AbstractContextManager[None]:
+        return nullcontext() if getattr(self._here, "is_in", False) else self._in_stream()
+
+    @contextmanager
+    def _in_stream(self) -> Iterator[None]:
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            yield
 
     def staging(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, pin_memory=True)
 
     def mark(self) -> Mark:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(self._stream)
         return _EventMark(event)
 
     def record(self, work: Work) -> Work:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
-        stream = self._stream
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                work()
+        for _ in range(WARM_UPS):
+            work()
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         # Other threads register memory and wait for copies meanwhile: no fault of this one.
         with torch.cuda.graph(
-            graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"
+            graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
         ):
             output = work()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step asks of a device beside arithmetic: staging memory, marks in its queue, graphs.
+"""What a step asks of a device beside arithmetic: its queue, staging memory, marks, graphs.
 
 `HostRuntime` is the CPU, where nothing is queued and nothing is worth recording; `cuda_runtime.py`
 is CUDA.
@@ -8,6 +8,7 @@ is CUDA.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -59,6 +60,12 @@ class DeviceRuntime(Protocol):
     device: torch.device
     can_record: bool
 
+    def enter_thread(self) -> None:
+        """Put whatever the calling thread does from now on into the device's queue."""
+
+    def entered(self) -> AbstractContextManager[None]:
+        """The same for a while, where the calling thread has not entered."""
+
     def staging(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Zeroed host memory from which the device copies by itself while the host goes on."""
 
@@ -84,6 +91,12 @@ class HostRuntime:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.can_record = False
+
+    def enter_thread(self) -> None:
+        return
+
+    def entered(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def staging(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(*shape, dtype=dtype)

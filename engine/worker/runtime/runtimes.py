@@ -7,6 +7,7 @@ CUDA is imported and asked only where a placement names it.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -168,6 +169,8 @@ def make_forward(
     attention = KernelAttention(
         tensor,
         layout,
+        num_heads=model.spec.num_heads,
+        dtype=compute,
         scale=model.spec.attention_scale,
         kv_scales=scales,
         strict=placement.strict_kernels,
@@ -182,6 +185,15 @@ def make_forward(
         # Whole blocks of the pool, as the host's tables have them.
         max_blocks=-(-max_model_len // pool.layout.block_size) * pool.entries_per_block,
     )
-    if placement.record_decodes and runtime.can_record:
-        forward.record(progress)
+    if runtime.can_record:
+        began = time.monotonic()
+        forward.warm_up()
+        progress(f"kernels are compiled, which took {time.monotonic() - began:.1f} s")
+        if placement.record_decodes and attention.kernels.can_be_recorded:
+            forward.record(progress)
+        elif placement.record_decodes:
+            logger.warning(
+                "every step is launched kernel by kernel, which takes small batches longer: plain "
+                "kernels stand in for Triton's, and what they read back cannot be recorded"
+            )
     return forward

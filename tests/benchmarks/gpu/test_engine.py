@@ -3,17 +3,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stratakv.benchmarks.gpu.engine import model as engine_model
 from stratakv.benchmarks.gpu.engine import phases as engine_phases
 from stratakv.benchmarks.gpu.engine import step as engine_step
 from stratakv.benchmarks.gpu.engine.phases import PHASES
-from stratakv.benchmarks.gpu.section import WrongResult
-from stratakv.benchmarks.offload.workbench import MeasuredEngine, Run
+from stratakv.benchmarks.gpu.section import Place, WrongResult
+from stratakv.benchmarks.offload.workbench import MeasuredEngine, Run, measured_options
+from stratakv.engine.models.dtypes import compute_dtype, kv_dtype_name, pool_dtype
 from stratakv.engine.models.spec import load_model_spec
+from stratakv.engine.options import engine_config
+from stratakv.engine.worker.forward.kernel_attention import choose_kernels
+from stratakv.kernels import choice, pool_checks
+from stratakv.kernels.choice import Hardware, KernelRefused
 
 from .copy_rehearsal import is_plot, no_results, rehearsal, rehearse
 
@@ -115,3 +124,47 @@ def test_the_model_is_llama_3_1_8b_in_shape(tmp_path: Path) -> None:
 def test_nothing_measured_is_no_plot(tmp_path: Path) -> None:
     for section in (engine_step, engine_phases):
         assert section.SECTION.plot(no_results(), tmp_path) is None
+
+
+def option_sets(tmp_path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Those that the whole-engine sections give an engine on a GPU, by the section's name."""
+    place = Place(torch.device("cuda"), is_quick=True, is_rehearsal=False)
+    with engine_model.model_directory(place) as model:
+        documents = engine_phases._Documents(place, model, 1024)
+        yield "engine-phases", engine_phases.make_options(place, documents, tmp_path)
+        for way in engine_step.WAYS:
+            given = engine_step.make_options(place, way, ((64, 8192),))
+            yield f"engine-step, {way.name}", given
+
+
+def test_the_kernels_take_every_option_set_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rehearsal computes in float64 on the CPU, which says nothing about a GPU."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    hopper = Hardware("a GPU", (9, 0), has_triton=True)
+    for module in (choice, pool_checks):
+        monkeypatch.setattr(module, "probe_hardware", lambda: hopper)
+    for name, options in option_sets(tmp_path):
+        config = engine_config(None, measured_options(options))
+        dtype = compute_dtype(config.model.dtype, "cuda", None)
+        pool_type = pool_dtype(kv_dtype_name(config.cache.kv_cache_dtype, dtype))
+        assert config.model.strict_kernels, name
+        with FakeTensorMode():
+            q = torch.empty((0, 32, 128), dtype=dtype, device="cuda:0")
+            kv = torch.empty((8, 2, 16, 8, 128), dtype=pool_type, device="cuda:0")
+            assert choose_kernels(q, kv, 1.0, strict=True).can_be_recorded, name
+
+
+def test_the_kernels_refuse_what_a_section_must_not_ask_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    hopper = Hardware("a GPU", (9, 0), has_triton=True)
+    monkeypatch.setattr(choice, "probe_hardware", lambda: hopper)
+    for dtype, reason in ((torch.float32, "tensor cores"), (torch.float64, "float64")):
+        with FakeTensorMode():
+            q = torch.empty((0, 32, 128), dtype=dtype, device="cuda:0")
+            kv = torch.empty((8, 2, 16, 8, 128), dtype=dtype, device="cuda:0")
+            with pytest.raises(KernelRefused, match=reason):
+                choose_kernels(q, kv, 1.0, strict=True)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ class SlowCore:
 
     def __init__(self) -> None:
         self.done: list[str] = []
+        self.threads: list[int] = []  # that have entered
 
     def add(self, request: AddRequest) -> list[TokenOutput]:
         time.sleep(ADD_SECONDS)
@@ -47,6 +49,9 @@ class SlowCore:
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         pass
 
+    def enter_thread(self) -> None:
+        self.threads.append(threading.get_ident())
+
     def shutdown(self) -> None:
         pass
 
@@ -63,3 +68,14 @@ def test_a_flood_of_slow_requests_does_not_hold_up_the_steps() -> None:
     # Two or three of 10 ms in 20 ms, fewer where a sleep takes longer; never all of them.
     assert all(1 <= len(adds) <= 3 for adds in turns if adds)
     assert len([adds for adds in turns if adds]) >= NUM_REQUESTS // 3
+
+
+def test_the_thread_that_steps_enters_first() -> None:
+    """CUDA's current device and stream are a thread's own, and the core was built in another."""
+    core = SlowCore()
+    loop = CoreLoop(core, lambda message: None)
+    thread = threading.Thread(target=loop.run)
+    loop.stop()
+    thread.start()
+    thread.join()
+    assert core.threads == [thread.ident]

@@ -41,6 +41,9 @@ class SlowRunner:
         self.pool = type("Pool", (), {"num_blocks": 9})
         self.max_model_len = 99
 
+    def enter_thread(self) -> None:
+        pass
+
     def begin(self, output: SchedulerOutput) -> BegunStep:
         self.seen.append(("begin", output.step_id))
         if output.step_id == 13:

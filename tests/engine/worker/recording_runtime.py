@@ -8,7 +8,10 @@ runs the same work, over the same buffers, and writes into the same output, spoi
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,15 +27,24 @@ class RecordingRuntime:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.can_record = True
+        self.num_marks = self.last_waited = 0  # marks are numbered from 1
         self.num_waits = self.num_replays = self.num_recorded = 0
+        self.threads: list[int] = []
         self._staging: list[Tensor] = []
+
+    def enter_thread(self) -> None:
+        self.threads.append(threading.get_ident())
+
+    def entered(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def staging(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         self._staging.append(torch.zeros(*shape, dtype=dtype))
         return self._staging[-1]
 
     def mark(self) -> Mark:
-        return _Counted(self._waited)
+        self.num_marks += 1
+        return _Counted(partial(self._waited, self.num_marks))
 
     def record(self, work: Work) -> Work:
         with torch.inference_mode(False):
@@ -46,8 +58,9 @@ class RecordingRuntime:
 
         return replay
 
-    def _waited(self) -> None:
+    def _waited(self, mark: int) -> None:
         self.num_waits += 1
+        self.last_waited = mark
         for memory in self._staging:
             memory.fill_(SPOILT)
 

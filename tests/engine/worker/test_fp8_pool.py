@@ -22,7 +22,10 @@ ONES = torch.ones((2, 2))
 
 def attention_over(pool: torch.Tensor) -> KernelAttention:
     scales = ONES if pool.dtype == pool_dtype(FP8_KV) else None
-    return KernelAttention(pool, LAYOUT, scale=LAYOUT.head_dim**-0.5, kv_scales=scales)
+    return KernelAttention(
+        pool, LAYOUT, num_heads=4, dtype=torch.float32, scale=LAYOUT.head_dim**-0.5,
+        kv_scales=scales,
+    )  # fmt: skip
 
 
 def one_step(tokens: int) -> KernelPlan:

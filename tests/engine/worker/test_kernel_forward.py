@@ -6,7 +6,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from stratakv.engine.worker.forward import kernel_attention
+from stratakv.engine.worker.forward.kernel_attention import Kernels
 from stratakv.engine.worker.runtime.device_config import KERNELS, Placement
 
 from .recording_runtime import RecordingRuntime
@@ -43,6 +46,14 @@ def test_kernels_answer_as_gathering_does(block_size, gathered, checkpoint, driv
     assert not drive.runner.pool.tensor[0].any()
 
 
+@pytest.fixture
+def _recordable(monkeypatch):
+    """The plain kernels stand for Triton's: what they read back disturbs no record of these
+    tests."""
+    monkeypatch.setattr(Kernels, "can_be_recorded", True)
+
+
+@pytest.mark.usefixtures("_recordable")
 def test_recorded_steps_answer_the_same_and_write_nobodys_rows_nowhere(
     gathered, checkpoint, driver, prompt_of
 ):
@@ -68,6 +79,7 @@ def test_recorded_steps_are_bypassed_where_they_are_not_wanted(checkpoint, drive
     assert runtime.num_recorded == runtime.num_replays == 0
 
 
+@pytest.mark.usefixtures("_recordable")
 def test_staging_memory_is_written_only_after_a_wait(checkpoint, driver, prompt_of):
     runtime = RecordingRuntime()
     drive = driver(checkpoint(), placement=BY_KERNELS, runtime=runtime)
@@ -83,13 +95,12 @@ def test_a_step_waits_for_the_copies_of_the_last_but_one(checkpoint, driver, pro
     eager = Placement(attention_backend=KERNELS, record_decodes=False)
     drive = driver(checkpoint(), placement=eager, runtime=runtime)
     drive.add("a", prompt_of(40))
-    waits = []
     for _ in range(4):
         drive.step(chunk=8)
-        waits.append(runtime.num_waits)
-    assert waits == [0, 0, 1, 2]
+        assert runtime.last_waited == runtime.num_marks - 2
 
 
+@pytest.mark.usefixtures("_recordable")
 def test_a_prompts_only_token_is_no_answer_yet(gathered, checkpoint, driver, prompt_of):
     """Prompts by one token a step are decodes that nobody samples from."""
     runtime = RecordingRuntime()
@@ -114,3 +125,74 @@ def test_prompt_logprobs_are_the_same(checkpoint, driver, prompt_of):
     assert [e and e.token_ids for e in mine] == [e and e.token_ids for e in theirs]
     for one, other in zip(mine[1:], theirs[1:], strict=True):
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-9, atol=1e-9)
+
+
+class Capturing(TorchDispatchMode):
+    """A device that records: whoever reads anything back is refused."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero):
+            raise RuntimeError(f"CUDA error: not permitted when stream is capturing ({func})")
+        return func(*args, **(kwargs or {}))
+
+
+class CapturingRuntime(RecordingRuntime):
+    def record(self, work):
+        work()
+        with Capturing():
+            return super().record(work)
+
+
+def test_steps_of_plain_kernels_are_launched_and_not_recorded(
+    gathered, checkpoint, driver, prompt_of, caplog
+):
+    """float64 on a GPU, a GPU that is too old for Triton's kernels, a head too large."""
+    runtime = CapturingRuntime()
+    drive = driver(
+        checkpoint(), block_size=4, num_blocks=400, placement=BY_KERNELS, runtime=runtime
+    )
+    assert runtime.num_recorded == 0
+    assert "cannot be recorded" in caplog.text
+    assert crowd(drive, prompt_of, wanted) == gathered
+
+
+def test_what_reads_back_cannot_be_recorded(checkpoint, driver, monkeypatch):
+    """Or the test above would show nothing."""
+    monkeypatch.setattr(Kernels, "can_be_recorded", True)
+    with pytest.raises(RuntimeError, match="stream is capturing"):
+        driver(checkpoint(), placement=BY_KERNELS, runtime=CapturingRuntime())
+
+
+def test_every_launch_of_prefill_and_decode_runs_before_the_first_request(
+    checkpoint, driver, monkeypatch
+):
+    """Each is compiled when it first runs. Lengths are those that tell a short chunk from a long
+    one, and tables are as wide as they are later."""
+    seen = []
+    prefill, decode = kernel_attention.paged_prefill, kernel_attention.paged_decode
+
+    def noted(name, real):
+        def call(q, kv, tables, *args, **given):
+            seen.append((name, len(q), tables.shape[1], tables.data_ptr() % 16))
+            return real(q, kv, tables, *args, **given)
+
+        return call
+
+    monkeypatch.setattr(kernel_attention, "paged_prefill", noted("prefill", prefill))
+    monkeypatch.setattr(kernel_attention, "paged_decode", noted("decode", decode))
+    said: list[str] = []
+    drive = driver(
+        checkpoint(), placement=BY_KERNELS, runtime=RecordingRuntime(), max_model_len=1000,
+        progress=said.append,
+    )  # fmt: skip
+    assert ("decode", 1, 64, 0) in seen
+    assert [each for each in seen if each[0] == "prefill"] == [
+        ("prefill", 2, 64, 0), ("prefill", 128, 64, 0)
+    ]  # fmt: skip
+    assert any(words.startswith("kernels are compiled, which took ") for words in said)
+    seen.clear()
+    for number in range(3):  # a chunk behind one decode, behind two: rows of the table in between
+        drive.add(f"r{number}", [5 + number] * 40)
+        drive.step()
+    chunks = [each for each in seen if each[0] == "prefill"]
+    assert len(chunks) == 3 and all(each[2:] == (64, 0) for each in chunks)

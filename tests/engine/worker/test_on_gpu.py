@@ -18,9 +18,11 @@ from stratakv.engine.options import engine_config
 from stratakv.engine.request import pack_token_ids
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.wire import AddRequest
+from stratakv.engine.worker.pool_demand import PoolDemand
 from stratakv.engine.worker.runtime.cuda_probe import choose_gpu, probe_cuda
 from stratakv.engine.worker.runtime.device_config import Placement
-from stratakv.engine.worker.runtime.runtimes import PoolSizer
+
+from .pool_shares import pools_of_two_shares
 
 pytestmark = pytest.mark.gpu
 
@@ -124,15 +126,8 @@ def test_steps_that_overlap_answer_as_one_at_a_time(checkpoint, prompt_of):
 def test_the_pool_is_sized_by_what_is_left(checkpoint, driver):
     from stratakv.engine.worker.runtime.cuda_runtime import CudaMeter
 
-    drive = driver(checkpoint(head_dim=16), dtype="bfloat16", placement=Placement(device=GPU))
-    meter = CudaMeter(GPU)
-    layout = drive.runner.pool.layout
-    sizes = {"max_model_len": 1024, "max_tokens": 4096, "max_requests": 16}
-    small, large = (
-        PoolSizer(Placement(device=GPU, memory_share=share), meter).blocks(
-            drive.runner.model, layout, **sizes
-        )
-        for share in (0.2, 0.4)
-    )
-    expected = 0.2 * meter.total_bytes() / layout.page_bytes
+    placement, meter = Placement(device=GPU), CudaMeter(GPU)
+    drive = driver(checkpoint(head_dim=16), dtype="bfloat16", placement=placement)
+    small, large = pools_of_two_shares(drive.runner, placement, meter)
+    expected = 0.2 * meter.total_bytes() / PoolDemand(drive.runner.groups, 4096).block_bytes
     assert large - small == pytest.approx(expected, rel=0.05) or large == 2**24

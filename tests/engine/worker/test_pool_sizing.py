@@ -24,6 +24,8 @@ from stratakv.engine.worker.runtime.runtimes import PoolSizer
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.settings.values import GIB, MAX_BLOCKS, MIB, ConfigError
 
+from .pool_shares import pools_of_two_shares
+
 # Llama-3.1-8B in bfloat16: 2 MiB a block.
 LAYOUT = BlockLayout(32, 16, 8, 128, "bfloat16")
 POOL = PoolDemand(plan_groups(LAYOUT), 2048)
@@ -103,24 +105,33 @@ def test_memory_that_others_hold_is_named_before_anything_is_loaded():
 class Meter:
     """Counts the largest tensor of a step, as an allocator would its memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, total_bytes: int = 10 * GIB) -> None:
         self.resets = 0
+        self._total_bytes = total_bytes
 
     def total_bytes(self) -> int:
-        return 10 * GIB
+        return self._total_bytes
 
     def free_bytes(self) -> int:
-        return 10 * GIB - self.held_bytes()
+        return self._total_bytes - self.held_bytes()
 
     def held_bytes(self) -> int:
         return 1 * GIB if self.resets else 0
 
     def peak_bytes(self) -> int:
-        assert self.resets == 1
+        assert self.resets
         return 2 * GIB
 
     def reset_peak(self) -> None:
         self.resets += 1
+
+
+def test_two_shares_of_one_memory_differ_by_the_blocks_between_them(checkpoint, driver):
+    """What `test_on_gpu.py` asks of a GPU, of a meter that stands for one."""
+    drive = driver(checkpoint())
+    small, large = pools_of_two_shares(drive.runner, Placement(), Meter(80 * GIB))
+    expected = 0.2 * 80 * GIB / PoolDemand(drive.runner.groups, 4096).block_bytes
+    assert large - small == pytest.approx(expected, rel=0.05)
 
 
 def test_the_largest_step_is_run_between_the_measurements(checkpoint, monkeypatch):
@@ -134,9 +145,10 @@ def test_the_largest_step_is_run_between_the_measurements(checkpoint, monkeypatc
         return compute(self, hidden)
 
     monkeypatch.setattr(Decoder, "logits", recorded)
-    sizer = PoolSizer(Placement(memory_share=0.5), Meter())
+    sizer = PoolSizer(Placement(memory_share=0.5), meter := Meter())
     layout = spec.layout(16, "float64")
     demand = PoolDemand(plan_groups(layout), 33)
     blocks = sizer.blocks(model, demand, max_model_len=64, max_tokens=33, max_requests=7)
+    assert meter.resets == 1
     assert seen == [7, 7], "one step waits while the next is computed"
     assert blocks == (3 * GIB - RESERVE_BYTES) // layout.page_bytes
