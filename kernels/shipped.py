@@ -112,7 +112,7 @@ def _decodes() -> list[Configuration]:
         signature={
             "out": "*bf16",
             **dict.fromkeys(("partial_out", "partial_max", "partial_sum"), "*fp32"),
-            "seq_lens": "*i32",
+            **dict.fromkeys(("seq_lens", "plan_share", "plan_first_items"), "*i32"),
             **dict.fromkeys(("window", "num_splits", "min_tiles"), "i32"),
             **dict.fromkeys(("out_stride_request", "out_stride_head"), "i32"),
         },
@@ -143,16 +143,16 @@ def _decode(variant: _DecodeVariant) -> Configuration:
         "HEAD_SCALES": variant.scales == "head",
         "TOKEN_SCALES": per_token,
     }
+    plan = ("plan_share", "plan_requests", "plan_splits")
     if not variant.splits:
-        constexprs |= {"partial_max": None, "partial_sum": None}
+        constexprs |= dict.fromkeys(("partial_out", "partial_max", "partial_sum", *plan))
     if not fp8:
         constexprs["kv_scales"] = None
     types = {
-        "out": "*fp32" if variant.splits else f"*{variant.q}",
-        "q": f"*{variant.q}",
+        **dict.fromkeys(("out", "q"), f"*{variant.q}"),
         "kv": f"*{variant.pool}",
-        **dict.fromkeys(("block_tables", "seq_lens"), "*i32"),
-        **dict.fromkeys(("partial_max", "partial_sum", "kv_scales"), "*fp32"),
+        **dict.fromkeys(("block_tables", "seq_lens", *plan), "*i32"),
+        **dict.fromkeys(("partial_out", "partial_max", "partial_sum", "kv_scales"), "*fp32"),
         **dict.fromkeys(("score_scale", "cap"), "fp32"),
         "kv_stride_block": "i64",
     }

@@ -17,6 +17,7 @@ from .attention_checks import (
     check_scores,
     reason_against_native,
 )
+from .split_plan import SplitPlan, SplitPlanner
 
 MAX_HEAD_DIM = 256  # of Triton's kernel: a tile of more does not fit into shared memory
 MAX_GROUP = 32  # of Triton's kernel: query heads of one program; beyond, registers spill
@@ -35,6 +36,7 @@ def paged_decode(
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
     num_splits: int | None = None,
+    plan: SplitPlan | None = None,
     out: Tensor | None = None,
     kernel: str = AUTO,
     strict: bool = False,
@@ -50,8 +52,9 @@ def paged_decode(
     softcap       c: a score s becomes c * tanh(s / c)
     kv_scales     float32, for a float8 pool: `[2, kv heads]`, or
                   `[num_blocks, 2, block_size, kv heads]`
-    num_splits    into how many parts Triton's kernel cuts a context; None: by the table's width and
-                  the number of requests
+    num_splits    into how many parts Triton's kernel cuts a context; None: by the plan
+    plan          from the lengths (`split_plan.py`), on the device, for Triton's kernel; None: by
+                  the table's width and the number of requests
 
     What blocks hold beyond a request's length, or before its window, never reaches a result.
     The same call gives the same bits; with a given `num_splits` a request's bits depend neither on
@@ -61,11 +64,14 @@ def paged_decode(
     """
     check_query_and_pool(q, kv, "requests")
     _check_batch(len(q), block_tables, seq_lens)
-    _check_splits(num_splits)
+    _check_splits(num_splits, plan, len(q))
     check_scores(window, softcap)
     check_scales(kv, kv_scales)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    check_layout(q, kv, out, {"block_tables": block_tables, "seq_lens": seq_lens}, kv_scales)
+    integers = {"block_tables": block_tables, "seq_lens": seq_lens}
+    if plan is not None:
+        integers |= plan._asdict()
+    check_layout(q, kv, out, integers, kv_scales)
     chosen = choose_decode_kernel(q, kv, scale, kernel=kernel, strict=strict)
     return run_decode(
         chosen,
@@ -78,6 +84,7 @@ def paged_decode(
         softcap=softcap,
         kv_scales=kv_scales,
         num_splits=num_splits,
+        plan=plan,
         out=out,
     )
 
@@ -108,6 +115,7 @@ def run_decode(
     softcap: float | None,
     kv_scales: Tensor | None,
     num_splits: int | None,
+    plan: SplitPlan | None,
     out: Tensor,
 ) -> Tensor:
     """`paged_decode` by the kernel that was chosen, with arguments that it has checked."""
@@ -126,6 +134,7 @@ def run_decode(
             softcap=softcap,
             kv_scales=kv_scales,
             num_splits=num_splits,
+            plan=plan,
             out=out,
         )
     if chosen == NATIVE:
@@ -166,7 +175,26 @@ def _check_batch(requests: int, block_tables: Tensor, seq_lens: Tensor) -> None:
         raise KernelRefused(f"expected seq_lens of [{requests}], got {list(seq_lens.shape)}")
 
 
-def _check_splits(num_splits: int | None) -> None:
+def split_planner(
+    q: Tensor, kv: Tensor, kv_scales: Tensor | None, chosen: str
+) -> SplitPlanner | None:
+    """What plans the splits of queries like `q` `[any, heads, head_dim]`, whose kernel is `chosen`;
+    None where that takes no plan."""
+    if chosen != TRITON:
+        return None
+    from .paged_decode_triton import decode_launch, multiprocessors
+
+    launch = decode_launch(q, kv, kv_scales)
+    slots = launch.programs * multiprocessors(q.device) // kv.shape[3]
+    return SplitPlanner(launch.tile, max(1, slots), launch.min_tiles)
+
+
+def _check_splits(num_splits: int | None, plan: SplitPlan | None, requests: int) -> None:
+    if plan is not None and (num_splits is not None or len(plan.first_items) != requests):
+        raise KernelRefused(
+            f"expected a plan of {requests} requests and no num_splits beside it, got one of "
+            f"{len(plan.first_items)} and {num_splits}"
+        )
     if num_splits is not None and not 1 <= num_splits <= MAX_GRID:
         raise KernelRefused(f"expected num_splits from 1 to {MAX_GRID}, got {num_splits}")
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged decode in Triton: the context of a request is cut into splits, and partials are combined.
 
-    grid     kv heads x splits x requests; fixed, since lengths are read on the device
+    grid     kv heads x splits x requests, or kv heads x 1 x items of a split plan; fixed, since
+             lengths are read on the device
     program  one kv head with the query heads that share it, and the tiles of its split
-    partial  maximum, sum and unscaled output, all float32, for each (request, head, split)
+    partial  maximum, sum and unscaled output, all float32, for each (item, head); a context that is
+             one split's writes the result itself
     combine  one program for each (request, head) weighs the partials; not run for one split
 
 A tile is TILE tokens, wherever their blocks lie: the block id is looked up for each token, so tiles
@@ -28,7 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .paged_decode_launch import choose_launch, choose_splits
+from .paged_decode_launch import Launch, choose_launch, choose_splits
+from .split_plan import SplitPlan
 
 LOG2_E = math.log2(math.e)
 NO_WINDOW = 2**31 - 1
@@ -41,16 +44,20 @@ VARYING = ("window", "num_splits", "min_tiles")
 def share_tiles(  # type: ignore[no-untyped-def]
     length, window, num_splits, min_tiles, TILE: tl.constexpr
 ):
-    """The first tile, the tile after the last, and the number of tiles of one split."""
+    """The first tile, the tile after the last, and the number of tiles of one split, all of which
+    are about as long."""
     first = tl.maximum(length - window, 0) // TILE
     end = (length + TILE - 1) // TILE
-    share = tl.maximum((end - first + num_splits - 1) // num_splits, min_tiles)
-    return first, end, share
+    tiles = end - first
+    share = tl.maximum((tiles + num_splits - 1) // num_splits, min_tiles)
+    parts = tl.maximum((tiles + share - 1) // share, 1)
+    return first, end, (tiles + parts - 1) // parts
 
 
 @triton.jit(do_not_specialize=VARYING)
 def attend_split(  # type: ignore[no-untyped-def]
-    out,  # the result for one split, else the partial outputs
+    out,
+    partial_out,  # None for one split, as the two below
     partial_max,
     partial_sum,
     q,
@@ -58,6 +65,9 @@ def attend_split(  # type: ignore[no-untyped-def]
     block_tables,
     seq_lens,
     kv_scales,
+    plan_share,  # the split plan, or None
+    plan_requests,
+    plan_splits,
     score_scale,
     cap,
     window,
@@ -89,14 +99,25 @@ def attend_split(  # type: ignore[no-untyped-def]
     TOKEN_SCALES: tl.constexpr,
 ):
     kv_head = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
-    request = tl.program_id(2).to(tl.int64)
+    if plan_share is None:
+        split = tl.program_id(1)
+        request = tl.program_id(2)
+        item = request * num_splits + split
+    else:
+        item = tl.program_id(2)
+        request = tl.load(plan_requests + item)
+        if request < 0:
+            return
+        split = tl.load(plan_splits + item)
+        min_tiles = tl.load(plan_share)
+    item = item.to(tl.int64)
+    request = request.to(tl.int64)
     length = tl.load(seq_lens + request)
     first, end, share = share_tiles(length, window, num_splits, min_tiles, TILE)
     start = first + split * share
     stop = tl.minimum(start + share, end)
     if not ONE_SPLIT:
-        if start >= end:
+        if (start >= end) & (split > 0):
             return  # the combine kernel knows, and does not read this partial
 
     rows = tl.arange(0, GROUP_PAD)
@@ -165,15 +186,17 @@ def attend_split(  # type: ignore[no-untyped-def]
 
     if HEAD_SCALES:
         acc *= tl.load(kv_scales + scale_stride_pair + kv_head * scale_stride_head)
-    if ONE_SPLIT:
-        acc /= tl.where(total > 0, total, 1.0)[:, None]  # a length of 0 gives zeros
-        out_offsets = request * out_stride_request + heads[:, None] * out_stride_head
-        tl.store(out + out_offsets + dims[None, :], acc.to(out.dtype.element_ty), mask=real)
-    else:
-        partials = (request * tl.num_programs(0) * GROUP + heads) * num_splits + split
-        tl.store(partial_max + partials, top, mask=rows < GROUP)
-        tl.store(partial_sum + partials, total, mask=rows < GROUP)
-        tl.store(out + partials[:, None] * HEAD_DIM + dims[None, :], acc, mask=real)
+    is_whole = end - first <= share
+    if not ONE_SPLIT:
+        if not is_whole:
+            partials = item * tl.num_programs(0) * GROUP + heads
+            tl.store(partial_max + partials, top, mask=rows < GROUP)
+            tl.store(partial_sum + partials, total, mask=rows < GROUP)
+            tl.store(partial_out + partials[:, None] * HEAD_DIM + dims[None, :], acc, mask=real)
+    acc /= tl.where(total > 0, total, 1.0)[:, None]  # a length of 0 gives zeros
+    out_offsets = request * out_stride_request + heads[:, None] * out_stride_head
+    places = out + out_offsets + dims[None, :]
+    tl.store(places, acc.to(out.dtype.element_ty), mask=real & (ONE_SPLIT or is_whole))
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -183,6 +206,8 @@ def combine_splits(  # type: ignore[no-untyped-def]
     partial_max,
     partial_sum,
     seq_lens,
+    plan_share,  # the split plan, or None
+    plan_first_items,
     window,
     num_splits,
     min_tiles,
@@ -196,9 +221,15 @@ def combine_splits(  # type: ignore[no-untyped-def]
     head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     length = tl.load(seq_lens + request)
+    if plan_share is None:
+        item = request * num_splits
+    else:
+        item = tl.load(plan_first_items + request).to(tl.int64)
+        min_tiles = tl.load(plan_share)
     first, end, share = share_tiles(length, window, num_splits, min_tiles, TILE)
+    if end - first <= share:
+        return  # the only split has written the result
     used = (end - first + share - 1) // share
-    partials = (request * tl.num_programs(0) + head) * num_splits
 
     dims = tl.arange(0, HEAD_PAD)
     top = float("-inf")
@@ -207,10 +238,11 @@ def combine_splits(  # type: ignore[no-untyped-def]
     for start in range(0, used, ROWS):
         splits = start + tl.arange(0, ROWS)
         there = splits < used
-        maxima = tl.load(partial_max + partials + splits, mask=there, other=float("-inf"))
-        sums = tl.load(partial_sum + partials + splits, mask=there, other=0.0)
+        partials = (item + splits) * tl.num_programs(0) + head
+        maxima = tl.load(partial_max + partials, mask=there, other=float("-inf"))
+        sums = tl.load(partial_sum + partials, mask=there, other=0.0)
         outs = tl.load(
-            partial_out + (partials + splits)[:, None] * HEAD_DIM + dims[None, :],
+            partial_out + partials[:, None] * HEAD_DIM + dims[None, :],
             mask=there[:, None] & (dims < HEAD_DIM)[None, :],
             other=0.0,
         )
@@ -236,6 +268,7 @@ def paged_decode_triton(
     softcap: float | None,
     kv_scales: Tensor | None,
     num_splits: int | None,
+    plan: SplitPlan | None,
     out: Tensor,
 ) -> Tensor:
     """Launch with checked arguments; one or two launches, no wait for the device."""
@@ -243,21 +276,28 @@ def paged_decode_triton(
     block_size, kv_heads = kv.shape[2], kv.shape[3]
     group = num_heads // kv_heads
     per_token = kv_scales is not None and kv_scales.dim() == 4
-    launch = choose_launch(_capability(q.device), group, head_dim, kv.dtype, per_token)
+    launch = decode_launch(q, kv, kv_scales)
     max_tokens = block_tables.shape[1] * block_size
     seen = max_tokens if window is None else min(max_tokens, window + launch.tile)
     min_tiles = 1
-    if num_splits is None:
+    if plan is not None and seen <= launch.min_tiles * launch.tile:
+        plan, num_splits = None, 1  # nothing is long enough to be cut
+    if num_splits is None and plan is None:
         num_splits = choose_splits(
-            requests * kv_heads, seen, _multiprocessors(q.device), launch.tile, launch.programs
+            requests * kv_heads, seen, multiprocessors(q.device), launch.tile, launch.programs
         )
         min_tiles = launch.min_tiles
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
-    one_split = num_splits == 1
+    one_split = plan is None and num_splits == 1
+    grid, items = (kv_heads, num_splits, requests), requests * (num_splits or 0)
+    if plan is not None:
+        # The share alone decides.
+        items, num_splits = len(plan.requests), 1
+        grid = kv_heads, 1, items
 
-    partial_out, partial_max, partial_sum = out, None, None
+    partial_out = partial_max = partial_sum = None
     if not one_split:
-        workspace = (requests, num_heads, num_splits)
+        workspace = (items, num_heads)
         partial_out = q.new_empty((*workspace, head_dim), dtype=torch.float32)
         partial_max = q.new_empty(workspace, dtype=torch.float32)
         partial_sum = q.new_empty(workspace, dtype=torch.float32)
@@ -266,7 +306,8 @@ def paged_decode_triton(
     shared = (window, num_splits, min_tiles, out.stride(0), out.stride(1))
     # Triton launches on the current device.
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-        attend_split[(kv_heads, num_splits, requests)](
+        attend_split[grid](
+            out,
             partial_out,
             partial_max,
             partial_sum,
@@ -275,6 +316,9 @@ def paged_decode_triton(
             block_tables,
             seq_lens,
             kv_scales,
+            None if plan is None else plan.share,
+            None if plan is None else plan.requests,
+            None if plan is None else plan.splits,
             score_scale,
             0.0 if softcap is None else softcap * LOG2_E,
             *shared,
@@ -303,6 +347,8 @@ def paged_decode_triton(
                 partial_max,
                 partial_sum,
                 seq_lens,
+                None if plan is None else plan.share,
+                None if plan is None else plan.first_items,
                 *shared,
                 HEAD_DIM=head_dim,
                 HEAD_PAD=launch.head_pad,
@@ -323,13 +369,21 @@ def _scale_strides(kv_scales: Tensor | None) -> tuple[int, int, int, int]:
     return block, pair, slot, head
 
 
+def decode_launch(q: Tensor, kv: Tensor, kv_scales: Tensor | None) -> Launch:
+    """The row of the launch table for queries like `q` `[any, heads, head_dim]`."""
+    per_token = kv_scales is not None and kv_scales.dim() == 4
+    group = q.shape[1] // kv.shape[3]
+    return choose_launch(_capability(q.device), group, q.shape[2], kv.dtype, per_token)
+
+
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Of the device; 1 in the interpreter."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

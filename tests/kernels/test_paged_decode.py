@@ -231,7 +231,7 @@ FAULTS = {
     "the output does not fade": ("acc *= fade[:, None]", ""),
     "partials are not weighed": ("weights = tl.exp2(maxima - new_top)", "weights = sums * 0 + 1"),
     "partial sums are not used": ("weights * sums, axis", "weights, axis"),
-    "unused partials are read": ("there = splits < used", "there = splits < num_splits"),
+    "unused partials are read": ("there = splits < used", "there = splits >= 0"),
     "32-bit offsets": ("other=0).to(tl.int64)", "other=0)"),
     "the next kv head": ("keys = kv + kv_head *", "keys = kv + (kv_head ^ 1) *"),
 }

@@ -12,7 +12,7 @@ length 0, slot -1 (nothing is written), the null block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ....kernels.attention.split_plan import PlanArray, SplitPlan, SplitPlanner
 from ...sampling.copies import to_device
 from ..block_table import BlockTable
 from ..runtime.device_runtime import DeviceRuntime, Mark
@@ -61,6 +62,36 @@ class _DeviceTable:
         self.rows[len(rows) : padded].zero_()
 
 
+class _Splits:
+    """The split plan of one view. It changes when a request of the batch needs another tile, and is
+    sent only then."""
+
+    def __init__(
+        self,
+        planner: SplitPlanner,
+        max_requests: int,
+        window: int | None,
+        make: Callable[[int, torch.dtype], _Buffer],
+    ) -> None:
+        self.buffer = make(planner.num_words(max_requests), torch.int32)
+        self._planner, self._window = planner, window
+        self._array = PlanArray(planner, max_requests)
+        self._tiles = b""  # of the plan on the device
+
+    def lay_down(self, lengths: npt.NDArray[np.integer], turn: int) -> bool:
+        """Whether the plan for requests of so many tokens is another one, which is then staged."""
+        tiles = self._planner.tiles(lengths, self._window)
+        if tiles.tobytes() == self._tiles:
+            return False
+        self._tiles = tiles.tobytes()
+        self._array.lay_down(self.buffer.arrays[turn], tiles)
+        return True
+
+    def plan(self, count: int) -> SplitPlan:
+        """Of the first so many requests."""
+        return self._array.plan(self.buffer.there, count)
+
+
 _BLOCKS_ALIGNED = 4  # of a table's row, 4 bytes each
 
 # For the step being laid down and the one before it.
@@ -78,9 +109,11 @@ class InputBuffers:
         max_requests: int,
         max_blocks: int,
         views: Sequence[View] = (View(0, None),),
+        split_planner: SplitPlanner | None = None,
     ) -> None:
         """`max_blocks` is the least width of a block table; each cache group has one. `views` are
-        those of the model."""
+        those of the model; `split_planner` is that of its decodes, or None where they take no
+        plan."""
         self._runtime = runtime
         self._views = tuple(views)
         # Triton compiles anew for an address that is no multiple of 16 bytes, and a step's chunks
@@ -103,6 +136,12 @@ class InputBuffers:
         self._groups = [
             (make(max_tokens), _DeviceTable(runtime.device, max_requests, max_blocks))
             for _ in range(1 + max(view.group for view in views))
+        ]
+        self._splits = [
+            None
+            if split_planner is None
+            else _Splits(split_planner, max_requests, view.window, make)
+            for view in views
         ]
         # Beside each what a row that is nobody's has in it.
         self._by_token = (
@@ -143,8 +182,12 @@ class InputBuffers:
         for buffer, nobody in self._by_token:
             buffer.arrays[self._turn][tokens:num_rows] = nobody
             self._send(buffer, num_rows)
-        self._seq_lens.arrays[self._turn][requests:padded] = 0
+        lengths = self._seq_lens.arrays[self._turn]
+        lengths[requests:padded] = 0
         self._send(self._seq_lens, padded)
+        if num_requests is None:
+            decodes = padded if step is None else padded - requests + step.num_decodes
+            self._plan_splits(lengths[:decodes])
         self._lay_down_tables(step, requests, padded)
         if step is not None and step.late is not None:
             step.late.put(self.token_ids)
@@ -153,9 +196,9 @@ class InputBuffers:
     def decode_plans(self, num_requests: int) -> list[KernelPlan]:
         """A step of one token for each of the first `num_requests`, in each view."""
         plans = []
-        for group, window in self._views:
+        for view, (group, window) in enumerate(self._views):
             slots, table = self._groups[group]
-            decodes = self._decodes(table, num_requests)
+            decodes = self._decodes(view, table, num_requests)
             plans.append(KernelPlan(slots.there[:num_requests], decodes, None, window))
         return plans
 
@@ -178,15 +221,23 @@ class InputBuffers:
         query_starts = self._query_starts.there[: requests - decodes + 1]
         longest = int(step.counts[decodes:].max())
         plans = []
-        for group, window in self._views:
+        for view, (group, window) in enumerate(self._views):
             slots, table = self._groups[group]
-            singles = self._decodes(table, decodes) if decodes else None
+            singles = self._decodes(view, table, decodes) if decodes else None
             chunks = Chunks(table.rows[decodes:requests], seq_lens, query_starts, longest)
             plans.append(KernelPlan(slots.there[: step.num_tokens], singles, chunks, window))
         return plans
 
-    def _decodes(self, table: _DeviceTable, count: int) -> Decodes:
-        return Decodes(table.rows[:count], self._seq_lens.there[:count])
+    def _decodes(self, view: int, table: _DeviceTable, count: int) -> Decodes:
+        splits = self._splits[view]
+        plan = None if splits is None else splits.plan(count)
+        return Decodes(table.rows[:count], self._seq_lens.there[:count], plan)
+
+    def _plan_splits(self, lengths: npt.NDArray[np.integer]) -> None:
+        if len(lengths):
+            for splits in self._splits:
+                if splits is not None and splits.lay_down(lengths, self._turn):
+                    self._send(splits.buffer, len(splits.buffer.there))
 
     def _stage(self, step: StepInputs, tokens: int, requests: int) -> None:
         turn = self._turn

@@ -17,8 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....kernels.attention.paged_decode import choose_decode_kernel, paged_decode, run_decode
+from ....kernels.attention.paged_decode import (
+    choose_decode_kernel,
+    paged_decode,
+    run_decode,
+    split_planner,
+)
 from ....kernels.attention.paged_prefill import choose_prefill_kernel, paged_prefill, run_prefill
+from ....kernels.attention.split_plan import SplitPlan
 from ....kernels.choice import AUTO, TRITON
 from ....kernels.write.write_kv import choose_write_kernel, run_write, write_kv
 from ....tiers.block import BlockLayout
@@ -30,6 +36,7 @@ class Decodes:
 
     block_tables: Tensor  # int32 [requests, max_blocks]
     seq_lens: Tensor  # int32 [requests], the new token included; 0: nobody, zeros come out
+    splits: SplitPlan | None = None  # None: by the width of the table
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +111,7 @@ class KernelAttention:
         kv = self._layers[0]
         q = torch.empty((0, num_heads, layout.head_dim), dtype=dtype, device=pool.device)
         self.kernels = choose_kernels(q, kv, scale, kernel=kernel, strict=strict)
+        self.split_planner = split_planner(q, kv, kv_scales, self.kernels.decode)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: KernelPlan) -> Tensor:
         """Attend `q` `[tokens, heads, head_dim]` after writing `k` and `v` `[tokens, kv heads,
@@ -130,12 +138,12 @@ class KernelAttention:
             run_decode(
                 self.kernels.decode, q, kv, tables, lengths, scale=self._scale,
                 window=plan.window, softcap=None, kv_scales=self._kv_scales, num_splits=None,
-                out=out,
+                plan=decodes.splits, out=out,
             )  # fmt: skip
             return
         paged_decode(
             q, kv, tables, lengths, scale=self._scale, window=plan.window,
-            kv_scales=self._kv_scales, out=out, kernel=self.kernels.decode,
+            kv_scales=self._kv_scales, plan=decodes.splits, out=out, kernel=self.kernels.decode,
         )  # fmt: skip
 
     def _prefill(

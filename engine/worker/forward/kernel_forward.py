@@ -109,6 +109,7 @@ class KernelForward:
             max_requests=max_requests,
             max_blocks=max_blocks,
             views=views.views,
+            split_planner=attention.split_planner,
         )
         self._graphs = DecodeGraphs(runtime, self._decode_work, batch_buckets(max_requests))
 

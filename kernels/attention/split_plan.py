@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Split plans of paged decode: which part of which context each program takes, from the lengths
+that a step really has.
+
+    lengths of the step ──► tiles a program (share) ──► list of (request, split), one a program
+    2 requests of 5 and 2 tiles, share 2:   (0, 0) (0, 1) (0, 2) (1, 0) (-1, ·) (-1, ·)
+    tiles of each program:                  2      2      1      2
+
+The list has room for any batch, so that its place and the grid stay where a step is recorded; what
+is not used of it says -1. Without a plan the splits follow from the width of the block table, which
+is that of the longest request that may come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from .paged_decode_launch import PROGRAM_TILES
+
+NOBODY = -1
+# Programs of each kv head beyond one a request, in rounds of what runs side by side: with two, a
+# batch of any lengths can be cut so that no processor is left idle for long.
+ROUNDS = 2
+_CANDIDATES = 12
+_ALIGNED = 4  # numbers of 4 bytes in 16, at multiples of which Triton expects arrays to begin
+
+IntArray = npt.NDArray[np.int32]
+
+
+class SplitPlan(NamedTuple):
+    """A plan where the kernel reads it, int32."""
+
+    share: Tensor  # [1] the most tiles of a program
+    first_items: Tensor  # [requests] the first item of each
+    requests: Tensor  # [items]; NOBODY where there is none
+    splits: Tensor  # [items] of its request, from 0
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlanner:
+    """Plans of one model on one device: `tile` tokens, `slots` programs of one kv head that run
+    side by side, splits of `min_tiles` or more."""
+
+    tile: int
+    slots: int
+    min_tiles: int
+
+    def num_items(self, num_requests: int) -> int:
+        """The room that a plan for so many requests takes."""
+        return _aligned(num_requests + ROUNDS * self.slots)
+
+    def num_words(self, max_requests: int) -> int:
+        """The numbers of a `PlanArray` for so many requests."""
+        return _ALIGNED + _aligned(max_requests) + 2 * self.num_items(max_requests)
+
+    def tiles(self, lengths: npt.NDArray[np.integer], window: int | None) -> IntArray:
+        """Of each request, of so many tokens."""
+        first = 0 if window is None else np.maximum(lengths - window, 0) // self.tile
+        tiles: IntArray = (-(-lengths // self.tile) - first).astype(np.int32)
+        return tiles
+
+    def share(self, tiles: IntArray) -> int:
+        """The tiles of a program that take the least time, by the rounds in which a device runs
+        what is large and by the sum of all."""
+        longest, total = int(tiles.max()), int(tiles.sum())
+        room = ROUNDS * self.slots
+        least = max(self.min_tiles, -(-total // room))
+        if longest <= least:
+            return least
+        parts = np.arange(1, _CANDIDATES + 1)
+        shares = np.concatenate([-(-longest // parts), -(-total // (self.slots * parts))])
+        shares = np.unique(np.maximum(shares, least))
+        counts = np.maximum(-(-tiles[:, None] // shares), 1)
+        sizes = -(-tiles[:, None] // counts)  # a request's splits are about as long
+        large = np.where(2 * sizes > shares, counts, 0).sum(0)
+        rounds = -(-large // self.slots) * (sizes.max(0) + PROGRAM_TILES)
+        spread = (total + counts.sum(0) * PROGRAM_TILES) / self.slots
+        # Of equal ones the largest share, which leaves least to combine.
+        best = len(shares) - 1 - int(np.argmin(np.maximum(rounds, spread)[::-1]))
+        return int(shares[best])
+
+
+class PlanArray:
+    """A plan as one array of numbers, which goes to the device in one piece:
+
+    share · first item of each request · request of each item · split of each item
+    """
+
+    def __init__(self, planner: SplitPlanner, max_requests: int) -> None:
+        self._planner, self._max_requests = planner, max_requests
+        self._items = planner.num_items(max_requests)
+        self._first = _ALIGNED
+        self._requests = self._first + _aligned(max_requests)
+        self._splits = self._requests + self._items
+
+    def lay_down(self, array: IntArray, tiles: IntArray) -> None:
+        """The plan of requests of so many tiles, 0 among them, into `array` `[num_words]`."""
+        share = self._planner.share(tiles)
+        counts = np.maximum(-(-tiles // share), 1)  # nobody's row is set to zero by one program
+        ends = np.cumsum(counts)
+        firsts, total = ends - counts, int(ends[-1])
+        array[0] = share
+        array[self._first : self._first + len(tiles)] = firsts
+        array[self._requests : self._requests + total] = np.repeat(np.arange(len(tiles)), counts)
+        array[self._requests + total : self._splits] = NOBODY
+        array[self._splits : self._splits + total] = np.arange(total) - np.repeat(firsts, counts)
+
+    def plan(self, there: Tensor, num_requests: int) -> SplitPlan:
+        """The plan of the first so many requests, in `there` `[num_words]`."""
+        items = self._planner.num_items(num_requests)
+        return SplitPlan(
+            there[:1],
+            there[self._first : self._first + num_requests],
+            there[self._requests : self._requests + items],
+            there[self._splits : self._splits + items],
+        )
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNED) * _ALIGNED
