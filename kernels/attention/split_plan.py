@@ -29,7 +29,7 @@ ROUNDS = 2
 _CANDIDATES = 12
 _ALIGNED = 4  # numbers of 4 bytes in 16, at multiples of which Triton expects arrays to begin
 
-IntArray = npt.NDArray[np.int32]
+IntArray = npt.NDArray[np.integer]
 
 
 class SplitPlan(NamedTuple):

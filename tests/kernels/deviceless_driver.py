@@ -185,7 +185,7 @@ def install() -> DevicelessDriver:
     knobs.compilation.listener = driver.note_compiled
     # Cached by torch's device, which is the CPU for every GPU here.
     paged_decode_triton._capability = lambda device: driver.gpu.capability
-    paged_decode_triton._multiprocessors = lambda device: driver.gpu.multiprocessors
+    paged_decode_triton.multiprocessors = lambda device: driver.gpu.multiprocessors
     _zero_new_memory()
     return driver
 

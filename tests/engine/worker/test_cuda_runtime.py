@@ -28,6 +28,7 @@ class Books:
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
+        self.priorities: list[int] = []  # of the streams that were made
         self._default_streams = [self.new_stream(index) for index in range(4)]
         self.events: list[Any] = []
 
@@ -46,6 +47,7 @@ class Books:
         self._streams()[stream.device.index] = stream
 
     def new_stream(self, device: Device = None, priority: int = 0) -> Any:
+        self.priorities.append(priority)
         return SimpleNamespace(device=torch.device("cuda", self._index(device)))
 
     @contextmanager
@@ -122,29 +124,40 @@ def in_another_thread(work: Callable[[], Any]) -> Any:
 def test_a_mark_belongs_to_the_runtimes_device_in_every_thread(books: Books) -> None:
     runtime = CudaRuntime(torch.device("cuda:1"))
 
-    def step() -> tuple[Any, Any]:
-        """The streams of the mark and of a copy."""
-        runtime.mark()
-        return books.events.pop().stream, books.current_stream("cuda:1")
+    def step() -> tuple[Any, Any, int]:
+        """The streams of the mark and of a copy, and the device that Triton launches on."""
+        with runtime.entered():
+            runtime.mark()
+            copied = books.current_stream("cuda:1")
+            return books.events.pop().stream, copied, books.current_device()
 
-    def step_elsewhere() -> tuple[Any, Any]:
+    def step_of_the_loop() -> tuple[Any, Any, int]:
+        runtime.enter_thread()
+        return step()
+
+    def step_elsewhere() -> tuple[Any, Any, int]:
         books.set_device("cuda:2")
         return step()
 
-    for marked, copied in (step(), in_another_thread(step), in_another_thread(step_elsewhere)):
+    for found in (step(), *map(in_another_thread, (step, step_of_the_loop, step_elsewhere))):
+        marked, copied, device = found
         assert marked is copied, f"the mark is in a stream of {marked.device}"
+        assert device == 1
 
 
-def test_a_mark_is_in_the_stream_that_is_current_in_its_thread(books: Books) -> None:
+def test_a_thread_that_only_calls_keeps_its_device_and_its_stream(books: Books) -> None:
+    """That of whoever builds an engine in a notebook."""
     runtime = CudaRuntime(torch.device("cuda:1"))
-    own = books.new_stream("cuda:1")
+    before = books.current_device(), books.current_stream("cuda:1")
+    with runtime.entered():
+        assert books.current_device() == 1 and books.current_stream() is not before[1]
+    assert (books.current_device(), books.current_stream("cuda:1")) == before
 
-    def step() -> Any:
-        books.set_stream(own)
-        runtime.mark()
-        return books.events.pop().stream
 
-    assert in_another_thread(step) is own
+def test_steps_come_before_copies(books: Books) -> None:
+    """The lower number is served first; copies have 0."""
+    CudaRuntime(torch.device("cuda:1"))
+    assert books.priorities[-1] < 0
 
 
 def test_waiting_for_a_mark_waits_for_its_event(books: Books) -> None:
