@@ -145,14 +145,15 @@ def _decode(variant: _DecodeVariant) -> Configuration:
     }
     plan = ("plan_share", "plan_requests", "plan_splits")
     if not variant.splits:
-        constexprs |= dict.fromkeys(("partial_out", "partial_max", "partial_sum", *plan))
+        constexprs |= dict.fromkeys(("partial_max", "partial_sum", *plan))
     if not fp8:
         constexprs["kv_scales"] = None
     types = {
-        **dict.fromkeys(("out", "q"), f"*{variant.q}"),
+        "out": "*fp32" if variant.splits else f"*{variant.q}",
+        "q": f"*{variant.q}",
         "kv": f"*{variant.pool}",
         **dict.fromkeys(("block_tables", "seq_lens", *plan), "*i32"),
-        **dict.fromkeys(("partial_out", "partial_max", "partial_sum", "kv_scales"), "*fp32"),
+        **dict.fromkeys(("partial_max", "partial_sum", "kv_scales"), "*fp32"),
         **dict.fromkeys(("score_scale", "cap"), "fp32"),
         "kv_stride_block": "i64",
     }

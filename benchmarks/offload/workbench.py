@@ -90,11 +90,6 @@ class _Threads:
         return time.process_time() - time.thread_time()
 
 
-def measured_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Those that an engine of a measurement has."""
-    return {"dtype": "float32"} | options
-
-
 class MeasuredEngine:
     """One engine core. `wrap_store` is put around the stores below its slab."""
 
@@ -107,7 +102,7 @@ class MeasuredEngine:
             return real(*args, **given | ({"wrap_store": wrap_store} if wrap_store else {}))
 
         with patch.multiple(offload, build_offload=build):
-            self.core = EngineCore(engine_config(model, measured_options(options)))
+            self.core = EngineCore(engine_config(model, {"dtype": "float32"} | options))
         settle_collector()  # as the process of an engine does
         self.has_tiers = "kv_offload" in options
         self._threads = _Threads()

@@ -31,12 +31,9 @@ PROMPT = 64  # tokens
 STEPS_FIRST = 8  # before anything is counted: prompts are computed, the first masks made
 STEPS = 4  # of a round: few, so that what else the machine does meets both sides alike
 START_SECONDS = 120.0
-# Masks are first made by a thread that gives way to others, so on a busy machine a request may
-# get its first tokens long after the one beside it. Those ahead are then stepped seldom, and have
-# room.
-FAR_AHEAD = 4  # tokens
-AHEAD_SECONDS = 0.25  # between steps
-ROOM_AHEAD = 400  # tokens
+# On a busy machine the thread that makes the first masks may be late for some: those ahead, which
+# have room for so many tokens more, are then stepped so seldom.
+ROOM_AHEAD, AHEAD_SECONDS = 400, 0.25
 # As agents ask for: a list that goes on for longer than any round does.
 SCHEMA: dict[str, Any] = {
     "type": "array",
@@ -78,14 +75,14 @@ class Decodes:
             self.texts[name] = []
             self._take(self.core.add(AddRequest(name, pack_token_ids(prompt), params)))
         deadline = time.monotonic() + START_SECONDS
-        while (least := min(map(len, self.texts.values()))) < STEPS_FIRST:
+        while (least := min(counts := [*map(len, self.texts.values())])) < STEPS_FIRST:
             if time.monotonic() > deadline:
                 raise WrongWork(f"{self.num_rows} requests did not begin to decode")
             if self.core.has_work():
                 self._take(self.core.step())
             else:  # a grammar is being compiled
                 time.sleep(0.002)
-            if max(map(len, self.texts.values())) > least + self.num_rows + FAR_AHEAD:
+            if max(counts) > least + self.num_rows:
                 time.sleep(AHEAD_SECONDS)
 
     def run(self, steps: int) -> float:

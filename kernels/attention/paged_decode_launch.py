@@ -47,7 +47,7 @@ TABLE: dict[tuple[int, int], dict[tuple[str, int, int], Row]] = {
         (DOT, 4, 64): Row(64, 4, 3),
         (DOT, 4, 128): Row(32, 4, 3),
         (DOT, 4, 256): Row(16, 4, 3),
-        (VECTOR, 2, 64): Row(64, 4, 3),
+        (VECTOR, 2, 64): Row(64, 4, 2),
         (VECTOR, 2, 128): Row(32, 4, 3),
         (VECTOR, 2, 256): Row(16, 4, 3),
         (VECTOR, 4, 64): Row(64, 4, 3),

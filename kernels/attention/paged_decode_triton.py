@@ -4,8 +4,7 @@
     grid     kv heads x splits x requests, or kv heads x 1 x items of a split plan; fixed, since
              lengths are read on the device
     program  one kv head with the query heads that share it, and the tiles of its split
-    partial  maximum, sum and unscaled output, all float32, for each (item, head); a context that is
-             one split's writes the result itself
+    partial  maximum, sum and unscaled output, all float32, for each (item, head)
     combine  one program for each (request, head) weighs the partials; not run for one split
 
 A tile is TILE tokens, wherever their blocks lie: the block id is looked up for each token, so tiles
@@ -44,20 +43,16 @@ VARYING = ("window", "num_splits", "min_tiles")
 def share_tiles(  # type: ignore[no-untyped-def]
     length, window, num_splits, min_tiles, TILE: tl.constexpr
 ):
-    """The first tile, the tile after the last, and the number of tiles of one split, all of which
-    are about as long."""
+    """The first tile, the tile after the last, and the number of tiles of one split."""
     first = tl.maximum(length - window, 0) // TILE
     end = (length + TILE - 1) // TILE
-    tiles = end - first
-    share = tl.maximum((tiles + num_splits - 1) // num_splits, min_tiles)
-    parts = tl.maximum((tiles + share - 1) // share, 1)
-    return first, end, (tiles + parts - 1) // parts
+    share = tl.maximum((end - first + num_splits - 1) // num_splits, min_tiles)
+    return first, end, share
 
 
 @triton.jit(do_not_specialize=VARYING)
 def attend_split(  # type: ignore[no-untyped-def]
-    out,
-    partial_out,  # None for one split, as the two below
+    out,  # the result for one split, else the partial outputs
     partial_max,
     partial_sum,
     q,
@@ -102,22 +97,19 @@ def attend_split(  # type: ignore[no-untyped-def]
     if plan_share is None:
         split = tl.program_id(1)
         request = tl.program_id(2)
-        item = request * num_splits + split
     else:
-        item = tl.program_id(2)
-        request = tl.load(plan_requests + item)
+        request = tl.load(plan_requests + tl.program_id(2))
         if request < 0:
             return
-        split = tl.load(plan_splits + item)
+        split = tl.load(plan_splits + tl.program_id(2))
         min_tiles = tl.load(plan_share)
-    item = item.to(tl.int64)
     request = request.to(tl.int64)
     length = tl.load(seq_lens + request)
     first, end, share = share_tiles(length, window, num_splits, min_tiles, TILE)
     start = first + split * share
     stop = tl.minimum(start + share, end)
     if not ONE_SPLIT:
-        if (start >= end) & (split > 0):
+        if start >= end:
             return  # the combine kernel knows, and does not read this partial
 
     rows = tl.arange(0, GROUP_PAD)
@@ -186,17 +178,19 @@ def attend_split(  # type: ignore[no-untyped-def]
 
     if HEAD_SCALES:
         acc *= tl.load(kv_scales + scale_stride_pair + kv_head * scale_stride_head)
-    is_whole = end - first <= share
-    if not ONE_SPLIT:
-        if not is_whole:
-            partials = item * tl.num_programs(0) * GROUP + heads
-            tl.store(partial_max + partials, top, mask=rows < GROUP)
-            tl.store(partial_sum + partials, total, mask=rows < GROUP)
-            tl.store(partial_out + partials[:, None] * HEAD_DIM + dims[None, :], acc, mask=real)
-    acc /= tl.where(total > 0, total, 1.0)[:, None]  # a length of 0 gives zeros
-    out_offsets = request * out_stride_request + heads[:, None] * out_stride_head
-    places = out + out_offsets + dims[None, :]
-    tl.store(places, acc.to(out.dtype.element_ty), mask=real & (ONE_SPLIT or is_whole))
+    if ONE_SPLIT:
+        acc /= tl.where(total > 0, total, 1.0)[:, None]  # a length of 0 gives zeros
+        out_offsets = request * out_stride_request + heads[:, None] * out_stride_head
+        tl.store(out + out_offsets + dims[None, :], acc.to(out.dtype.element_ty), mask=real)
+    else:
+        if plan_share is None:
+            item = request * num_splits + split
+        else:
+            item = tl.program_id(2).to(tl.int64)
+        partials = item * tl.num_programs(0) * GROUP + heads
+        tl.store(partial_max + partials, top, mask=rows < GROUP)
+        tl.store(partial_sum + partials, total, mask=rows < GROUP)
+        tl.store(out + partials[:, None] * HEAD_DIM + dims[None, :], acc, mask=real)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -227,9 +221,9 @@ def combine_splits(  # type: ignore[no-untyped-def]
         item = tl.load(plan_first_items + request).to(tl.int64)
         min_tiles = tl.load(plan_share)
     first, end, share = share_tiles(length, window, num_splits, min_tiles, TILE)
-    if end - first <= share:
-        return  # the only split has written the result
     used = (end - first + share - 1) // share
+    num_heads = tl.num_programs(0)
+    partial = item * num_heads + head  # of its first split
 
     dims = tl.arange(0, HEAD_PAD)
     top = float("-inf")
@@ -238,11 +232,11 @@ def combine_splits(  # type: ignore[no-untyped-def]
     for start in range(0, used, ROWS):
         splits = start + tl.arange(0, ROWS)
         there = splits < used
-        partials = (item + splits) * tl.num_programs(0) + head
-        maxima = tl.load(partial_max + partials, mask=there, other=float("-inf"))
-        sums = tl.load(partial_sum + partials, mask=there, other=0.0)
+        places = splits * num_heads
+        maxima = tl.load(partial_max + partial + places, mask=there, other=float("-inf"))
+        sums = tl.load(partial_sum + partial + places, mask=there, other=0.0)
         outs = tl.load(
-            partial_out + partials[:, None] * HEAD_DIM + dims[None, :],
+            partial_out + partial * HEAD_DIM + places[:, None] * HEAD_DIM + dims[None, :],
             mask=there[:, None] & (dims < HEAD_DIM)[None, :],
             other=0.0,
         )
@@ -291,11 +285,11 @@ def paged_decode_triton(
     one_split = plan is None and num_splits == 1
     grid, items = (kv_heads, num_splits, requests), requests * (num_splits or 0)
     if plan is not None:
-        # The share alone decides.
-        items, num_splits = len(plan.requests), 1
+        # So many that the share alone decides how long a split is.
+        items = num_splits = len(plan.requests)
         grid = kv_heads, 1, items
 
-    partial_out = partial_max = partial_sum = None
+    partial_out, partial_max, partial_sum = out, None, None
     if not one_split:
         workspace = (items, num_heads)
         partial_out = q.new_empty((*workspace, head_dim), dtype=torch.float32)
@@ -307,7 +301,6 @@ def paged_decode_triton(
     # Triton launches on the current device.
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         attend_split[grid](
-            out,
             partial_out,
             partial_max,
             partial_sum,

@@ -4,7 +4,6 @@ that a step really has.
 
     lengths of the step ──► tiles a program (share) ──► list of (request, split), one a program
     2 requests of 5 and 2 tiles, share 2:   (0, 0) (0, 1) (0, 2) (1, 0) (-1, ·) (-1, ·)
-    tiles of each program:                  2      2      1      2
 
 The list has room for any batch, so that its place and the grid stay where a step is recorded; what
 is not used of it says -1. Without a plan the splits follow from the width of the block table, which
@@ -65,8 +64,8 @@ class SplitPlanner:
         return tiles
 
     def share(self, tiles: IntArray) -> int:
-        """The tiles of a program that take the least time, by the rounds in which a device runs
-        what is large and by the sum of all."""
+        """The tiles of a program that take the least time: that of the rounds in which a device
+        runs what is large, and what the small rests come to over all slots."""
         longest, total = int(tiles.max()), int(tiles.sum())
         room = ROUNDS * self.slots
         least = max(self.min_tiles, -(-total // room))
@@ -75,13 +74,14 @@ class SplitPlanner:
         parts = np.arange(1, _CANDIDATES + 1)
         shares = np.concatenate([-(-longest // parts), -(-total // (self.slots * parts))])
         shares = np.unique(np.maximum(shares, least))
-        counts = np.maximum(-(-tiles[:, None] // shares), 1)
-        sizes = -(-tiles[:, None] // counts)  # a request's splits are about as long
-        large = np.where(2 * sizes > shares, counts, 0).sum(0)
-        rounds = -(-large // self.slots) * (sizes.max(0) + PROGRAM_TILES)
-        spread = (total + counts.sum(0) * PROGRAM_TILES) / self.slots
+        whole, rest = np.divmod(tiles[:, None], shares)
+        is_large = 2 * rest > shares
+        large = (whole + is_large).sum(0)
+        small = np.where(is_large | (rest == 0), 0, rest + PROGRAM_TILES)
+        rounds = -(-large // self.slots) * (np.minimum(shares, longest) + PROGRAM_TILES)
+        time = rounds + small.sum(0) / self.slots
         # Of equal ones the largest share, which leaves least to combine.
-        best = len(shares) - 1 - int(np.argmin(np.maximum(rounds, spread)[::-1]))
+        best = len(shares) - 1 - int(np.argmin(time[::-1]))
         return int(shares[best])
 
 

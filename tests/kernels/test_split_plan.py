@@ -41,8 +41,7 @@ def programs(planner: SplitPlanner, plan: SplitPlan, tiles: list[int]) -> list[i
     share, taken = int(plan.share), []
     for request, split in zip(plan.requests.tolist(), plan.splits.tolist(), strict=True):
         if request != NOBODY:
-            even = -(-tiles[request] // max(1, -(-tiles[request] // share)))
-            taken.append(min(even, tiles[request] - split * even))
+            taken.append(min(share, tiles[request] - split * share))
     return taken
 
 

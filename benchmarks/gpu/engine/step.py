@@ -10,6 +10,7 @@ buffers, model, sampler. Recorded steps and launched ones, K and V in 16 bits an
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from ....engine.core.device_config import placement_of
+from ....engine.core.device_config import dtype_for, placement_of
+from ....engine.core.executor import load_runner
 from ....engine.models.spec import load_model_spec
 from ....engine.options import engine_config
 from ....engine.sampling_params import SamplingParams
 from ....engine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from ....engine.worker.model_runner import ModelRunner
 from ..plots import draw_steps
 from ..section import Place, Results, Row, Section, Target, Timing, WrongResult, run_cases
 from .model import engine_options, model_directory, read_weight_bytes
@@ -32,11 +34,15 @@ from .model import engine_options, model_directory, read_weight_bytes
 NAME = "engine-step"
 BLOCK_SIZE = 16
 WARM_UPS = 4
+STEPS = (40, 20, 3)  # that are timed in a batch: all, quick, rehearsed
 SAMPLED = SamplingParams(temperature=0.0, max_tokens=4096, ignore_eos=True)
 SECONDS = 240.0  # a model is made for each way of computing; the other sections have none
 TARGETS = (
     Target("engine_step_over_bound", "decode step's bound over its time, 64 x 8k", least=0.85),
 )
+
+
+Shape = tuple[int, int]  # requests, and tokens of context of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,7 @@ class Case:
 def run(place: Place, results: Results) -> None:
     """A row for each way and batch."""
     place.start_section(SECONDS)
-    shapes: tuple[tuple[int, int], ...] = place.choose(
+    shapes: Sequence[Shape] = place.choose(
         ((1, 1024), (1, 32768), (16, 8192), (64, 1024), (64, 8192), (256, 1024)),
         ((1, 1024), (64, 8192)),
         ((1, 32), (3, 64)),
@@ -104,14 +110,9 @@ def _add(bench: _Bench, results: Results, case: Case) -> None:
     results.add_row(NAME, row)
 
 
-def num_steps(place: Place) -> int:
-    """That are timed in a batch."""
-    return place.choose(40, 20, 3)
-
-
-def make_options(place: Place, way: Way, shapes: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """An engine that holds each of these batches, of so many requests and tokens of context."""
-    room = WARM_UPS + num_steps(place) + 1
+def make_options(place: Place, way: Way, shapes: Sequence[Shape]) -> dict[str, Any]:
+    """An engine that holds each of these batches."""
+    room = WARM_UPS + place.choose(*STEPS) + 1
     longest = -(-(max(context for _, context in shapes) + room) // BLOCK_SIZE)
     blocks = max(requests * -(-(context + room) // BLOCK_SIZE) for requests, context in shapes)
     return engine_options(place) | {
@@ -125,26 +126,22 @@ def make_options(place: Place, way: Way, shapes: Sequence[tuple[int, int]]) -> d
 
 
 class _Bench:
-    """A runner without a scheduler around it: its requests hold blocks of zeros."""
+    """A runner without a scheduler around it: its requests hold blocks of random numbers."""
 
-    def __init__(
-        self, place: Place, path: Path, way: Way, shapes: tuple[tuple[int, int], ...]
-    ) -> None:
-        self._steps = num_steps(place)
+    def __init__(self, place: Place, path: Path, way: Way, shapes: Sequence[Shape]) -> None:
+        self._steps = place.choose(*STEPS)
         config = engine_config(path, make_options(place, way, shapes))
-        spec = load_model_spec(path)
-        self._runner = ModelRunner(
-            spec,
-            path,
-            dtype=config.model.dtype,
-            num_blocks=config.cache.num_blocks,
-            block_size=BLOCK_SIZE,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            max_model_len=config.model.max_model_len or spec.max_context,
-            placement=placement_of(config),
-        )
-        self._layout = self._runner.pool.layout
+        spec, placement = load_model_spec(path), placement_of(config)
+        self._runner = load_runner(
+            config, config.cache.num_blocks, config.model.max_model_len or spec.max_context,
+            spec=spec, dtype=dtype_for(config, spec, placement.device), placement=placement,
+            connector=None, progress=logging.getLogger(__name__).info,
+        )  # fmt: skip
+        self._layout, pool = self._runner.pool.layout, self._runner.pool.tensor
+        # Of zeros every score is the same, and bits that do not change take less power.
+        numbers = torch.randn(pool[:64].shape, device=pool.device, dtype=torch.bfloat16)
+        for pages in pool.split(64):
+            pages.copy_(numbers[: len(pages)])
         self._weight_bytes = read_weight_bytes(spec, self._runner.model.element_bytes)
 
     def measure(self, case: Case) -> tuple[Timing, int]:

@@ -16,11 +16,12 @@ from stratakv.benchmarks.gpu.engine import phases as engine_phases
 from stratakv.benchmarks.gpu.engine import step as engine_step
 from stratakv.benchmarks.gpu.engine.phases import PHASES
 from stratakv.benchmarks.gpu.section import Place, WrongResult
-from stratakv.benchmarks.offload.workbench import MeasuredEngine, Run, measured_options
+from stratakv.benchmarks.offload.workbench import MeasuredEngine, Run
 from stratakv.engine.models.dtypes import compute_dtype, kv_dtype_name, pool_dtype
 from stratakv.engine.models.spec import load_model_spec
 from stratakv.engine.options import engine_config
 from stratakv.engine.worker.forward.kernel_attention import choose_kernels
+from stratakv.engine.worker.model_runner import ModelRunner
 from stratakv.kernels import choice, pool_checks
 from stratakv.kernels.choice import Hardware, KernelRefused
 
@@ -54,14 +55,14 @@ def test_a_step_reads_its_weights_and_its_kv_once(tmp_path: Path) -> None:
 def test_a_step_that_answers_nothing_stops_the_section(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    execute = engine_step.ModelRunner.execute
+    execute = ModelRunner.execute
 
     def silent(self: object, output: object) -> object:
         result = execute(self, output)  # type: ignore[arg-type]
         result.sampled_token_ids = {key: [] for key in result.sampled_token_ids}
         return result
 
-    monkeypatch.setattr(engine_step.ModelRunner, "execute", silent)
+    monkeypatch.setattr(ModelRunner, "execute", silent)
     with pytest.raises(WrongResult, match="a request got no token"):
         rehearse(engine_step.SECTION, tmp_path)
 
@@ -146,7 +147,8 @@ def test_the_kernels_take_every_option_set_of_a_gpu(
     for module in (choice, pool_checks):
         monkeypatch.setattr(module, "probe_hardware", lambda: hopper)
     for name, options in option_sets(tmp_path):
-        config = engine_config(None, measured_options(options))
+        # What a measured engine has where nothing is asked for.
+        config = engine_config(None, {"dtype": "float32"} | options)
         dtype = compute_dtype(config.model.dtype, "cuda", None)
         pool_type = pool_dtype(kv_dtype_name(config.cache.kv_cache_dtype, dtype))
         assert config.model.strict_kernels, name
