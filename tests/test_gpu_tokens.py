@@ -92,7 +92,7 @@ def run_part(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Part:
         fakes = Fakes(given)
         monkeypatch.setattr(tool, "open_engine", fakes.open_engine)
         monkeypatch.setattr(tool, "ask", fakes.ask)
-        monkeypatch.setattr(tool, "make_prompts", lambda: [[1]])
+        monkeypatch.setattr(tool, "make_prompts", lambda _: [[1]])
         report = tool.Report(device)
         session = tool.Session(device, report)
         session._kept = session._recorded = answers(tool, [1, 2], found=592)
@@ -152,7 +152,7 @@ def test_a_part_that_cannot_run_leaves_the_others(
         raise RuntimeError(f"no engine in {given['dtype']}")
 
     monkeypatch.setattr(tool, "open_engine", broken)
-    monkeypatch.setattr(tool, "make_prompts", lambda: [[1]])
+    monkeypatch.setattr(tool, "make_prompts", lambda _: [[1]])
     assert tool.main(["--device", "cpu", "--out", str(tmp_path / "t.json")]) == 1
     body = json.loads((tmp_path / "t.json").read_text())
     ends = [each["result"] for each in body["checks"]]

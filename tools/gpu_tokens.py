@@ -32,7 +32,9 @@ from stratakv.engine.options import EMBEDDED_MODEL
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.text.tokenizer import Tokenizer
 
-NUM_PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 4, 600, 32
+PROMPT_TOKENS = 600
+# Prompts and tokens of each answer; the twins on a CPU are slow.
+NUM_PROMPTS, ANSWER_TOKENS = {"cuda": 4, "cpu": 3}, {"cuda": 32, "cpu": 12}
 BLOCK_SIZE = 16
 # Of a prompt that was there before, all whole blocks are found.
 FOUND_TOKENS = PROMPT_TOKENS // BLOCK_SIZE * BLOCK_SIZE
@@ -42,7 +44,6 @@ LEAST_FOUND = 0.9  # of the tokens that a tier could bring
 LEAST_NEAR = 0.5  # of the tokens, until the first that differs
 # Of the device, for the engine that sizes its own pool: others compute beside this.
 MEMORY_SHARE, TRIES = 0.1, 3
-ANSWER = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
 OK, WRONG, FAILED, LEFT_OUT = "ok", "wrong", "failed", "left out"
 
 
@@ -129,28 +130,29 @@ def agreed(ones: Answers, others: Answers) -> int:
     return count
 
 
-def make_prompts() -> list[list[int]]:
+def make_prompts(count: int) -> list[list[int]]:
     """Texts of this checkout that begin differently and are equally long, so that they share no
     block and meet the same kernels."""
     root = Path(__file__).resolve().parent.parent
     tokenizer = Tokenizer.find(EMBEDDED_MODEL)
     assert tokenizer is not None
     ids = tokenizer.encode((root / "LICENSE").read_text(), add_special_tokens=False)
-    if len(ids) < NUM_PROMPTS * PROMPT_TOKENS:
+    if len(ids) < count * PROMPT_TOKENS:
         raise SystemExit(
-            f"LICENSE has {len(ids)} tokens and {NUM_PROMPTS * PROMPT_TOKENS} are needed; bring "
-            "the whole checkout"
+            f"LICENSE has {len(ids)} tokens and {count * PROMPT_TOKENS} are needed; bring the "
+            "whole checkout"
         )
-    starts = range(0, NUM_PROMPTS * PROMPT_TOKENS, PROMPT_TOKENS)
+    starts = range(0, count * PROMPT_TOKENS, PROMPT_TOKENS)
     return [ids[start : start + PROMPT_TOKENS] for start in starts]
 
 
-def ask(llm: LLM, prompts: Sequence[list[int]]) -> Answers:
+def ask(llm: LLM, prompts: Sequence[list[int]], answer_tokens: int) -> Answers:
     """One prompt after the other, so that every engine computes the same batches."""
+    params = SamplingParams(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True)
     answers = Answers([], Counter(), [], [])
     for prompt in prompts:
         began = time.perf_counter()
-        [output] = llm.generate([prompt], ANSWER, use_tqdm=False)
+        [output] = llm.generate([prompt], params, use_tqdm=False)
         answers.seconds.append(round(time.perf_counter() - began, 4))
         [choice] = output.outputs
         if choice.error is not None:
@@ -193,10 +195,10 @@ class Session:
         self.report = report
         self._device = device
         self._is_gpu = device != "cpu"
-        self._prompts = make_prompts()
+        self._prompts = make_prompts(NUM_PROMPTS[device])
         # On the CPU by the kernels' twins, since the reference gathers.
-        self._float64 = {"dtype": "float64", "attention_backend": "kernels"}
-        self._bfloat16 = {"dtype": "bfloat16", "attention_backend": "kernels"}
+        self._float64: dict[str, Any] = {"dtype": "float64", "attention_backend": "kernels"}
+        self._bfloat16: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "kernels"}
         if self._is_gpu:
             # Recorded steps could not read back what plain kernels check.
             self._float64 |= {"enforce_eager": True}
@@ -220,21 +222,24 @@ class Session:
         self.report.attempt("launched", self.launched)
         self.report.attempt("pool by what is left", self.sized)
 
+    def _ask(self, llm: LLM) -> Answers:
+        return ask(llm, self._prompts, ANSWER_TOKENS[self._device])
+
     def float64(self) -> None:
         """The CPU's tokens, whatever brings K and V."""
         with open_engine("cpu", dtype="float64", attention_backend="gather") as llm:
-            expected = ask(llm, self._prompts)
+            expected = self._ask(llm)
         with open_engine(self._device, **self._float64) as llm:
-            self.report.equal("float64: as on the CPU", ask(llm, self._prompts), expected)
+            self.report.equal("float64: as on the CPU", self._ask(llm), expected)
         with TemporaryDirectory(prefix="gpu-tokens-") as folder:
             options = self._float64 | tiers(Path(folder) / "ssd")
             with open_engine(self._device, **options) as llm:
-                self.report.equal("float64: above tiers", ask(llm, self._prompts), expected)
-                again = ask(llm, self._prompts)
+                self.report.equal("float64: above tiers", self._ask(llm), expected)
+                again = self._ask(llm)
             self.report.equal("float64: out of the cpu tier", again, expected)
             self.report.found("cpu", again, "float64: the cpu tier brought the prompts")
             with open_engine(self._device, **options) as llm:
-                again = ask(llm, self._prompts)
+                again = self._ask(llm)
             self.report.equal("float64: out of the ssd tier", again, expected)
             self.report.found("ssd", again, "float64: the ssd tier brought the prompts")
 
@@ -244,8 +249,8 @@ class Session:
         began = time.perf_counter()
         with open_engine(self._device, **self._bfloat16) as llm:
             start = time.perf_counter() - began
-            self._recorded = first = ask(llm, self._prompts)
-            self._kept = second = ask(llm, self._prompts)
+            self._recorded = first = self._ask(llm)
+            self._kept = second = self._ask(llm)
         compiler = sum(each.seconds[0] - each.seconds[1] for each in (first, second))
         self.report.seconds |= {
             "start": round(start, 2),
@@ -264,8 +269,8 @@ class Session:
         """The same blocks, the same batches: not even a rounding may differ."""
         expected = _needed(self._kept)
         with open_engine(self._device, **self._bfloat16, **tiers()) as llm:
-            ask(llm, self._prompts)
-            again = ask(llm, self._prompts)
+            self._ask(llm)
+            again = self._ask(llm)
         self.report.found("cpu", again, "bfloat16: the cpu tier brought the prompts")
         name = "bfloat16: out of the cpu tier as out of the pool"
         if again.cached == expected.cached:
@@ -278,7 +283,7 @@ class Session:
         """A pool of float8 answers; how near is only said, since K and V are rounded to 4 bits."""
         expected = _needed(self._recorded)
         with open_engine(self._device, **self._bfloat16, kv_cache_dtype="fp8") as llm:
-            got = ask(llm, self._prompts)
+            got = self._ask(llm)
         is_whole = [len(each) for each in got.tokens] == [len(each) for each in expected.tokens]
         said = f"{agreed(got, expected)} tokens as in bfloat16"
         self.report.add("fp8 KV: every answer is whole", OK if is_whole else FAILED, said)
@@ -287,7 +292,7 @@ class Session:
         """Steps without a record."""
         expected = _needed(self._recorded)
         with open_engine(self._device, **self._bfloat16, enforce_eager=True) as llm:
-            got = ask(llm, self._prompts)
+            got = self._ask(llm)
         self.report.near("bfloat16: launched steps nearly as recorded ones", got, expected)
 
     def sized(self) -> None:
@@ -302,7 +307,7 @@ class Session:
             try:
                 with open_engine(self._device, **options) as llm:
                     blocks = int(llm.stats()["cache_config"]["num_gpu_blocks"])
-                    got = ask(llm, self._prompts)
+                    got = self._ask(llm)
                 break
             except ValueError:  # others may take memory while it is measured
                 if not left:

@@ -2,8 +2,7 @@
 """What every benchmark does and leaves behind: `DIR/NAME.json`, a table on the terminal, a plot.
 
 The JSON always has `environment`, `limits`, `figures` and `ratios`; ratios map a name to a number,
-the others may nest. The commit in `environment` is that of STRATAKV_COMMIT where it is set, for a
-checkout that has come without its .git, or else git's word.
+the others may nest.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
 from .plots import draw_and_tell
 
-COMMIT_VARIABLE = "STRATAKV_COMMIT"
 _PACKAGES = ("torch", "numpy", "lmdb", "msgspec", "pyzmq", "fastapi", "uvicorn")
 
 
@@ -128,16 +126,15 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit measured, with a mark if the tree differs; empty outside a checkout."""
-    if given := os.environ.get(COMMIT_VARIABLE, "").strip():
+    """$STRATAKV_COMMIT, or git's word, marked where the tree differs; empty without .git."""
+    if given := os.environ.get("STRATAKV_COMMIT", "").strip():
         return given
     root = Path(__file__).resolve().parents[2]
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
+    with suppress(OSError, subprocess.TimeoutExpired):
         run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return run.stdout.strip()
+        return run.stdout.strip()
+    return ""
 
 
 def run_and_tell(
