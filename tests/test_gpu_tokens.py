@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,6 +142,28 @@ def test_the_compiler_took_what_the_first_answers_took_beyond_the_next(
     assert set(ends_of(report).values()) == {"ok"}
     assert report.seconds["of_the_compiler"] == pytest.approx(2 * (0.5 - 0.2))
     assert report.seconds["first_answers"] == [0.5, 0.2]
+
+
+@pytest.mark.parametrize(("share", "end"), [(2**40, "ok"), (2**10, "failed")])
+def test_parts_of_a_gpu_work_with_a_real_engine(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, share: int, end: str
+) -> None:
+    """Options, statistics and comparisons; the engine is the CPU's."""
+    import torch
+
+    real = tool.open_engine
+    monkeypatch.setattr(tool, "open_engine", lambda _, **given: real("cpu", **given))
+    memory = SimpleNamespace(total_memory=share)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
+    monkeypatch.setattr(tool, "make_prompts", lambda count: [[5, 6, 7]] * count)
+    monkeypatch.setattr(tool, "ANSWER_TOKENS", {"cuda": 2})
+    report = tool.Report("cuda")
+    session = tool.Session("cuda", report)
+    for part in (session.bfloat16, session.launched, session.sized):
+        report.attempt("part", part)
+    ends = ends_of(report)
+    assert ends.pop("pool by what is left") == end, report.checks
+    assert len(ends) == 4 and set(ends.values()) == {"ok"}, report.checks
 
 
 def test_a_part_that_cannot_run_leaves_the_others(

@@ -164,7 +164,8 @@ def ask(llm: LLM, prompts: Sequence[list[int]], answer_tokens: int) -> Answers:
 
 
 def open_engine(device: str, **given: Any) -> LLM:
-    """An engine of the embedded model, which is closed by `with`."""
+    """An engine of the embedded model, which is closed by `with`. An option that is None is left to
+    the engine."""
     options: dict[str, Any] = {
         "device": device,
         "num_blocks": ALL_BLOCKS,
@@ -172,7 +173,8 @@ def open_engine(device: str, **given: Any) -> LLM:
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": 8,
     }
-    return LLM(**{**options, **given})
+    options |= given
+    return LLM(**{name: value for name, value in options.items() if value is not None})
 
 
 def tiers(folder: Path | None = None) -> dict[str, Any]:
@@ -306,7 +308,7 @@ class Session:
         for left in reversed(range(TRIES)):
             try:
                 with open_engine(self._device, **options) as llm:
-                    blocks = int(llm.stats()["cache_config"]["num_gpu_blocks"])
+                    blocks = int(llm.stats()["core"]["cache_config"]["num_gpu_blocks"])
                     got = self._ask(llm)
                 break
             except ValueError:  # others may take memory while it is measured
