@@ -108,6 +108,9 @@ def test_nothing_wrong_is_no_word_about_figures_in_a_rehearsal(
     monkeypatch.setattr(tool, "read_arguments", _rehearsed(tool.read_arguments))
     assert run_first(tool, group, tmp_path, monkeypatch) == 0
     assert "figures" not in capsys.readouterr().out
+    group = [command(tool, "tokens", 1, tokens_json=tokens(WRONG_TOKENS))]
+    assert run_first(tool, group, tmp_path, monkeypatch) == 1
+    assert "DO NOT RUN `figures`" in capsys.readouterr().out, "the twins are wrong then"
 
 
 def _rehearsed(read: Any) -> Any:
