@@ -369,10 +369,11 @@ def test_the_group_of_tool_parsers() -> None:
 @pytest.mark.net
 @pytest.mark.slow
 def test_wheels_for_a_machine_with_a_gpu(tmp_path: Path) -> None:
-    """As `docs/gpu.md` has them downloaded."""
-    block = find_block("docs/gpu.md", "mkdir -p .whl")
+    """As `docs/gpu.md` has them downloaded: the engine's, the library, those of `serve`."""
     reader = Reader(tmp_path)
     _bring_constraints(reader)
-    script = "\n".join(block.commands)
-    reader._run(["bash", "-c", "set -e\n" + script])
-    assert len(list((tmp_path / ".whl").glob("*.whl"))) == 4
+    begins = ("mkdir -p .whl", "pip download", "grep -E '^(annotated-types")
+    for begin, count in zip(begins, (4, 5, 15), strict=True):
+        script = "\n".join(find_block("docs/gpu.md", begin).commands)
+        reader._run(["bash", "-c", "set -e\n" + script])
+        assert len(list((tmp_path / ".whl").glob("*.whl"))) == count

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tools/on_gpu.py`: limits, wheels, archives, what it refuses; and rehearsals of its steps."""
+"""`tools/on_gpu.py`: limits, groups, wheels, archives, what it refuses; rehearsals of its steps."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import re
@@ -13,6 +13,7 @@ import tarfile
 import threading
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,28 +22,43 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "gpu.md").read_text()
-REHEARSAL_SECONDS = 300  # of all steps on two cores
+REHEARSAL_SECONDS = 540  # of all steps on two cores
+QUARTER_SECONDS = 240  # of the two that come first
 FITTING = f"1.0-cp3{sys.version_info.minor}-cp3{sys.version_info.minor}-linux_{os.uname().machine}"
 
 
 @pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("on_gpu", ROOT / "tools" / "on_gpu.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+def tool() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "on_gpu", module)  # dataclasses look there
-        spec.loader.exec_module(module)
-    return module
+        patch.syspath_prepend(str(ROOT / "tools"))
+        yield importlib.import_module("on_gpu")
+    for name in [name for name in sys.modules if name.startswith(("on_gpu", "gpu_session"))]:
+        del sys.modules[name]
 
 
-def run_all(tool: ModuleType, commands: list[Any], tmp_path: Path, seconds: float) -> Any:
+@pytest.fixture
+def steps(tool: ModuleType) -> ModuleType:
+    return sys.modules["gpu_session.steps"]
+
+
+@pytest.fixture
+def running(tool: ModuleType) -> ModuleType:
+    return sys.modules["gpu_session.running"]
+
+
+@pytest.fixture
+def environment(tool: ModuleType) -> ModuleType:
+    return sys.modules["gpu_session.environment"]
+
+
+def run_all(running: ModuleType, groups: list[Any], tmp_path: Path, seconds: float) -> Any:
     """The step as it was written into the archive, and the names in it."""
     results = tmp_path / "results"
     results.mkdir()
-    step = tool.Step("probe", True, {}, [])
+    step = running.Step("probe", True, {}, [])
     archive = tmp_path / "a.tar.gz"
-    tool.run_step(commands, step, results, archive, dict(os.environ), time.monotonic() + seconds)
+    deadline = time.monotonic() + seconds
+    running.run_step(groups, step, results, archive, dict(os.environ), deadline)
     return read_archive(archive, "probe")
 
 
@@ -54,25 +70,41 @@ def read_archive(archive: Path, step: str) -> tuple[dict[str, Any], set[str]]:
         return json.load(file), names
 
 
-def python(tool: ModuleType, name: str, code: str, seconds: float = 60) -> Any:
-    return tool.Command(name, ("-c", code, "{out}"), seconds)
+def ends_of(body: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    return {each["name"]: (each["result"], each["last_line"]) for each in body["outcomes"]}
 
 
-def test_each_command_has_its_end_and_all_is_kept(tool: ModuleType, tmp_path: Path) -> None:
+def python(steps: ModuleType, name: str, code: str, seconds: float = 60) -> Any:
+    return steps.Command(name, ("-c", code, "{out}"), seconds)
+
+
+# Waits until a file is there, of which only another command can be the reason.
+AWAITS = (
+    "import pathlib, sys, time\n"
+    "def await_(test):\n"
+    "    while not test(): time.sleep(0.02)\n"
+    "here = pathlib.Path(sys.argv[1])\n"
+    "there = here.parent\n"
+)
+
+
+def test_each_command_has_its_end_and_all_is_kept(
+    steps: ModuleType, running: ModuleType, tmp_path: Path
+) -> None:
     says = "import sys, pathlib; pathlib.Path(sys.argv[1], 'x.png').touch(); print('said')"
     # The child of the one that hangs must go with it.
     hangs = (
         "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']); print(p.pid, "
         "flush=True); time.sleep(600)"
     )
-    commands = [
-        python(tool, "good", says),
-        python(tool, "bad", "raise SystemExit('broken')"),
-        python(tool, "slow", hangs, seconds=1.5),
-        python(tool, "last", "print('still there')"),
+    groups = [
+        (python(steps, "good", says),),
+        (python(steps, "bad", "raise SystemExit('broken')"),),
+        (python(steps, "slow", hangs, seconds=1.5),),
+        (python(steps, "last", "print('still there')"),),
     ]
-    body, names = run_all(tool, commands, tmp_path, 600)
-    ends = {each["name"]: (each["result"], each["last_line"]) for each in body["outcomes"]}
+    body, names = run_all(running, groups, tmp_path, 600)
+    ends = ends_of(body)
     child = int(ends["slow"][1])
     assert ends == {
         "good": ("ok", "said"),
@@ -94,23 +126,72 @@ def wait_until_gone(process: int) -> None:
     pytest.fail(f"process {process} outlives the command that started it")
 
 
-def test_what_does_not_fit_is_left_out(tool: ModuleType, tmp_path: Path) -> None:
-    body, _ = run_all(tool, [python(tool, "late", "print()")], tmp_path, 1)
-    [outcome] = body["outcomes"]
-    assert outcome["result"] == "left out" and "time was spent" in outcome["last_line"]
-
-
-def test_a_benchmark_is_told_its_time(tool: ModuleType, tmp_path: Path) -> None:
-    command = tool.Command("told", ("-c", "import sys; print(sys.argv[1])", "{seconds}"), 100)
-    body, _ = run_all(tool, [command], tmp_path, 1000)
-    assert body["outcomes"][0]["last_line"] == "75"
-
-
-def test_a_machine_that_is_taken_back_leaves_nothing(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_group_runs_side_by_side_and_one_at_its_limit_leaves_the_others(
+    steps: ModuleType, running: ModuleType, tmp_path: Path
 ) -> None:
-    code = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)"
-    monkeypatch.setattr(tool, "commands_of", lambda *_, **__: [python(tool, "probe", code)])
+    """`first` and `second` wait for each other, and end only when the hanging one was ended: its
+    folder is in the archive then."""
+    meets = AWAITS + (
+        "(here / 'is-there').touch()\n"
+        "await_(lambda: (there / sys.argv[2] / 'is-there').exists())\n"
+        "import tarfile\n"
+        "archive = there.parent / 'a.tar.gz'\n"
+        "def names(): return tarfile.open(archive).getnames() if archive.exists() else []\n"
+        "await_(lambda: 'on-gpu-probe/hangs/log.txt' in names())\n"
+    )
+    group = (
+        steps.Command("first", ("-c", meets, "{out}", "second"), 120),
+        python(steps, "hangs", "import time; time.sleep(600)", seconds=1),
+        steps.Command("second", ("-c", meets, "{out}", "first"), 120),
+    )
+    body, names = run_all(running, [group], tmp_path, 600)
+    ends = ends_of(body)
+    assert next(iter(ends)) == "hangs" and ends["hangs"][0] == "timed out"
+    assert sorted(ends) == ["first", "hangs", "second"]
+    assert all(ends[name][0] == "ok" for name in ("first", "second")), ends
+    assert {"first/log.txt", "second/log.txt", "hangs/log.txt"} <= names
+
+
+def test_what_does_not_fit_is_left_out(
+    steps: ModuleType, running: ModuleType, tmp_path: Path
+) -> None:
+    group = (python(steps, "late", "print()"), python(steps, "later", "print()"))
+    body, names = run_all(running, [group], tmp_path, 1)
+    assert [each["result"] for each in body["outcomes"]] == ["left out"] * 2
+    assert "time was spent" in body["outcomes"][0]["last_line"] and names == {"on-gpu.json"}
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(200, "175"), (100, "75"), (40, "30")])
+def test_a_benchmark_is_told_its_time(
+    steps: ModuleType, running: ModuleType, tmp_path: Path, seconds: float, told: str
+) -> None:
+    command = steps.Command("told", ("-c", "import sys; print(sys.argv[1])", "{seconds}"), seconds)
+    body, _ = run_all(running, [(command,)], tmp_path, 1000)
+    assert body["outcomes"][0]["last_line"] == told
+
+
+def test_a_log_that_is_too_large_loses_its_middle(running: ModuleType, tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_bytes(b"begin\n" + b"x" * running.MOST_LOG_BYTES + b"\nend\n")
+    running.shorten(log)
+    text = log.read_text()
+    assert text.startswith("begin\n") and text.endswith("\nend\n") and "bytes were left out" in text
+    assert len(text) < running.MOST_LOG_BYTES
+    running.shorten(log)
+    assert log.read_text() == text
+
+
+def test_a_machine_that_is_taken_back_keeps_what_there_was_and_leaves_nothing_behind(
+    tool: ModuleType, steps: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asks = AWAITS + (
+        "import os, signal\n"
+        "await_((there / 'beside' / 'had.txt').exists)\n"
+        "os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)"
+    )
+    has = "import pathlib, sys, time; pathlib.Path(sys.argv[1], 'had.txt').touch(); time.sleep(600)"
+    group = (python(steps, "probe", asks), python(steps, "beside", has))
+    monkeypatch.setattr(tool, "groups_of", lambda *_, **__: [group])
     monkeypatch.setattr(tool.tempfile, "mkdtemp", lambda **_: str(tmp_path / "work"))
     (tmp_path / "work").mkdir()
     assert threading.current_thread() is threading.main_thread()
@@ -119,6 +200,97 @@ def test_a_machine_that_is_taken_back_leaves_nothing(
         tool.main(["probe", "--rehearse", "--out", str(tmp_path / "out")])
     assert ended.value.code == 128 + signal.SIGTERM
     assert not (tmp_path / "work").exists() and signal.getsignal(signal.SIGTERM) is before
+    body, names = read_archive(tmp_path / "out" / "on-gpu-probe.tar.gz", "probe")
+    assert {each["result"] for each in body["outcomes"]} == {"cut off"}
+    assert "beside/had.txt" in names
+
+
+# The quarter of an hour
+
+
+def longest(groups: list[Any]) -> float:
+    return sum(max(each.seconds for each in group) for group in groups)
+
+
+def test_the_two_steps_fit_into_a_quarter_of_an_hour(steps: ModuleType) -> None:
+    limits = {name: steps.seconds_of(name, 900.0) for name in ("first", "figures")}
+    assert limits == {"first": 280, "figures": 440}
+    for name, limit in limits.items():
+        groups = steps.groups_of(name, is_rehearsal=False)
+        assert longest(groups) <= limit - 15, f"{name}: beside unpacking and packing"
+    first, side_by_side = steps.groups_of("first", is_rehearsal=False)
+    assert [each.name for each in first] == ["probe"] and first[0].seconds <= 75
+    assert [each.name for each in side_by_side] == ["tokens", "tests-order", "tests-kernels"]
+    start, gap = 90, 30
+    assert start + sum(limits.values()) + gap <= 900
+
+
+def test_figures_come_by_their_value(steps: ModuleType) -> None:
+    groups = steps.groups_of("figures", is_rehearsal=False)
+    found = [(steps.sections_of(each), each.seconds) for group in groups for each in group]
+    assert found == [
+        (["copy device", "engine-phases"], 130),
+        (["decode", "prefill"], 95),
+        (["prefill-library"], 40),
+        (["engine-step"], 100),
+        (["writes", "interference"], 60),
+    ]
+    assert all("--quick" in each.words for group in groups for each in group)
+
+
+@pytest.mark.parametrize("name", ["first", "figures", "sanitize"])
+def test_limits_are_shares_of_the_time_lent(steps: ModuleType, name: str) -> None:
+    whole = steps.groups_of(name, is_rehearsal=False)
+    half = steps.groups_of(name, is_rehearsal=False, lent=450.0)
+    for group, smaller in zip(whole, half, strict=True):
+        assert [each.seconds / 2 for each in group] == [each.seconds for each in smaller]
+        assert [each.words for each in group] == [each.words for each in smaller]
+    assert steps.seconds_of(name, 450.0) == steps.seconds_of(name, 900.0) / 2
+
+
+def test_a_section_that_there_is_not_is_left_out_and_said(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = tool.read_arguments(["figures", "--rehearse"])
+    tool_sections = ["ceilings", "copy device", "engine-phases", "decode", "prefill", "engine-step"]
+    groups, notes = tool.choose_groups(args, [*tool_sections, "writes", "interference"])
+    assert [each.name for [each] in groups] == [
+        "bench-copy-device", "bench-decode", "bench-engine-step", "bench-writes",
+    ]  # fmt: skip
+    [note] = notes
+    assert "has no section prefill-library" in note
+    groups, notes = tool.choose_groups(args, [*tool_sections, "prefill-library", "writes"])
+    assert [each.name for [each] in groups][2] == "bench-prefill-library" and len(notes) == 1
+
+
+# The commit
+
+
+@pytest.mark.parametrize(
+    ("given", "known"), [(["--commit", "0123abc-dirty"], "0123abc-dirty"), ([], "")]
+)
+def test_results_name_their_commit_or_say_that_they_have_none(
+    tool: ModuleType, steps: ModuleType, environment: ModuleType, tmp_path: Path, given: list[str],
+    known: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    says = "import os; print(os.environ.get('STRATAKV_COMMIT', 'none'))"
+    command = python(steps, "probe", says)
+    monkeypatch.setattr(tool, "groups_of", lambda *_, **__: [(command,)])
+    monkeypatch.setenv("STRATAKV_COMMIT", "of-somebody-else")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "no-git"))  # as where no .git has come
+    out = tmp_path / "out"
+    assert tool.main(["probe", "--rehearse", *given, "--out", str(out)]) == 0
+    body, _ = read_archive(out / "on-gpu-probe.tar.gz", "probe")
+    assert body["machine"]["commit"] == known
+    assert body["outcomes"][0]["last_line"] == (known or "none")
+    said = capsys.readouterr()
+    assert ("NO COMMIT is known" in said.err) is (not known)
+    assert ("note: NO COMMIT is known" in said.out) is (not known)
+    assert bool(body["notes"]) is (not known)
+    assert [path.name for path in out.iterdir()] == ["on-gpu-probe.tar.gz"], "and nothing beside it"
+
+
+# Wheels and what else is refused
 
 
 def make_wheel(folder: Path, name: str, files: dict[str, str] | None = None) -> Path:
@@ -130,15 +302,17 @@ def make_wheel(folder: Path, name: str, files: dict[str, str] | None = None) -> 
     return path
 
 
-def test_a_carried_wheel_is_on_the_path(tool: ModuleType, tmp_path: Path) -> None:
+def test_a_carried_wheel_is_on_the_path(environment: ModuleType, tmp_path: Path) -> None:
     make_wheel(tmp_path / "wheels", f"carried_thing-{FITTING}.whl")
     (tmp_path / "work").mkdir()
-    environment, names = tool.prepare(tmp_path / "work", tmp_path / "wheels", is_rehearsal=True)
+    variables, names = environment.prepare(
+        tmp_path / "work", tmp_path / "wheels", is_rehearsal=True
+    )
     assert names == [f"carried_thing-{FITTING}.whl"]
-    said = tool.ask_python(
+    said = environment.ask_python(
         "import carried_thing, stratakv, importlib.util as u; "
         "print(carried_thing.value, stratakv.__file__, u.find_spec('fastapi'))",
-        environment,
+        variables,
     )
     assert said == f"42 {tmp_path}/work/names/stratakv/__init__.py None", "fastapi is hidden"
 
@@ -154,36 +328,38 @@ def test_a_carried_wheel_is_on_the_path(tool: ModuleType, tmp_path: Path) -> Non
     ],
 )
 def test_wheels_that_are_refused(
-    tool: ModuleType, tmp_path: Path, names: list[str], message: str
+    environment: ModuleType, tmp_path: Path, names: list[str], message: str
 ) -> None:
     (tmp_path / "wheels").mkdir()
     for name in names:
         make_wheel(tmp_path / "wheels", name)
-    with pytest.raises(tool.WrongUse, match=message):
-        tool.unpack_wheels(tmp_path / "wheels", tmp_path / "site")
+    with pytest.raises(environment.WrongUse, match=message):
+        environment.unpack_wheels(tmp_path / "wheels", tmp_path / "site")
 
 
-def test_a_wheel_writes_nothing_beside_its_folder(tool: ModuleType, tmp_path: Path) -> None:
+def test_a_wheel_writes_nothing_beside_its_folder(environment: ModuleType, tmp_path: Path) -> None:
     make_wheel(tmp_path / "wheels", f"evil-{FITTING}.whl", {"../outside.py": ""})
-    with pytest.raises(tool.WrongUse, match=r"'../outside.py', which no wheel has"):
-        tool.unpack_wheels(tmp_path / "wheels", tmp_path / "site")
+    with pytest.raises(environment.WrongUse, match=r"'../outside.py', which no wheel has"):
+        environment.unpack_wheels(tmp_path / "wheels", tmp_path / "site")
     (tmp_path / "wheels" / f"evil-{FITTING}.whl").write_bytes(b"PK no more")
-    with pytest.raises(tool.WrongUse, match="carry it again"):
-        tool.unpack_wheels(tmp_path / "wheels", tmp_path / "site")
+    with pytest.raises(environment.WrongUse, match="carry it again"):
+        environment.unpack_wheels(tmp_path / "wheels", tmp_path / "site")
 
 
-def test_wheels_that_fit(tool: ModuleType) -> None:
+def test_wheels_that_fit(environment: ModuleType) -> None:
     machine = os.uname().machine
-    assert tool.fits("1.0-py3-none-any.whl") and tool.fits("1.0-py2.py3-none-any.whl")
-    assert tool.fits(f"1.0-cp39-abi3-manylinux_2_28_{machine}.whl")
-    assert not tool.fits(f"1.0-cp39-cp39-manylinux_2_28_{machine}.whl")
-    assert not tool.fits("1.0-py2-none-any.whl")
+    assert environment.fits("1.0-py3-none-any.whl") and environment.fits("1.0-py2.py3-none-any.whl")
+    assert environment.fits(f"1.0-cp39-abi3-manylinux_2_28_{machine}.whl")
+    assert not environment.fits(f"1.0-cp39-cp39-manylinux_2_28_{machine}.whl")
+    assert not environment.fits("1.0-py2-none-any.whl")
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (["--only", "decode"], "--only takes one of probe, bench-ceilings, not decode"),
+        (["--seconds", "100"], "--seconds takes 240 or more, not 100"),
+        (["--commit", "what I had"], "--commit takes a commit as `git describe"),
         (["--wheels", "/nowhere/at/all"], "--wheels takes a folder"),
         (["--budget", "5"], "--budget takes 20 seconds or more, not 5"),
     ],
@@ -196,42 +372,76 @@ def test_wrong_use(
 
 
 def test_a_package_that_was_not_carried_is_named(
-    tool: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tool, "NOT_THERE", (*tool.NOT_THERE, "lmdb", "zmq"))
+    tool: ModuleType, environment: ModuleType, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(environment, "NOT_THERE", (*environment.NOT_THERE, "lmdb", "zmq"))
     assert tool.main(["probe", "--rehearse"]) == 2
     assert "has no lmdb, zmq; carry the wheels" in capsys.readouterr().err
 
 
-def test_the_page_has_every_step_section_and_target(tool: ModuleType) -> None:
+# The page
+
+
+def test_the_page_has_every_step_section_and_target(
+    steps: ModuleType, environment: ModuleType
+) -> None:
     from stratakv.benchmarks.gpu import command
 
-    for step in tool.STEPS:
+    for step in steps.STEPS:
         assert f"tools/on_gpu.py {step} " in PAGE and f"| `{step}` |" in PAGE
     for section in command.SECTIONS:
         for target in section.targets:
             assert f"`{target.name}`" in PAGE and f"`{section.name}`" in PAGE, target.name
     ours = {each.name for each in command.SECTIONS}
     started = set()
-    for step in tool.STEPS:
-        for each in tool.commands_of(step, is_rehearsal=False, peers="there"):
-            if "--sections" in each.words:
-                started |= set(each.words[each.words.index("--sections") + 1].split(","))
-    assert started == ours, "every section is measured in some step"
+    for step in steps.STEPS:
+        for group in steps.groups_of(step, is_rehearsal=False, peers="there"):
+            for each in group:
+                started |= set(steps.sections_of(each))
+                if step in ("first", "figures"):
+                    assert f"`{each.name}`" in PAGE and f" {each.seconds:g} s |" in PAGE
+    assert started >= ours, "every section is measured in some step"
+    assert started - ours <= {"prefill-library"}
     carried = re.search(r"\^\(([a-z0-9|]+)\)==", PAGE)
     assert carried is not None
-    assert carried[1].replace("pyzmq", "zmq").split("|") == list(tool.CARRIED)
+    assert carried[1].replace("pyzmq", "zmq").split("|") == list(environment.CARRIED)
 
 
-def test_the_files_of_tests_are_there(tool: ModuleType) -> None:
-    for place in (*tool.GPU_TESTS, *tool.ALONE_TESTS, tool.SANITIZER_TESTS):
+def test_the_page_has_the_versions_that_are_tested() -> None:
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \|", PAGE, re.M)
+    assert len(rows) == 4
+    assert all(pinned[name] == version for name, version in rows)
+    serve = re.search(r"\^\((annotated[\w|-]+)\)==", PAGE)
+    assert serve is not None and set(serve[1].split("|")) <= pinned.keys()
+
+
+def test_the_places_that_the_page_names_are_there() -> None:
+    """Constants that a figure moves, each in the file behind it."""
+    named = re.findall(r"`([A-Z_]+)`[^(|]*\(`([\w/]+\.py)`\)", PAGE)
+    assert {name for name, _ in named} == {"FEW_PROGRAMS", "PIECE_BYTES", "QUICK_BLOCKS"}
+    named += [
+        ("PROGRAM_TILES", "kernels/attention/paged_decode_launch.py"),
+        ("SLAB_PRIOR", "connector/economics.py"),
+        ("STORE_PRIOR", "connector/economics.py"),
+        ("self.locked = Way.BATCHED", "connector/device/cuda_copier.py"),
+    ]
+    for name, file in named:
+        assert file in PAGE and name.removeprefix("self.locked = ") in PAGE
+        assert f"{name} " in (ROOT / file).read_text(), (name, file)
+
+
+def test_the_files_of_tests_are_there(steps: ModuleType) -> None:
+    places = (*steps.GPU_TESTS, *steps.ALONE_TESTS, *steps.ORDER_TESTS, *steps.KERNEL_TESTS)
+    for place in (*places, steps.SANITIZER_TESTS):
         assert (ROOT / "tests" / place).exists(), place
     marked = {
         path.relative_to(ROOT / "tests").as_posix()
         for path in (ROOT / "tests").rglob("test_*.py")
         if path != Path(__file__) and "mark.gpu" in path.read_text()
     }
-    assert marked and all(path.startswith(tool.GPU_TESTS) for path in marked)
+    assert marked and all(path.startswith(steps.GPU_TESTS) for path in marked)
 
 
 @pytest.mark.slow
@@ -240,24 +450,26 @@ def test_a_rehearsal_claims_nothing(
 ) -> None:
     """The first command: imports as a bare machine has them."""
     only = ["--rehearse", "--only", "probe", "--out", str(tmp_path)]
-    assert tool.main(["probe", *only]) == 0, capsys.readouterr().out
-    assert "nothing of it says anything about one" in capsys.readouterr().out
-    body, names = read_archive(tmp_path / "on-gpu-probe.tar.gz", "probe")
+    assert tool.main(["first", *only]) == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "nothing of it says anything about one" in said and "figures" not in said
+    body, names = read_archive(tmp_path / "on-gpu-first.tar.gz", "first")
     assert body["is_rehearsal"] and body["machine"]["device"] == "none: a rehearsal"
     assert "probe/probe.json" in names and "probe/log.txt" in names
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_all_steps_are_rehearsed_within_five_minutes(
-    tool: ModuleType, tmp_path: Path, scale: str
-) -> None:
+def test_all_steps_are_rehearsed_in_minutes(tool: ModuleType, tmp_path: Path, scale: str) -> None:
     if scale != "long":
         pytest.skip("takes minutes; run with --scale long")
+    steps = sys.modules["gpu_session.steps"]
     began = time.monotonic()
-    for step in tool.STEPS:
+    for step in steps.STEPS:
         assert tool.main([step, "--rehearse", "--out", str(tmp_path)]) == 0, step
         body, names = read_archive(tmp_path / f"on-gpu-{step}.tar.gz", step)
         assert body["is_rehearsal"] and all(o["result"] == "ok" for o in body["outcomes"])
         assert {f"{each['name']}/log.txt" for each in body["outcomes"]} <= names
+        if step == "figures":
+            assert time.monotonic() - began < QUARTER_SECONDS
     assert time.monotonic() - began < REHEARSAL_SECONDS

@@ -4,8 +4,8 @@
 First what the device can do at most, then KV writes, decode and prefill attention, copies in every
 way, size and direction, and what copies cost a decode beside them; then the whole engine on a model
 of Llama-3.1-8B's shape: one step against its bound, and the first token from every tier. Every case
-is compared with its reference before it is timed. The JSON is written after every section, the
-table of targets last.
+is compared with its reference before it is timed. The JSON is written after every case, the table
+of targets last.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 """What the sections of `stratakv bench gpu` are made of, where they run, and their clock.
 
 A rehearsal runs every section on the CPU with the plain kernels, at sizes of a few kilobytes: it
-shows that the benchmark works and says nothing of any GPU. The JSON is written after every section,
-so a run that is cut off keeps what it had.
+shows that the benchmark works and says nothing of any GPU. The JSON is written after every case, so
+a run that is cut off keeps what it had.
 
 Work is captured in a CUDA graph, replayed, and timed by events. A graph leaves Python and launch
 overhead out, as a serving engine does. A caller gives one callable for each set of buffers, and
@@ -198,8 +198,9 @@ class Results:
         self.report.limits[name] = value
 
     def add_row(self, section: str, row: Row) -> None:
-        """One measured case of a section."""
+        """One measured case of a section, written at once. Raises OSError."""
         self.report.figures.setdefault(section, {"rows": []})["rows"].append(row)
+        self.write()
 
     def add_note(self, section: str, note: str) -> None:
         """Something a reader of the section must know: a case left out, a peer not found."""

@@ -126,14 +126,15 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit measured, with a mark if the tree differs; empty outside a checkout."""
+    """$STRATAKV_COMMIT, or git's word, marked where the tree differs; empty without .git."""
+    if given := os.environ.get("STRATAKV_COMMIT", "").strip():
+        return given
     root = Path(__file__).resolve().parents[2]
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
+    with suppress(OSError, subprocess.TimeoutExpired):
         run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return run.stdout.strip()
+        return run.stdout.strip()
+    return ""
 
 
 def run_and_tell(

@@ -23,6 +23,7 @@ CACHE_SERVER_PREFIX = "STRATAKV_CACHE_SERVER_"
 OTHER_VARIABLES: Mapping[str, str] = {
     CONFIG_VARIABLE: "the file of options",
     "STRATAKV_ARGS": "arguments that the systemd unit adds",
+    "STRATAKV_COMMIT": "the commit in reports of benchmarks, for benchmarks/harness/report.py",
     "STRATAKV_BYTES": "none leaves the compiled library of tiers/native/library.py alone",
     "STRATAKV_CPU_KERNELS": "which compiled kernels of the CPU run, for kernels/cpu/library.py",
 }

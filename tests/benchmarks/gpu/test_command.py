@@ -99,6 +99,15 @@ def test_what_a_section_measured_stands_whatever_happens_in_it(
     assert [note in text for text in notes] == ([True] if note else [])
 
 
+def test_a_case_is_written_before_the_next_one_is_measured(tmp_path: Path) -> None:
+    """A run that is killed in the middle of a section keeps what the section had."""
+    results = Results(Report("gpu", "bench gpu"), tmp_path)
+    for number in range(2):
+        results.add_row("mine", {"case": str(number)})
+        body = json.loads((tmp_path / "gpu.json").read_text())
+        assert len(body["figures"]["mine"]["rows"]) == number + 1
+
+
 def test_a_section_has_a_deadline(tmp_path: Path) -> None:
     place = command.choose_place(arguments(tmp_path))
     place.check_time()

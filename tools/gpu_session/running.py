@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running of a step's commands: process groups, their limits, logs, and the archive of results.
+
+The archive is written again after every command, whole or not at all, so a step that is cut off
+keeps what it had.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .steps import Command, Group
+
+GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL, for all that is left of a group
+MARGIN_SECONDS = 25.0  # a benchmark is told to start nothing this long before its limit,
+MARGIN_SHARE = 0.25  # or this share of it, which is shorter
+LOOK_SECONDS = 0.05
+# Of a log. An assertion on a device is printed by every thread.
+MOST_LOG_BYTES, KEPT_LOG_BYTES = 8 << 20, 2 << 20
+OK, FAILED, TIMED_OUT, LEFT_OUT, CUT_OFF = "ok", "failed", "timed out", "left out", "cut off"
+
+
+@dataclass
+class Outcome:
+    """How a command ended: `ok`, `failed`, `timed out`, `left out`, or `cut off` with the step."""
+
+    name: str
+    command: str
+    result: str
+    exit_status: int | None = None
+    seconds: float = 0.0
+    last_line: str = ""
+
+
+@dataclass
+class Step:
+    """The contents of `on-gpu.json`."""
+
+    step: str
+    is_rehearsal: bool
+    machine: dict[str, Any]
+    wheels: list[str]
+    seconds_lent: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+
+
+class Running:
+    """A command under way, in a process group and a folder of its own, with its log there."""
+
+    def __init__(
+        self, command: Command, limit: float, results: Path, environment: Mapping[str, str]
+    ) -> None:
+        self.command = command
+        self.out = results / command.name
+        self.out.mkdir()
+        told = str(max(1, int(limit - min(MARGIN_SECONDS, MARGIN_SHARE * limit))))
+        words = [
+            word.replace("{out}", str(self.out)).replace("{seconds}", told)
+            for word in command.words
+        ]
+        self._log = self.out / "log.txt"
+        self._began = time.monotonic()
+        self._ends = self._began + limit
+        with self._log.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", *words], env=dict(environment), cwd=self.out,
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def look(self) -> str | None:
+        """How it ended; None while it runs within its limit."""
+        status = self.process.poll()
+        if status is not None:
+            return FAILED if status else OK
+        return TIMED_OUT if time.monotonic() > self._ends else None
+
+    def signal(self, number: int) -> bool:
+        """Send it to the process and those that it started; False where none is left."""
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def end(self, result: str) -> Outcome:
+        """End the process and those that it started."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if not self.signal(number):
+                break
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(GRACE_SECONDS / 2)
+        seconds = round(time.monotonic() - self._began, 1)
+        last = last_line_of(self._log)
+        shorten(self._log)
+        shown = " ".join(self.command.words)
+        status = self.process.returncode
+        return Outcome(self.command.name, shown, result, status, seconds, last)
+
+
+def run_step(
+    groups: Sequence[Group], step: Step, results: Path, archive: Path,
+    environment: Mapping[str, str], deadline: float,
+) -> None:  # fmt: skip
+    """Run one group after the other until the deadline."""
+    for group in groups:
+        left = deadline - time.monotonic()
+        if left < GRACE_SECONDS:
+            why = "the step's time was spent"
+            step.outcomes += [
+                Outcome(each.name, " ".join(each.words), LEFT_OUT, last_line=why) for each in group
+            ]
+            pack(step, results, archive)
+        else:
+            run_group(group, step, results, archive, environment, left - GRACE_SECONDS / 2)
+
+
+def run_group(
+    group: Group, step: Step, results: Path, archive: Path, environment: Mapping[str, str],
+    seconds: float,
+) -> None:  # fmt: skip
+    """Run commands side by side. One that fails, or is ended at its limit, leaves the others alone;
+    all are ended where this is interrupted."""
+    running: list[Running] = []
+
+    def note(each: Running, result: str) -> None:
+        running.remove(each)
+        step.outcomes.append(each.end(result))
+        pack(step, results, archive)
+        print(f"  {each.command.name}, {result}: {step.outcomes[-1].last_line}", flush=True)
+
+    print(f"{', '.join(each.name for each in group)} …", flush=True)
+    try:
+        for command in group:
+            limit = min(command.seconds, seconds)
+            # One at a time: what has started is ended, even if the next cannot start.
+            running.append(Running(command, limit, results, environment))
+        while running:
+            ended = [(each, result) for each in running if (result := each.look()) is not None]
+            for each, result in ended:
+                note(each, result)
+            if not ended:
+                time.sleep(LOOK_SECONDS)
+    finally:
+        for each in running:
+            each.signal(signal.SIGTERM)  # all at once, so that they end beside each other
+        while running:
+            note(running[0], CUT_OFF)
+
+
+def last_line_of(log: Path) -> str:
+    """The last line of a log, to be shown on the terminal."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 4096))
+        lines = file.read().decode(errors="replace").strip().splitlines()
+    return lines[-1].strip()[:200] if lines else ""
+
+
+def shorten(log: Path) -> None:
+    """Take out the middle of a log that is too large to be carried."""
+    size = log.stat().st_size
+    if size <= MOST_LOG_BYTES:
+        return
+    with log.open("rb") as file:
+        head = file.read(KEPT_LOG_BYTES)
+        file.seek(size - KEPT_LOG_BYTES)
+        tail = file.read()
+    left_out = f"\n… {size - len(head) - len(tail)} bytes were left out here …\n".encode()
+    log.write_bytes(head + left_out + tail)
+
+
+def pack(step: Step, results: Path, archive: Path) -> None:
+    """Write the archive again, with the folders of the commands that have ended."""
+    (results / "on-gpu.json").write_text(json.dumps(asdict(step), indent=2) + "\n")
+    partial = archive.with_name(archive.name + ".partial")
+    names = ["on-gpu.json", *(each.name for each in step.outcomes if each.result != LEFT_OUT)]
+    with tarfile.open(partial, "w:gz") as tar:
+        for name in names:
+            tar.add(results / name, arcname=f"on-gpu-{step.step}/{name}")
+    partial.replace(archive)
