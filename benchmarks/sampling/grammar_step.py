@@ -31,8 +31,7 @@ PROMPT = 64  # tokens
 STEPS_FIRST = 8  # before anything is counted: prompts are computed, the first masks made
 STEPS = 4  # of a round: few, so that what else the machine does meets both sides alike
 START_SECONDS = 120.0
-# On a busy machine the thread that makes the first masks may be late for some: those ahead, which
-# have room for so many tokens more, are then stepped so seldom.
+# On a busy machine first masks come late for some: those ahead have room, and are stepped seldom.
 ROOM_AHEAD, AHEAD_SECONDS = 400, 0.25
 # As agents ask for: a list that goes on for longer than any round does.
 SCHEMA: dict[str, Any] = {

@@ -15,13 +15,16 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.attention.paged_decode import paged_decode
+from ....kernels.attention.paged_decode import paged_decode, split_planner
 from ....kernels.attention.paged_decode_plain import paged_decode_plain
 from ....kernels.attention.paged_prefill import paged_prefill
 from ....kernels.attention.paged_prefill_plain import paged_prefill_plain
+from ....kernels.attention.split_plan import PlanArray, SplitPlan
+from ....kernels.choice import TRITON
 from ..section import Launch, Place, Row, Timing, check_close, time_launches
 
 COLD_BYTES = 256 * 2**20  # of all layers together: four times the level-2 cache of an H200
@@ -47,6 +50,7 @@ class Case:
     scales: str = ""  # "head" or "token" for a float8 pool
     window: int | None = None
     softcap: float | None = None
+    table_tokens: int = 0  # that the block table has room for, if that is more than it holds
 
     @property
     def is_decode(self) -> bool:
@@ -131,21 +135,30 @@ class Batch:
     block_tables: Tensor
     seq_lens: Tensor
     query_starts: Tensor
+    plan: SplitPlan | None = None  # of decodes, as an engine has it
 
-    def run(
-        self, kernel: str, layer: int = 0, num_splits: int | None = None, out: Tensor | None = None
-    ) -> Tensor:
+    def run(self, kernel: str, layer: int = 0, out: Tensor | None = None) -> Tensor:
         """A new tensor, or `out`, with the attention of all new tokens over one layer."""
         tensors, options = self._arguments(layer)
         options |= {"kernel": kernel, "out": out}
         if self.case.is_decode:
-            return paged_decode(*tensors, **options, num_splits=num_splits)
+            return paged_decode(*tensors, **options, plan=self.plan)
         longest = max(new for new, _ in self.case.chunks)
         return paged_prefill(*tensors, self.query_starts, max_query_len=longest, **options)
 
-    def launches(self, kernel: str, num_splits: int | None = None) -> list[Launch]:
+    def plan_splits(self) -> None:
+        """As an engine does from a step's lengths."""
+        planner = split_planner(self.q, self.layers[0], self.scales[0], TRITON)
+        if self.case.is_decode and planner is not None:
+            lengths = np.array(self.case.lengths)
+            words = PlanArray(planner, len(lengths))
+            array = np.zeros(planner.num_words(len(lengths)), np.int32)
+            words.lay_down(array, planner.tiles(lengths, self.case.window))
+            self.plan = words.plan(torch.from_numpy(array).to(self.q.device), len(lengths))
+
+    def launches(self, kernel: str) -> list[Launch]:
         """One for each layer."""
-        return [partial(self.run, kernel, layer, num_splits) for layer in range(len(self.layers))]
+        return [partial(self.run, kernel, layer) for layer in range(len(self.layers))]
 
     def reference(self) -> Tensor:
         """What `run` must give for the first layer: by the plain twin, in float32."""
@@ -175,7 +188,7 @@ def make_batch(place: Place, case: Case, layers: int | None = None) -> Batch:
     pool = _random_pool(place, case, (num_blocks, layers), generator)
     starts = [0, *accumulate(new for new, _ in case.chunks)]
     integers = partial(torch.tensor, dtype=torch.int32, device=place.device)
-    return Batch(
+    batch = Batch(
         case=case,
         q=torch.randn(
             (starts[-1], case.heads, case.head_dim),
@@ -185,10 +198,15 @@ def make_batch(place: Place, case: Case, layers: int | None = None) -> Batch:
         ),
         layers=[pool[:, layer] for layer in range(layers)],
         scales=_random_scales(place, case, num_blocks, layers, generator),
-        block_tables=_scattered_tables(place, widths, generator),
+        block_tables=_scattered_tables(
+            place, widths, case.table_tokens // case.block_size, generator
+        ),
         seq_lens=integers(case.lengths),
         query_starts=integers(starts),
     )
+    if place.kernel == TRITON:
+        batch.plan_splits()
+    return batch
 
 
 def num_layers(place: Place, layer_bytes: int, most: int = MAX_LAYERS) -> int:
@@ -208,12 +226,10 @@ def check_attention(what: str, got: Tensor, expected: Tensor) -> None:
     check_close(what, got, right, absolute=TOLERANCE)
 
 
-def time_checked(
-    place: Place, batch: Batch, expected: Tensor, *, num_splits: int | None = None, rounds: int = 7
-) -> Timing:
+def time_checked(place: Place, batch: Batch, expected: Tensor, *, rounds: int = 7) -> Timing:
     """Seconds of one launch of ours, looked at before it is timed. Raises WrongResult."""
-    check_attention(batch.case.name, batch.run(place.kernel, 0, num_splits), expected)
-    return time_launches(place, batch.launches(place.kernel, num_splits), rounds=rounds)
+    check_attention(batch.case.name, batch.run(place.kernel), expected)
+    return time_launches(place, batch.launches(place.kernel), rounds=rounds)
 
 
 def _random_pool(
@@ -246,9 +262,11 @@ def _random_scales(
     return list(of_layers)
 
 
-def _scattered_tables(place: Place, widths: Sequence[int], generator: torch.Generator) -> Tensor:
+def _scattered_tables(
+    place: Place, widths: Sequence[int], least: int, generator: torch.Generator
+) -> Tensor:
     ids = torch.randperm(sum(widths), generator=generator, device=place.device, dtype=torch.int32)
-    tables = ids.new_zeros(len(widths), max(widths))
+    tables = ids.new_zeros(len(widths), max(least, *widths))
     for row, own in zip(tables, torch.split(ids, list(widths)), strict=True):
         row[: len(own)] = own
     return tables

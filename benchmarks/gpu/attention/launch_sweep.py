@@ -8,17 +8,14 @@ tables are replaced in this process for one measurement at a time. Runs only in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
 from ....kernels.attention import paged_decode_launch, paged_prefill_launch
-from ....kernels.attention.paged_decode_launch import DOT, DOT_TOKEN_SCALES, MAX_SPLITS
+from ....kernels.attention.paged_decode_launch import DOT, DOT_TOKEN_SCALES
 from ....kernels.choice import probe_hardware
 from ..plots import draw_sweep
 from ..section import Place, Results, Row, Section, one_line, run_cases
@@ -39,51 +36,23 @@ PREFILL_LAUNCHES = tuple(
 
 
 def run(place: Place, results: Results) -> None:
-    """Splits, then decode's table, then prefill's. Raises SectionOver."""
+    """Prefill's table, then decode's. Raises SectionOver."""
     if place.is_quick and not place.is_rehearsal:
         results.add_note(NAME, "only in the full form")
         return
-    splits, rows, launches = choose_cases(place)
-    sweeps: tuple[tuple[list[Case], Callable[[Place, Results, Case], None]], ...] = (
-        (splits, sweep_splits),
-        (launches, sweep_prefill_launches),
-        (rows, sweep_decode_rows),
-    )
-    for cases, sweep in sweeps:
+    rows, launches = choose_cases(place)
+    for cases, sweep in ((launches, sweep_prefill_launches), (rows, sweep_decode_rows)):
         run_cases(place, results, NAME, cases, partial(sweep, place, results))
 
 
-def choose_cases(place: Place) -> tuple[list[Case], list[Case], list[Case]]:
-    """For splits, for decode's table, for prefill's."""
+def choose_cases(place: Place) -> tuple[list[Case], list[Case]]:
+    """For decode's table, and for prefill's."""
     if place.is_rehearsal:
         tiny = decode_case("2 requests", 2, 40, kv_heads=2, head_dim=16, block_size=8)
         chunk = Case(name="chunk", chunks=((9, 9),), kv_heads=2, head_dim=16, block_size=8)
-        return [tiny], [tiny], [chunk]
-    sizes = (("1k x 1", 1, 1024), ("1k x 64", 64, 1024), ("8k x 64", 64, 8192))
-    splits = [decode_case(*size) for size in (*sizes, ("128k x 1", 1, 131072))]
-    rows = [
-        decode_case("4k x 32", 32, 4096),
-        decode_case("8k x 64 fp8 head", 64, 8192, scales="head"),
-    ]
-    return splits, rows, [Case(name="8k + 8k", chunks=((8192, 8192),))]
-
-
-def sweep_splits(place: Place, results: Results, case: Case) -> None:
-    """Powers of two, and what is chosen without being told."""
-    batch = make_batch(place, case)
-    counts: list[int | None] = [None]
-    counts += [1 << power for power in range(MAX_SPLITS.bit_length()) if 1 << power <= MAX_SPLITS]
-    if place.is_rehearsal:
-        counts = counts[:3]
-    pairs = len(case.chunks) * case.kv_heads
-    launch = _launch(case)
-    chosen = paged_decode_launch.choose_splits(
-        pairs, max(case.lengths), _multiprocessors(place), launch.tile, launch.programs
-    )
-    trial = _Trials(place, results, batch, "splits", {"num_splits": chosen})
-    for count in counts:
-        given = chosen if count is None else count
-        trial.add({"num_splits": given, "is_chosen": count is None}, num_splits=count)
+        return [tiny], [chunk]
+    rows = decode_case("4k x 32", 32, 4096), decode_case("8k fp8", 64, 8192, scales="head")
+    return [*rows], [Case(name="8k + 8k", chunks=((8192, 8192),))]
 
 
 def sweep_decode_rows(place: Place, results: Results, case: Case) -> None:
@@ -94,9 +63,11 @@ def sweep_decode_rows(place: Place, results: Results, case: Case) -> None:
     key = (path, case.pool_dtype.itemsize, size)
     launch = _launch(case)
     chosen = paged_decode_launch.Row(launch.tile, launch.num_warps, launch.num_stages)
-    trial = _Trials(place, results, make_batch(place, case), "decode table", chosen._asdict())
+    batch = make_batch(place, case)
+    trial = _Trials(place, results, batch, "decode table", chosen._asdict())
     for row in _chosen_first(chosen, place.choose(DECODE_ROWS, (), DECODE_ROWS[:2])):
         with patch.dict(paged_decode_launch.TABLE, {capability: {key: row}}):
+            batch.plan_splits()  # in tiles of this row
             trial.add({**row._asdict(), "is_chosen": row == chosen})
 
 
@@ -136,13 +107,11 @@ class _Trials:
         self._row["tried"] = self._tried
         results.add_row(NAME, self._row)
 
-    def add(self, entries: Row, *, num_splits: int | None = None) -> None:
+    def add(self, entries: Row) -> None:
         """Seconds of one launch, or why there are none. Raises SectionOver."""
         self._place.check_time()
         try:
-            timing = time_checked(
-                self._place, self._batch, self._expected, num_splits=num_splits, rounds=3
-            )
+            timing = time_checked(self._place, self._batch, self._expected, rounds=3)
         except Exception as error:  # noqa: BLE001 - what no table has may well not compile
             self._tried.append({**entries, "failed": one_line(error)})
             self._place.synchronise()
@@ -168,12 +137,6 @@ def _launch(case: Case) -> paged_decode_launch.Launch:
     return paged_decode_launch.choose_launch(
         _capability(), case.group, case.head_dim, case.pool_dtype, case.scales == "token"
     )
-
-
-def _multiprocessors(place: Place) -> int:
-    if place.is_rehearsal:
-        return 1
-    return int(torch.cuda.get_device_properties(place.device).multi_processor_count)
 
 
 SECTION = Section(NAME, "Launch parameters", run, draw_sweep)

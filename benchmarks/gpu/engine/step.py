@@ -34,15 +34,13 @@ from .model import engine_options, model_directory, read_weight_bytes
 NAME = "engine-step"
 BLOCK_SIZE = 16
 WARM_UPS = 4
+Shape = tuple[int, int]  # requests, and tokens of context of each
 STEPS = (40, 20, 3)  # that are timed in a batch: all, quick, rehearsed
 SAMPLED = SamplingParams(temperature=0.0, max_tokens=4096, ignore_eos=True)
 SECONDS = 240.0  # a model is made for each way of computing; the other sections have none
 TARGETS = (
     Target("engine_step_over_bound", "decode step's bound over its time, 64 x 8k", least=0.85),
 )
-
-
-Shape = tuple[int, int]  # requests, and tokens of context of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,7 @@ def run(place: Place, results: Results) -> None:
         for way in WAYS:
             place.check_time()
             bench = _Bench(place, path, way, shapes)
-            cases = [Case(way, requests, context) for requests, context in shapes]
+            cases = [Case(way, bench.fitting(*shape), shape[1]) for shape in shapes]
             run_cases(place, results, NAME, cases, partial(_add, bench, results))
             del bench
             gc.collect()  # records of steps refer to what they are kept by
@@ -111,25 +109,25 @@ def _add(bench: _Bench, results: Results, case: Case) -> None:
 
 
 def make_options(place: Place, way: Way, shapes: Sequence[Shape]) -> dict[str, Any]:
-    """An engine that holds each of these batches."""
+    """An engine that holds each of these batches, or as much of it as the device has room for."""
     room = WARM_UPS + place.choose(*STEPS) + 1
     longest = -(-(max(context for _, context in shapes) + room) // BLOCK_SIZE)
-    blocks = max(requests * -(-(context + room) // BLOCK_SIZE) for requests, context in shapes)
-    return engine_options(place) | {
+    requests = max(requests for requests, _ in shapes)
+    options = engine_options(place) | {
         "enforce_eager": way.enforce_eager,
         "kv_cache_dtype": way.kv_cache_dtype,
         "block_size": BLOCK_SIZE,
         "max_model_len": longest * BLOCK_SIZE,
-        "max_num_seqs": max(requests for requests, _ in shapes),
-        "num_blocks": max(blocks, longest) + 1,
+        "max_num_seqs": requests,
     }
+    return options | ({"num_blocks": requests * longest + 1} if place.is_rehearsal else {})
 
 
 class _Bench:
     """A runner without a scheduler around it: its requests hold blocks of random numbers."""
 
     def __init__(self, place: Place, path: Path, way: Way, shapes: Sequence[Shape]) -> None:
-        self._steps = place.choose(*STEPS)
+        self._steps, self._room = place.choose(*STEPS), WARM_UPS + place.choose(*STEPS) + 1
         config = engine_config(path, make_options(place, way, shapes))
         spec, placement = load_model_spec(path), placement_of(config)
         self._runner = load_runner(
@@ -139,10 +137,14 @@ class _Bench:
         )  # fmt: skip
         self._layout, pool = self._runner.pool.layout, self._runner.pool.tensor
         # Of zeros every score is the same, and bits that do not change take less power.
-        numbers = torch.randn(pool[:64].shape, device=pool.device, dtype=torch.bfloat16)
-        for pages in pool.split(64):
-            pages.copy_(numbers[: len(pages)])
+        for pages in torch.split(pool, 64):
+            pages.copy_(torch.randn(pages.shape, device=pool.device, dtype=torch.bfloat16))
         self._weight_bytes = read_weight_bytes(spec, self._runner.model.element_bytes)
+
+    def fitting(self, requests: int, context: int) -> int:
+        """As many of so many requests as the pool has blocks for."""
+        each = -(-(context + self._room) // BLOCK_SIZE)
+        return min(requests, (self._runner.pool.num_blocks - 1) // each)
 
     def measure(self, case: Case) -> tuple[Timing, int]:
         """Seconds of a step, and the bytes it reads in the middle of the run. Raises WrongResult
@@ -165,7 +167,7 @@ class _Bench:
 
     def _steps_of(self, case: Case, names: list[str]) -> Iterator[SchedulerOutput]:
         """The first brings the requests, with all but one token of their context computed."""
-        each = -(-(case.context + WARM_UPS + self._steps + 1) // BLOCK_SIZE)
+        each = -(-(case.context + self._room) // BLOCK_SIZE)
         scheduled = dict.fromkeys(names, 1)
         prompt = np.arange(case.context, dtype=np.int32) % 500
         new = [

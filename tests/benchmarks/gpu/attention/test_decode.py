@@ -204,22 +204,17 @@ def test_the_sweep_of_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def watch(*arguments: Any, **options: Any) -> torch.Tensor:
         launch = paged_decode_launch.choose_launch(None, 4, 16, torch.bfloat16)
-        met.append((options["num_splits"], launch.tile, launch.num_warps, launch.num_stages))
+        met.append((launch.tile, launch.num_warps, launch.num_stages))
         return right(*arguments, **options)
 
     monkeypatch.setattr(attention_cases, "paged_decode", watch)
     results = empty_results(tmp_path)
     launch_sweep.run(rehearsal(), results)
     assert [dict(table) for table in tables] == before
-    # Splits first, with the table as it is; then the rows that stand in the table for a while.
-    assert list(dict.fromkeys(met)) == [
-        (None, 64, 4, 3),
-        (1, 64, 4, 3),
-        (2, 64, 4, 3),
-        (None, 64, 4, 5),
-    ]
+    # What is chosen, and a row that stands in the table for a while.
+    assert list(dict.fromkeys(met)) == [(64, 4, 3), (64, 4, 5)]
     rows = results.rows("launch-sweep")
-    assert [row["swept"] for row in rows] == ["splits", "prefill table", "decode table"]
+    assert [row["swept"] for row in rows] == ["prefill table", "decode table"]
     for row in rows:
         assert row["best"] in row["tried"] and len(row["tried"]) >= 2
         assert 0 < row["best_over_chosen"] <= 1
@@ -233,17 +228,17 @@ def test_a_launch_that_fails_is_no_fault_of_the_others(
 ) -> None:
     right = attention_cases.paged_decode
 
-    def refuse_two_splits(*arguments: Any, **options: Any) -> torch.Tensor:
-        if options["num_splits"] == 2:
+    def refuse_five_stages(*arguments: Any, **options: Any) -> torch.Tensor:
+        if paged_decode_launch.choose_launch(None, 4, 16, torch.bfloat16).num_stages == 5:
             raise KeyError("too much shared memory")
         return right(*arguments, **options)
 
-    monkeypatch.setattr(attention_cases, "paged_decode", refuse_two_splits)
+    monkeypatch.setattr(attention_cases, "paged_decode", refuse_five_stages)
     results = empty_results(tmp_path)
-    launch_sweep.sweep_splits(rehearsal(), results, decode_case("a", 2, 40, **TINY))
+    launch_sweep.sweep_decode_rows(rehearsal(), results, decode_case("a", 2, 40, **TINY))
     (row,) = results.rows("launch-sweep")
-    assert "KeyError" in row["tried"][2]["failed"]
-    assert row["best"]["num_splits"] == 1
+    assert "KeyError" in row["tried"][1]["failed"]
+    assert row["best"]["num_stages"] == 3
 
 
 def test_a_quick_run_sweeps_nothing(tmp_path: Path) -> None:
