@@ -51,8 +51,8 @@ def choose_cases(place: Place) -> tuple[list[Case], list[Case]]:
         tiny = decode_case("2 requests", 2, 40, kv_heads=2, head_dim=16, block_size=8)
         chunk = Case(name="chunk", chunks=((9, 9),), kv_heads=2, head_dim=16, block_size=8)
         return [tiny], [chunk]
-    rows = decode_case("4k x 32", 32, 4096), decode_case("8k fp8", 64, 8192, scales="head")
-    return [*rows], [Case(name="8k + 8k", chunks=((8192, 8192),))]
+    fp8 = decode_case("8k x 64 fp8 head", 64, 8192, scales="head")
+    return [decode_case("4k x 32", 32, 4096), fp8], [Case(name="8k + 8k", chunks=((8192, 8192),))]
 
 
 def sweep_decode_rows(place: Place, results: Results, case: Case) -> None:

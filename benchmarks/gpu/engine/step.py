@@ -103,9 +103,7 @@ def _add(bench: _Bench, results: Results, case: Case) -> None:
         "gb_per_second": read_bytes / timing.median / 1e9,
     }
     share = results.ratio_to_ceiling(row["gb_per_second"], "device_copy_gb_per_second")
-    if share is not None:
-        row["bound_over_step"] = share
-    results.add_row(NAME, row)
+    results.add_row(NAME, row | ({} if share is None else {"bound_over_step": share}))
 
 
 def make_options(place: Place, way: Way, shapes: Sequence[Shape]) -> dict[str, Any]:
