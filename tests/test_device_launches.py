@@ -19,7 +19,7 @@ from .device_launches import DEVICE, DeviceLaunches, count_launches, fake_gpu, m
 # decode steps and 12 for chunks.
 MOST_LAUNCHES = {"decode": 23, "decode in splits": 24, "chunk": 23, "chunk beside decodes": 25}
 
-CONTEXT, MAX_REQUESTS, LONG, SHORT = 200, 256, 8192, 256
+CONTEXT, MAX_REQUESTS, LONG, SHORT = 100, 256, 8192, 128
 # Tokens computed before and in the step, and the longest request, which decides into how many
 # splits a context is cut.
 STEPS = {

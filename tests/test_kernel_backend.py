@@ -52,7 +52,8 @@ def is_recorded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
         monkeypatch.setattr("stratakv.engine.worker.model_runner.open_runtime", open_runtime)
         # The plain kernels read back, which a device refuses and this runtime does not.
-        monkeypatch.setattr(Kernels, "can_be_recorded", True)
+        monkeypatch.setattr(Kernels, "can_record_decodes", True)
+        monkeypatch.setattr(Kernels, "can_record_chunks", True)
         yield True
         assert opened and opened[-1].num_replays > 0
     else:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-MIN_SPLIT_TOKENS = 256  # a shorter split costs more to combine than it saves
+MIN_SPLIT_TOKENS = 128  # a shorter split costs more to combine than it saves
 # What a program costs beside its tiles, in tiles: its start, the first loads, its partial result.
 # Derived from the machine code, not measured.
 PROGRAM_TILES = 1

@@ -261,7 +261,7 @@ def test_a_planted_fault_is_caught(device, mutate, fault, tmp_path):
 
 def test_the_device_decides_how_many_splits(device):
     """Chosen by the table's width; a short request beside a long one uses fewer of them."""
-    assert choose_splits(1, 608, 1, 64) == 2
+    assert choose_splits(1, 608, 1, 64) == 4
     case = make_case(device, [600, 100], kv_heads=1)
     assert_right(case, case.run(TRITON))
 
@@ -270,8 +270,8 @@ def test_splits_fill_the_device_and_are_worth_their_combination():
     assert choose_splits(8, 131072, 132, 64) == 64
     assert choose_splits(8 * 64, 1024, 132, 64) == 1
     assert choose_splits(8 * 256, 131072, 132, 64) > 1
-    assert choose_splits(8, 1024, 132, 64) == 4
-    assert choose_splits(1, 255, 132, 64) == 1
+    assert choose_splits(8, 1024, 132, 64) == 8
+    assert choose_splits(1, 127, 132, 64) == 1
     assert choose_splits(1, 2**20, 132, 64) == MAX_SPLITS
 
 
@@ -287,7 +287,7 @@ def test_no_wave_is_wasted_where_there_is_work_for_every_program(dtype, least):
             splits = choose_splits(pairs, max_tokens, 132, launch.tile, launch.programs)
             share = -(-tiles // splits)
             programs = pairs * -(-tiles // share)
-            if pairs * max_tokens < slots * MIN_SPLIT_TOKENS:
+            if pairs * max_tokens < slots * 2 * MIN_SPLIT_TOKENS:
                 continue
             used = pairs * tiles / (slots * -(-programs // slots) * share)
             assert used >= least, (requests, max_tokens, splits)

@@ -68,10 +68,15 @@ class Kernels(NamedTuple):
     prefill: str
 
     @property
-    def can_be_recorded(self) -> bool:
+    def can_record_decodes(self) -> bool:
         """Whether a step of decodes waits for nothing. Plain kernels read lengths and slots back,
         which a device refuses while it records."""
         return self.write == self.decode == TRITON
+
+    @property
+    def can_record_chunks(self) -> bool:
+        """The same of a step of chunks."""
+        return self.write == self.prefill == TRITON
 
 
 def choose_kernels(

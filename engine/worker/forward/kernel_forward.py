@@ -2,6 +2,7 @@
 """Steps computed by the kernels of `kernels/` over buffers that stay on the device.
 
     decodes only    from the record of the next larger batch size, where there is one
+    a small chunk   of one request, with nothing beside it: from the record of the next larger one
     anything else   launched one by one
 
 Nothing is read back here.
@@ -31,6 +32,9 @@ _FINE, _FINE_UP_TO = 8, 128
 _COARSE, _COARSE_UP_TO = 16, 512
 # Each record takes memory and a part of the start; larger batches are bound by arithmetic.
 MAX_RECORDED = _COARSE_UP_TO
+# Of a chunk alone: what is left of a prompt whose beginning was found is launched in more time than
+# it is computed.
+CHUNK_SIZES = (16, 32, 64, 128, 256)
 # Tokens of the chunks that are run at the start: of the shortest, and beyond what counts as short.
 WARM_CHUNKS = (2, 128)
 
@@ -52,35 +56,35 @@ def bucket_for(num_requests: int, buckets: Sequence[int]) -> int | None:
     return buckets[index] if index < len(buckets) else None
 
 
-class DecodeGraphs:
-    """Decode steps of one model over one set of buffers, recorded once for each batch size.
+class StepGraphs:
+    """Steps of one kind of one model over one set of buffers, recorded once for each size.
 
-    A decode step is hundreds of small launches whose Python takes longer than the device does.
-    Recorded over buffers that stay, they are one launch. A batch runs in the smallest recorded size
+    A small step is hundreds of small launches whose Python takes longer than the device does.
+    Recorded over buffers that stay, they are one launch. A step runs in the smallest recorded size
     that holds it, filled up with nobody's rows.
     """
 
     def __init__(
         self, runtime: DeviceRuntime, work_of: Callable[[int], Work], buckets: Sequence[int]
     ) -> None:
-        """`work_of(bucket)` is a decode step of that many rows over the buffers; it must read
-        nothing else that changes, for a record would keep what that was."""
+        """`work_of(bucket)` is a step of that many rows over the buffers; it must read nothing else
+        that changes, for a record would keep what that was."""
         self._runtime = runtime
         self._work_of = work_of
         self._buckets = tuple(buckets)
         self._recorded: dict[int, Work] = {}
 
-    def record_all(self, prepare: Callable[[int], None], progress: Callable[[str], None]) -> None:
+    def record_all(self, prepare: Callable[[int], None]) -> int:
         """Record every size; `prepare(bucket)` makes the buffers safe to run on. The largest comes
-        first, so that the smaller ones find room in the memory that it took."""
+        first, so that the smaller ones find room in the memory that it took. How many there are."""
         for bucket in reversed(self._buckets):
             prepare(bucket)
             self._recorded[bucket] = self._runtime.record(self._work_of(bucket))
-        progress(f"recorded decode steps of {len(self._buckets)} batch sizes")
+        return len(self._buckets)
 
-    def find(self, num_requests: int) -> tuple[int, Work] | None:
+    def find(self, num_rows: int) -> tuple[int, Work] | None:
         """The size to fill the buffers up to and the recorded step; None where there is none."""
-        bucket = bucket_for(num_requests, self._buckets)
+        bucket = bucket_for(num_rows, self._buckets)
         if bucket is None or bucket not in self._recorded:
             return None
         return bucket, self._recorded[bucket]
@@ -102,7 +106,7 @@ class KernelForward:
     ) -> None:
         views = LayerViews(groups, model.spec.layer_attention)
         self._model, self._attention = model, attention_over(attention, views)
-        self._max_tokens = max_tokens
+        self._max_tokens, self._kernels = max_tokens, attention.kernels
         self._buffers = InputBuffers(
             runtime,
             max_tokens=max_tokens,
@@ -111,7 +115,9 @@ class KernelForward:
             views=views.views,
             split_planner=attention.split_planner,
         )
-        self._graphs = DecodeGraphs(runtime, self._decode_work, batch_buckets(max_requests))
+        self._graphs = StepGraphs(runtime, self._decode_work, batch_buckets(max_requests))
+        chunks = [size for size in CHUNK_SIZES if size <= max_tokens]
+        self._chunk_graphs = StepGraphs(runtime, self._chunk_work, chunks)
 
     def warm_up(self) -> None:
         """Compile what steps of one token a request and of chunks need, so that no request waits
@@ -124,14 +130,21 @@ class KernelForward:
             self._forward(num_tokens, plan_of(buffers.chunk_plans(num_tokens)), None)
 
     def record(self, progress: Callable[[str], None]) -> None:
-        """Record the decode steps. Without it every step is launched one by one."""
-        self._graphs.record_all(partial(self._buffers.fill, None), progress)
+        """Record decode steps, and small chunks where their kernels can be. Without it every step
+        is launched one by one."""
+        fill = self._buffers.fill
+        sizes = self._graphs.record_all(partial(fill, None))
+        progress(f"recorded decode steps of {sizes} batch sizes")
+        if self._kernels.can_record_chunks:
+            sizes = self._chunk_graphs.record_all(lambda bucket: fill(None, bucket, 1))
+            progress(f"recorded chunks of {sizes} sizes")
 
     def prepare(self, step: StepInputs) -> Launch:
         # A record reads token ids and keeps no inner state.
         is_plain = step.embeds is None and step.aux is None
-        if is_plain and step.num_decodes == len(step.rows):
-            found = self._graphs.find(len(step.rows))
+        if is_plain and (step.num_decodes == len(step.rows) or len(step.rows) == 1):
+            graphs = self._graphs if step.num_decodes else self._chunk_graphs
+            found = graphs.find(step.num_tokens)
             if found is not None:
                 return self._prepare_recorded(step, *found)
         self._buffers.fill(step, step.num_tokens)
@@ -143,7 +156,7 @@ class KernelForward:
         return partial(self._forward, num_tokens, plan, wanted, embeds, step.aux)
 
     def _prepare_recorded(self, step: StepInputs, bucket: int, work: Work) -> Launch:
-        self._buffers.fill(step, bucket)
+        self._buffers.fill(step, bucket, None if step.num_decodes else 1)
         if step.wanted is None:
             return lambda: work()[: step.num_tokens]
         count = len(step.wanted)
@@ -154,6 +167,9 @@ class KernelForward:
 
     def _decode_work(self, bucket: int) -> Work:
         return partial(self._forward, bucket, plan_of(self._buffers.decode_plans(bucket)), None)
+
+    def _chunk_work(self, bucket: int) -> Work:
+        return partial(self._forward, bucket, plan_of(self._buffers.chunk_plans(bucket)), None)
 
     def _forward(
         self,

@@ -189,7 +189,7 @@ def make_forward(
         began = time.monotonic()
         forward.warm_up()
         progress(f"kernels are compiled, which took {time.monotonic() - began:.1f} s")
-        if placement.record_decodes and attention.kernels.can_be_recorded:
+        if placement.record_decodes and attention.kernels.can_record_decodes:
             forward.record(progress)
         elif placement.record_decodes:
             logger.warning(

@@ -155,7 +155,7 @@ def test_the_kernels_take_every_option_set_of_a_gpu(
         with FakeTensorMode():
             q = torch.empty((0, 32, 128), dtype=dtype, device="cuda:0")
             kv = torch.empty((8, 2, 16, 8, 128), dtype=pool_type, device="cuda:0")
-            assert choose_kernels(q, kv, 1.0, strict=True).can_be_recorded, name
+            assert choose_kernels(q, kv, 1.0, strict=True).can_record_decodes, name
 
 
 def test_the_kernels_refuse_what_a_section_must_not_ask_for(

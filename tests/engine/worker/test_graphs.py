@@ -8,7 +8,7 @@ import torch
 
 from stratakv.engine.worker.forward.kernel_forward import (
     MAX_RECORDED,
-    DecodeGraphs,
+    StepGraphs,
     batch_buckets,
     bucket_for,
 )
@@ -38,13 +38,11 @@ def test_records_keep_their_buffers_and_run_anew():
     runtime = RecordingRuntime()
     buffer = torch.zeros(8)
     prepared: list[int] = []
-    said: list[str] = []
 
-    graphs = DecodeGraphs(runtime, lambda bucket: lambda: buffer[:bucket] + 1, (1, 2, 4, 8))
+    graphs = StepGraphs(runtime, lambda bucket: lambda: buffer[:bucket] + 1, (1, 2, 4, 8))
     assert graphs.find(1) is None, "nothing is recorded yet"
-    graphs.record_all(prepared.append, said.append)
+    assert graphs.record_all(prepared.append) == 4
     assert prepared == [8, 4, 2, 1]
-    assert said == ["recorded decode steps of 4 batch sizes"]
     found = graphs.find(3)
     assert found is not None
     bucket, work = found

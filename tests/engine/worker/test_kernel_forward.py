@@ -50,7 +50,8 @@ def test_kernels_answer_as_gathering_does(block_size, gathered, checkpoint, driv
 def _recordable(monkeypatch):
     """The plain kernels stand for Triton's: what they read back disturbs no record of these
     tests."""
-    monkeypatch.setattr(Kernels, "can_be_recorded", True)
+    monkeypatch.setattr(Kernels, "can_record_decodes", True)
+    monkeypatch.setattr(Kernels, "can_record_chunks", True)
 
 
 @pytest.mark.usefixtures("_recordable")
@@ -61,7 +62,8 @@ def test_recorded_steps_answer_the_same_and_write_nobodys_rows_nowhere(
     drive = driver(
         checkpoint(), block_size=4, num_blocks=400, placement=BY_KERNELS, runtime=runtime
     )
-    assert runtime.num_recorded == 5  # 1, 2, 4, 8 and the 16 that the batch holds
+    # 1, 2, 4, 8 and the 16 that the batch holds; chunks of 16, 32, 64, 128 and 256 tokens
+    assert runtime.num_recorded == 10
     untouched = drive.free[-60:]
     before = drive.runner.pool.tensor[untouched].clone()
     assert crowd(drive, prompt_of, wanted) == gathered
@@ -69,6 +71,33 @@ def test_recorded_steps_answer_the_same_and_write_nobodys_rows_nowhere(
     assert not drive.runner.pool.tensor[0].any()
     after = drive.runner.pool.tensor[untouched]
     assert torch.equal(after.isnan(), before.isnan())
+
+
+@pytest.mark.usefixtures("_recordable")
+def test_a_small_chunk_alone_is_one_launch_and_gives_the_same(
+    gathered, checkpoint, driver, prompt_of
+):
+    runtime = RecordingRuntime()
+    drive = driver(checkpoint(), placement=BY_KERNELS, runtime=runtime)
+    drive.add("r3", prompt_of(40, 3))
+    drive.step(chunk=17)
+    drive.step(chunk=16)
+    drive.step(chunk=1000)  # 7 tokens, the last of which has an answer
+    assert runtime.num_replays == 3
+    drive.add("r1", prompt_of(90, 1))
+    drive.step()  # beside a decode
+    assert runtime.num_replays == 3
+    assert not drive.runner.pool.tensor[0].any()
+    while len(drive.lives["r3"].output) < wanted("r3"):
+        drive.step()
+    assert drive.finish("r3") == gathered["r3"][: wanted("r3")]
+    drive.add("r5", prompt_of(250, 5))
+    replays = runtime.num_replays
+    drive.step(names=["r5"])
+    assert runtime.num_replays == replays + 1
+    drive.add("long", prompt_of(300, 9))
+    drive.step(names=["long"])
+    assert runtime.num_replays == replays + 1, "no chunk of so many tokens is recorded"
 
 
 def test_recorded_steps_are_bypassed_where_they_are_not_wanted(checkpoint, driver, prompt_of):
@@ -158,7 +187,7 @@ def test_steps_of_plain_kernels_are_launched_and_not_recorded(
 
 def test_what_reads_back_cannot_be_recorded(checkpoint, driver, monkeypatch):
     """Or the test above would show nothing."""
-    monkeypatch.setattr(Kernels, "can_be_recorded", True)
+    monkeypatch.setattr(Kernels, "can_record_decodes", True)
     with pytest.raises(RuntimeError, match="stream is capturing"):
         driver(checkpoint(), placement=BY_KERNELS, runtime=CapturingRuntime())
 
