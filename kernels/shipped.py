@@ -333,8 +333,11 @@ def _norm(dtype: str, weight: str, size: int) -> Configuration:
         name=f"rms_norm.{dtype}.{weight}.h{size}",
         function=rms_norm_kernel,
         signature={
-            **{"x": f"*{dtype}", "weight": f"*{weight}", "out": f"*{dtype}"},
-            **{"eps": "fp32", "row_stride": "i32"},
+            "x": f"*{dtype}",
+            "weight": f"*{weight}",
+            "out": f"*{dtype}",
+            "eps": "fp32",
+            "row_stride": "i32",
         },
         constexprs=layer_launch.norm_constants(size),
         num_warps=layer_launch.norm_warps(size),

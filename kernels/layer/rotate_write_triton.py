@@ -21,9 +21,7 @@ from .layer_launch import ROTARY_WARPS, rotary_constants, rotary_programs
 
 
 # Slots and positions of a step may begin anywhere, and no address compiles the kernel again.
-@triton.jit(
-    do_not_specialize=("num_slots",), do_not_specialize_on_alignment=("slots", "positions")
-)
+@triton.jit(do_not_specialize=("num_slots",), do_not_specialize_on_alignment=("slots", "positions"))
 def rotate_write_kernel(  # type: ignore[no-untyped-def]
     qkv,
     kv,

@@ -97,9 +97,7 @@ def check_write(
     check_one_device({"k": k, "v": v, "kv": kv, "slots": slots, "kv_scales": kv_scales})
 
 
-def _check_tensors(
-    k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor
-) -> None:
+def _check_tensors(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
     if kv.ndim != 5 or kv.shape[1] != 2 or 0 in kv.shape:
         raise KernelRefused(
             "expected kv [num_blocks, 2, block_size, num_kv_heads, head_dim], not empty, "

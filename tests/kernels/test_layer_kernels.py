@@ -17,8 +17,13 @@ from torch import Tensor
 from stratakv.engine.models.layers import gated, gelu_gated, norm
 from stratakv.engine.models.rope import rotate
 from stratakv.kernels.choice import PLAIN, KernelRefused
-from stratakv.kernels.layer.elementwise import MAX_HIDDEN, choose_elementwise, gelu_gate
-from stratakv.kernels.layer.elementwise import rms_norm, silu_gate
+from stratakv.kernels.layer.elementwise import (
+    MAX_HIDDEN,
+    choose_elementwise,
+    gelu_gate,
+    rms_norm,
+    silu_gate,
+)
 from stratakv.kernels.layer.rotate_write import Rotary, choose_rotate_write, rotate_write
 from stratakv.kernels.write.write_kv import FP8, write_kv
 
