@@ -80,8 +80,9 @@ def _guarded_launches() -> None:
 
 
 @contextmanager
-def layer_kernels() -> Iterator[Counter[str]]:
-    """Models that are made within have them. Counts what their attention was given."""
+def layer_kernels(parts: Elementwise | None = None) -> Iterator[Counter[str]]:
+    """Models that are made within have them, or other `parts`. Counts what attention was given."""
+    chosen = parts or Elementwise.of_kernels()
     calls: Counter[str] = Counter()
 
     def counted(name: str, real: Any) -> Any:
@@ -93,7 +94,7 @@ def layer_kernels() -> Iterator[Counter[str]]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "choose_layer_parts", lambda *_: Elementwise.of_kernels())
+        patch.setattr(model_runner, "choose_layer_parts", lambda *_: chosen)
         patch.setattr(kernel_attention, "choose_rotate_write", lambda *_, **__: TRITON)
         patch.setattr(Kernels, "can_be_recorded", True)
         patch.setattr(kernel_forward, "WARM_CHUNKS", (2,))
@@ -163,8 +164,7 @@ def test_torchs_compiler_leaves_kernels_and_rotations_alone(
     placement = replace(BY_KERNELS, compile_elementwise=True)
     parts = choose_layer_parts(load_model_spec(llama), placement, torch.bfloat16)
     assert not parts.is_kernels and not parts.is_plain
-    with layer_kernels() as calls:
-        monkeypatch.setattr(model_runner, "choose_layer_parts", lambda *_: Elementwise())
+    with layer_kernels(parts=Elementwise()) as calls:
         driver(llama, dtype="float32", placement=BY_KERNELS).generate("a", prompt_of(5), 2)
     assert set(calls) == {"__call__"}
 
