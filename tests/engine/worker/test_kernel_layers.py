@@ -96,8 +96,10 @@ def layer_kernels(parts: Elementwise | None = None) -> Iterator[Counter[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "choose_layer_parts", lambda *_: chosen)
         patch.setattr(kernel_attention, "choose_rotate_write", lambda *_, **__: TRITON)
-        patch.setattr(Kernels, "can_be_recorded", True)
+        patch.setattr(Kernels, "can_record_decodes", True)
+        patch.setattr(Kernels, "can_record_chunks", True)
         patch.setattr(kernel_forward, "WARM_CHUNKS", (2,))
+        patch.setattr(kernel_forward, "CHUNK_SIZES", (CHUNK + 1,))
         for name in ("_attend_qkv", "__call__"):
             patch.setattr(KernelAttention, name, counted(name, getattr(KernelAttention, name)))
         yield calls
