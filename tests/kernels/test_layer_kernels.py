@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stratakv.engine.models.layers import gated, gelu_gated, norm
 from stratakv.engine.models.rope import rotate
-from stratakv.kernels.choice import PLAIN, KernelRefused
+from stratakv.kernels.choice import PLAIN, TRITON, Hardware, KernelRefused
 from stratakv.kernels.layer.elementwise import (
     MAX_HIDDEN,
     choose_elementwise,
@@ -26,6 +26,8 @@ from stratakv.kernels.layer.elementwise import (
 )
 from stratakv.kernels.layer.rotate_write import Rotary, choose_rotate_write, rotate_write
 from stratakv.kernels.write.write_kv import FP8, write_kv
+
+from .other_hardware import other_hardware
 
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 TYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -279,6 +281,21 @@ def test_steps_that_are_refused(changed: dict[str, Tensor], message: str) -> Non
         run(step._replace(rotary=step.rotary._replace(**rotary), **rest))
 
 
+def test_norm_and_gate_are_chosen_for_16_bits_on_devices_that_can() -> None:
+    cuda = torch.device("cuda")
+    with other_hardware(lambda: Hardware("H100", (9, 0), has_triton=True)):
+        for dtype in (torch.bfloat16, torch.float16):
+            assert choose_elementwise(cuda, dtype, 4096, strict=True) == TRITON
+        assert choose_elementwise(cuda, torch.float64, 4096, strict=True) == PLAIN
+        assert choose_elementwise(cuda, torch.bfloat16, MAX_HIDDEN + 1) == PLAIN
+        with pytest.raises(KernelRefused, match="rows of up to 32768, and these have 32769"):
+            choose_elementwise(cuda, torch.bfloat16, MAX_HIDDEN + 1, strict=True)
+    with other_hardware(lambda: Hardware("V100", (7, 0), has_triton=True)):
+        assert choose_elementwise(cuda, torch.float16, 4096) == PLAIN
+        with pytest.raises(KernelRefused, match=r"needs compute capability \(8, 0\)"):
+            choose_elementwise(cuda, torch.float16, 4096, strict=True)
+
+
 def test_what_the_kernels_of_a_layer_do_not_take() -> None:
     cpu = torch.device("cpu")
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
@@ -292,4 +309,3 @@ def test_what_the_kernels_of_a_layer_do_not_take() -> None:
     with pytest.raises(KernelRefused, match="cannot run: it takes heads of an even size up to 512"):
         choose_rotate_write(q, odd, None, kernel="triton")
     assert choose_rotate_write(q.double(), kv.double(), None, kernel="triton") == PLAIN
-    assert MAX_HIDDEN >= 16384
