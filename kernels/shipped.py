@@ -15,12 +15,13 @@ import torch
 from .attention import paged_decode_launch, paged_prefill_launch
 from .configuration import Configuration
 from .copy import copy_blocks_launch
+from .layer import layer_launch
 from .write import write_kv_launch
 
 
 def shipped_configurations() -> list[Configuration]:
     """All of them. Imports triton."""
-    return [*_copies(), *_decodes(), *_prefills(), *_writes()]
+    return [*_copies(), *_decodes(), *_prefills(), *_writes(), *_layers()]
 
 
 def _copies() -> list[Configuration]:
@@ -297,6 +298,93 @@ def _write(head_dim: int, dtype: str, pool_dtype: str, scales: str) -> Configura
         signature=signature | dict.fromkeys(sizes, "i32"),
         constexprs=fixed,
         num_warps=write_kv_launch.NUM_WARPS,
+        multiples_of_16=frozenset(
+            name for name in sizes if name.endswith("_stride") and not name.startswith("scale_")
+        ),
+        min_capability=(8, 9) if pool_dtype == "fp8e4nv" else (8, 0),
+    )
+
+
+def _layers() -> list[Configuration]:
+    """Rows of Llama-3 and Qwen3 of 8B (4096), of Qwen3 of 14B (5120), and of Gemma 3 (2560), whose
+    weights of norms are float32; heads of 8 to a token's keys."""
+    norms = (("bf16", "bf16", 4096), ("fp16", "fp16", 4096), ("bf16", "bf16", 5120))
+    gates = (("bf16", False), ("fp16", False), ("bf16", True))
+    rotations = [
+        _rotation(dtype, dtype, head_dim, norms)
+        for dtype in ("bf16", "fp16")
+        for head_dim in (64, 128, 256)
+        for norms in ("", dtype)
+    ]
+    return [
+        *(_norm(*norm) for norm in (*norms, ("bf16", "fp32", 2560))),
+        *(_gate(*gate) for gate in gates),
+        *rotations,
+        _rotation("bf16", "bf16", 256, "fp32"),
+        *(_rotation("bf16", "fp8e4nv", 128, norms) for norms in ("", "bf16")),
+        _rotation("fp16", "fp8e4nv", 64, ""),
+    ]
+
+
+def _norm(dtype: str, weight: str, size: int) -> Configuration:
+    from .layer.elementwise_triton import rms_norm_kernel
+
+    return Configuration(
+        name=f"rms_norm.{dtype}.{weight}.h{size}",
+        function=rms_norm_kernel,
+        signature={
+            "x": f"*{dtype}",
+            "weight": f"*{weight}",
+            "out": f"*{dtype}",
+            "eps": "fp32",
+            "row_stride": "i32",
+        },
+        constexprs=layer_launch.norm_constants(size),
+        num_warps=layer_launch.norm_warps(size),
+        multiples_of_16=frozenset({"row_stride"}),
+    )
+
+
+def _gate(dtype: str, is_gelu: bool) -> Configuration:
+    from .layer.elementwise_triton import gate_kernel
+
+    return Configuration(
+        name=f"gate.{dtype}.{'gelu' if is_gelu else 'silu'}",
+        function=gate_kernel,
+        signature={
+            **dict.fromkeys(("gate", "up"), f"*{dtype}"),
+            **dict.fromkeys(("row_stride", "size"), "i32"),
+        },
+        constexprs={"GELU": is_gelu, "BLOCK": layer_launch.GATE_BLOCK},
+        num_warps=layer_launch.GATE_WARPS,
+        multiples_of_16=frozenset({"row_stride", "size"}),
+    )
+
+
+def _rotation(dtype: str, pool_dtype: str, head_dim: int, norms: str) -> Configuration:
+    """`norms` is the type of the weights of the heads' norms; "" where there are none."""
+    from .layer.rotate_write_triton import rotate_write_kernel
+
+    fixed: dict[str, object] = {**layer_launch.rotary_constants(32, 8, head_dim, 16)}
+    signature = dict.fromkeys(("qkv", "cos", "sin"), f"*{dtype}")
+    signature |= dict.fromkeys(("slots", "positions"), "*i64")
+    signature |= {"kv": f"*{pool_dtype}", "eps": "fp32"}
+    if norms:
+        signature["head_norms"] = f"*{norms}"
+    else:
+        fixed["head_norms"] = None
+    if pool_dtype == "fp8e4nv":
+        signature["scales"] = "*fp32"
+        fixed["scale_head_stride"] = 1
+    else:
+        fixed["scales"] = None
+    sizes = [name for name in rotate_write_kernel.arg_names if name not in {**signature, **fixed}]
+    return Configuration(
+        name=f"rotate_write.{dtype}.{pool_dtype}.d{head_dim}" + f".{norms}-norms" * bool(norms),
+        function=rotate_write_kernel,
+        signature=signature | dict.fromkeys(sizes, "i32"),
+        constexprs=fixed,
+        num_warps=layer_launch.ROTARY_WARPS,
         multiples_of_16=frozenset(
             name for name in sizes if name.endswith("_stride") and not name.startswith("scale_")
         ),

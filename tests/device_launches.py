@@ -39,7 +39,7 @@ from stratakv.engine.worker.forward.forward import StepForward, StepInputs
 from stratakv.engine.worker.kv_pool import KvPool
 from stratakv.engine.worker.runtime.device_config import Placement
 from stratakv.engine.worker.runtime.device_runtime import HostRuntime
-from stratakv.engine.worker.runtime.runtimes import make_forward
+from stratakv.engine.worker.runtime.runtimes import choose_layer_parts, make_forward
 from stratakv.kernels.choice import Hardware
 
 from .kernels.other_hardware import other_hardware
@@ -226,7 +226,8 @@ def make_model(folder: Path, num_layers: int, max_model_len: int, max_requests: 
     spec = load_model_spec(folder)
     groups = plan_groups(spec.layout(BLOCK, dtype_name(DTYPE)), 1, spec.layer_attention)
     placement = Placement(device=DEVICE, record_decodes=False, strict_kernels=True)
-    model = Decoder.load(folder, spec, max_model_len, DTYPE, DEVICE, is_random=True)
+    parts = choose_layer_parts(spec, placement, DTYPE)
+    model = Decoder.load(folder, spec, max_model_len, DTYPE, DEVICE, parts, is_random=True)
     return make_forward(
         FakeRuntime(),
         model,

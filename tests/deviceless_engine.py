@@ -67,8 +67,15 @@ QWEN = LLAMA | {
 }
 
 
-# Heads as those of Llama-3.1-8B, which take the most shared memory and the longest to compile.
-WIDE = LLAMA | {"head_dim": 128, "num_attention_heads": 8, "num_hidden_layers": 1}
+# Heads as those of Qwen3-8B, which are normed, and take the most shared memory and the longest to
+# compile.
+WIDE = LLAMA | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 1,
+}
 
 
 class Setting(NamedTuple):

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...kernels.cpu.matrix import GELU_TANH, SILU, PackedMatrix
 from ...kernels.cpu.network import CpuNetwork, NetworkLayer
+from ...kernels.layer.rotate_write import Rotary
 from .checkpoint.checkpoint import CPU
 from .checkpoint.weights import DecoderWeights, LayerWeights, load_weights, random_weights
 from .families import Activation
@@ -37,11 +38,20 @@ _Plan = TypeVar("_Plan", contravariant=True)
 
 
 class Attention(Protocol[_Plan]):
-    """Attention over a paged pool; how a step is laid down in its plan is its own affair."""
+    """Attention over a paged pool; how a step is laid down in its plan is its own affair. One that
+    can rotate has a `QkvAttention` as `of_qkv`, too."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: _Plan, /) -> Tensor:
         """Write `k` and `v` `[tokens, kv heads, head_dim]` of a layer to the pool, then attend `q`
         `[tokens, heads, head_dim]`: `[tokens, heads * head_dim]`."""
+
+
+class QkvAttention(Protocol[_Plan]):
+    """An attention that rotates by itself."""
+
+    def __call__(self, qkv: Tensor, rotary: Rotary, layer: int, plan: _Plan, /) -> Tensor:
+        """As `Attention`, of `qkv` `[tokens, heads + 2 kv heads, head_dim]`, whose queries and keys
+        are neither normed nor rotated. May overwrite it."""
 
 
 class AuxStates:
@@ -55,10 +65,13 @@ class AuxStates:
         self.layers = frozenset(layers)
         self.found: dict[int, Tensor] = {}  # layer -> [rows, hidden]
 
-    def look(self, x: Tensor, layer: int, wanted: Tensor | None) -> None:
-        """Keep `x` `[tokens, hidden]` where it is asked for."""
+    def look(
+        self, x: Tensor, layer: int, wanted: Tensor | None, *, is_overwritten: bool = False
+    ) -> None:
+        """Keep `x` `[tokens, hidden]` where it is asked for; a copy of it if it will change."""
         if layer in self.layers:
-            self.found[layer] = x if wanted is None else x[wanted]
+            kept = x if wanted is None else x[wanted]
+            self.found[layer] = kept.clone() if is_overwritten and kept is x else kept
 
 
 class Embeds(NamedTuple):
@@ -109,6 +122,17 @@ class Layer:
         q, k = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
         return attention(q, k, heads[:, turning:], index, plan)
 
+    def attention_of_qkv(
+        self, x: Tensor, index: int, rotary: Rotary, attention: QkvAttention[Plan], plan: Plan
+    ) -> Tensor:
+        """As `attention`, by one that rotates by itself."""
+        qkv = self._qkv(self._norm(x, self._attention_norm))
+        heads = qkv.view(len(x), -1, self._spec.head_dim)
+        if self._head_norms is not None:
+            eps = self._spec.rms_norm_eps
+            rotary = rotary._replace(head_norms=self._head_norms, eps=eps)
+        return attention(heads, rotary, index, plan)
+
     def in_library(self, cos: Tensor, sin: Tensor, pool: Tensor, view: int) -> NetworkLayer | None:
         """The layer as the library of `kernels/cpu/` computes it, or None where it has not all of
         its matrices. Tables are `[positions, head_dim // 2]`, `pool` is the layer's, and `view`
@@ -137,7 +161,11 @@ class Layer:
         )
 
     def rest(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """The layer's output `[rows, hidden]` from rows of its input and of its attention."""
+        """The layer's output `[rows, hidden]` from rows of its input and of its attention. With
+        kernels it takes the place of the input."""
+        if self._ops.is_kernels:
+            self._add_rest(x, mixed)
+            return x
         added = self._out(mixed)
         if self._after_attention_norm is not None:
             added = self._norm(added, self._after_attention_norm)
@@ -146,6 +174,18 @@ class Layer:
         if self._after_mlp_norm is not None:
             added = self._norm(added, self._after_mlp_norm)
         return x + added
+
+    def _add_rest(self, x: Tensor, mixed: Tensor) -> None:
+        """A product adds by itself, unless a norm lies in between."""
+        if self._after_attention_norm is None:
+            self._out.add_to(x, mixed)
+        else:
+            x += self._norm(self._out(mixed), self._after_attention_norm)
+        normed = self._norm(x, self._mlp_norm)
+        if self._after_mlp_norm is None:
+            self._mlp.add_to(x, normed)
+        else:
+            x += self._norm(self._mlp(normed), self._after_mlp_norm)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Over the last dimension; `weight` may be a vector for each head."""
@@ -205,10 +245,11 @@ class Decoder:
     ) -> Decoder:
         """Read the weights under `path` straight to `device`, or take random ones; raises
         ConfigError where they do not fit `spec`."""
+        joins_gate = elementwise.is_kernels
         weights = (
-            random_weights(spec, dtype, device)
+            random_weights(spec, dtype, device, joins_gate=joins_gate)
             if is_random
-            else load_weights(path, spec, dtype, device)
+            else load_weights(path, spec, dtype, device, joins_gate=joins_gate)
         )
         return cls(spec, weights, max_model_len, dtype, elementwise)
 
@@ -260,17 +301,30 @@ class Decoder:
 
         K and V of all tokens are written; past the last attention only the wanted rows are
         computed, for nothing else is ever read. What `in_library` has made computes all of it; its
-        plan is the list of the views' steps.
+        plan is the list of the views' steps. With kernels `x` is overwritten.
         """
         if isinstance(attention, CpuNetwork):
             return _run_in_library(attention, x, positions, plan, wanted, aux)
-        turns = [(cos[positions], sin[positions]) for cos, sin in self._tables]
+        has_kernels = self._ops.is_kernels
+        of_qkv: QkvAttention[Plan] | None = None
+        if has_kernels:
+            of_qkv = getattr(attention, "of_qkv", None)
+        rotaries: list[Rotary] = []
+        turns: list[tuple[Tensor, Tensor]] = []
+        if of_qkv is not None:
+            rotaries = [Rotary(positions, cos[:, 0], sin[:, 0]) for cos, sin in self._tables]
+        else:
+            turns = [(cos[positions], sin[positions]) for cos, sin in self._tables]
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             if aux is not None:
-                aux.look(x, index, wanted)
-            cos, sin = turns[self._table_of[index]]
-            mixed = layer.attention(x, index, cos, sin, attention, plan)
+                aux.look(x, index, wanted, is_overwritten=has_kernels)
+            if of_qkv is not None:
+                rotary = rotaries[self._table_of[index]]
+                mixed = layer.attention_of_qkv(x, index, rotary, of_qkv, plan)
+            else:
+                cos, sin = turns[self._table_of[index]]
+                mixed = layer.attention(x, index, cos, sin, attention, plan)
             if index == last and wanted is not None:
                 x, mixed = x[wanted], mixed[wanted]
             x = layer.rest(x, mixed)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a layer that work element by element: norms, the rotation, the gate.
 
-Between matrix products they are several passes over the same numbers; torch.compile makes one of
-each. It is asked for by name (`--compilation elementwise`), for it takes seconds at the start.
+Between matrix products they are several passes over the same numbers. On a GPU the kernels of
+`kernels/layer/` make one of each; elsewhere torch.compile does, which is asked for by name
+(`--compilation elementwise`), for it takes seconds at the start.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.cpu.matrix import PackedMatrix, reason_against_matrices
+from ...kernels.layer.elementwise import gelu_gate, rms_norm, silu_gate
 from .rope import rotate
 
 # The number of rows the blocks are chosen for; any other number works too.
@@ -69,6 +71,16 @@ class Linear:
             )
             return product
         return F.linear(x, self._weight, self._bias)
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """Add the product to `out` `[rows, out]`, in place: rounded once, where the product itself
+        adds."""
+        if self.packed is not None or self._is_packed:
+            out += self(x)
+            return
+        out.addmm_(x, self._weight.t())
+        if self._bias is not None:
+            out += self._bias
 
 
 def _can_pack(weight: Tensor) -> bool:
@@ -123,6 +135,9 @@ class Elementwise:
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
     gated: Callable[[Tensor, Tensor], Tensor] = gated
     gelu_gated: Callable[[Tensor, Tensor], Tensor] = gelu_gated
+    # Whether they are kernels. A layer then has the gate and the lifting matrix in one, adds in
+    # place, and leaves the rotation to an attention that can rotate.
+    is_kernels: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -138,3 +153,13 @@ class Elementwise:
 
         one = compile_one or by_torch
         return cls(one(norm), one(rotate), one(gated), one(gelu_gated))
+
+    @classmethod
+    def of_kernels(cls) -> Elementwise:
+        """Those of `kernels/layer/`, where `choose_elementwise` has chosen them."""
+        return cls(_norm_by_kernel, rotate, silu_gate, gelu_gate, is_kernels=True)
+
+
+def _norm_by_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Norms of heads, which an attention without a rotation leaves to the layer, stay torch's."""
+    return norm(x, weight, eps) if weight.dim() > 1 else rms_norm(x, weight, eps)

@@ -20,12 +20,16 @@ class Mlp(Protocol):
     def __call__(self, x: Tensor, /) -> Tensor:
         """`[rows, hidden]` of normed rows `[rows, hidden]`; `x` is left as it is."""
 
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """Add what it makes of `x` to `out`, in place. Asked of those with kernels only."""
+
 
 class DenseMlp:
-    """Three matrices for all rows: `down(activation(gate(x)) * up(x))`. Where the library of
-    `kernels/cpu/` multiplies, two of them are one, `gate_up`, with the activation in it."""
+    """Three matrices for all rows: `down(activation(gate(x)) * up(x))`. Two of them are one where
+    the library of `kernels/cpu/` multiplies, `gate_up`, with the activation in it, and where the
+    weights have them as one, `_both`."""
 
-    __slots__ = ("_gate", "_gated", "_up", "activation", "down", "gate_up")
+    __slots__ = ("_both", "_gate", "_gated", "_up", "activation", "down", "gate_up")
 
     def __init__(
         self, weights: LayerWeights, activation: Activation, elementwise: Elementwise
@@ -39,13 +43,27 @@ class DenseMlp:
             biases = (weights.gate_bias, weights.up_bias)
             self.gate_up = PackedMatrix((gate, up), biases, self.activation)
             return
-        self._gate, self._up = Linear(gate, weights.gate_bias), Linear(up, weights.up_bias)
+        self._both: Linear | None = None
+        if weights.gate_up is not None:
+            self._both = Linear(weights.gate_up, weights.gate_up_bias)
+        else:
+            self._gate, self._up = Linear(gate, weights.gate_bias), Linear(up, weights.up_bias)
         self._gated = elementwise.gated if is_silu else elementwise.gelu_gated
 
     def __call__(self, x: Tensor, /) -> Tensor:
         if self.gate_up is not None:
             return self.down(self.gate_up(x))
-        return self.down(self._gated(self._gate(x), self._up(x)))
+        return self.down(self._inner(x))
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        self.down.add_to(out, self._inner(x))
+
+    def _inner(self, x: Tensor) -> Tensor:
+        """What the last matrix multiplies."""
+        if self._both is not None:
+            gate, up = self._both(x).chunk(2, dim=-1)
+            return self._gated(gate, up)
+        return self._gated(self._gate(x), self._up(x))
 
 
 _KINDS = {MlpKind.DENSE: DenseMlp}

@@ -36,7 +36,6 @@ from ..batch.batch_update import BatchUpdate, IntArray
 from ..cache.group_spec import plan_groups
 from ..models.decoder import Decoder
 from ..models.dtypes import compute_dtype, kv_dtype_name
-from ..models.layers import Elementwise
 from ..models.spec import ModelSpec
 from ..sampling.loading import LoadedProcessor
 from ..sampling.sampler import Choice, Sampler
@@ -54,7 +53,13 @@ from .prompt_logprobs import PromptLogprobsCollector
 from .runtime.device_config import Placement
 from .runtime.device_runtime import DeviceRuntime
 from .runtime.pool_sizing import MIN_CONTEXT, context_that_fits
-from .runtime.runtimes import check_room, make_forward, open_runtime, open_sizer
+from .runtime.runtimes import (
+    check_room,
+    choose_layer_parts,
+    make_forward,
+    open_runtime,
+    open_sizer,
+)
 
 
 class StepBatch:
@@ -213,7 +218,7 @@ class ModelRunner:
             layout = spec.layout(block_size, kv_dtype_name(placement.kv_cache_dtype, compute))
             groups = plan_groups(layout, num_groups, spec.layer_attention)
             demand = PoolDemand(groups, most_step_tokens or max_num_batched_tokens)
-            elementwise = Elementwise.compiled() if placement.compile_elementwise else Elementwise()
+            elementwise = choose_layer_parts(spec, placement, compute)
             load = partial(
                 Decoder.load, path, spec, max_model_len, compute, device, elementwise,
                 is_random=placement.random_weights,

@@ -51,11 +51,7 @@ def write_kv(
 
     Raises KernelRefused for arguments that do not fit together.
     """
-    _check(k, v, kv, slots)
-    check_scales(kv, kv_scales)
-    if kv_scales is not None and kv_scales.ndim == 4:
-        check_written("kv_scales", kv_scales)
-    check_one_device({"k": k, "v": v, "kv": kv, "slots": slots, "kv_scales": kv_scales})
+    check_write(k, v, kv, slots, kv_scales)
     run_write(choose_write_kernel(k, kv, kernel=kernel, strict=strict), k, v, kv, slots, kv_scales)
 
 
@@ -86,7 +82,22 @@ def run_write(
         write_kv_plain(k, v, kv, slots, kv_scales=kv_scales)
 
 
-def _check(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
+def check_write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv: torch.Tensor,
+    slots: torch.Tensor,
+    kv_scales: torch.Tensor | None,
+) -> None:
+    """Raise KernelRefused for arguments of `write_kv` that do not fit together."""
+    _check_tensors(k, v, kv, slots)
+    check_scales(kv, kv_scales)
+    if kv_scales is not None and kv_scales.ndim == 4:
+        check_written("kv_scales", kv_scales)
+    check_one_device({"k": k, "v": v, "kv": kv, "slots": slots, "kv_scales": kv_scales})
+
+
+def _check_tensors(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
     if kv.ndim != 5 or kv.shape[1] != 2 or 0 in kv.shape:
         raise KernelRefused(
             "expected kv [num_blocks, 2, block_size, num_kv_heads, head_dim], not empty, "

@@ -18,6 +18,8 @@ from stratakv.kernels.attention.paged_decode import paged_decode
 from stratakv.kernels.attention.paged_prefill import paged_prefill
 from stratakv.kernels.choice import FP8_CAPABILITY
 from stratakv.kernels.copy.copy_blocks import copy_blocks, gather_blocks, scatter_blocks
+from stratakv.kernels.layer.elementwise import rms_norm, silu_gate
+from stratakv.kernels.layer.rotate_write import Rotary, rotate_write
 from stratakv.kernels.pool_checks import FP8
 from stratakv.kernels.write.write_kv import write_kv
 
@@ -78,6 +80,28 @@ def write() -> None:
     assert all(map(torch.equal, *results))
 
 
+def layer() -> None:
+    """The norm, the gate, and the rotation with the write."""
+    x, weight, both = torch.randn(5, 80).half(), torch.rand(80).half(), torch.randn(5, 2, 80).half()
+    qkv, kv = torch.randn(5, 8, 80).half(), torch.zeros(4, 2, 16, 2, 80).half()
+    cos, sin = torch.randn(2, 9, 40).half()
+    positions, slots = torch.tensor([8, 0, 3, 1, 8]), torch.tensor([63, -1, 0, 17, 33])
+    on_device = [tensor.to("cuda") for tensor in (x, weight, both, qkv, kv, cos, sin)]
+    x, weight, both, there, pool, cosines, sines = on_device
+    gate = silu_gate(both[:, 0], both[:, 1])
+    rotary = Rotary(positions.to("cuda"), cosines, sines)
+    rotate_write(there, rotary, pool, slots.to("cuda"))
+    normed = rms_norm(x, weight, 1e-5)
+    assert all(bool(tensor.isfinite().all()) for tensor in (gate.cpu(), normed.cpu()))
+    first, second = qkv[:, :6].float().chunk(2, dim=-1)
+    cos, sin = cos[positions][:, None].float(), sin[positions][:, None].float()
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    near = {"rtol": 0, "atol": TOLERANCE}
+    torch.testing.assert_close(there[:, :4].cpu().float(), turned[:, :4], **near)
+    torch.testing.assert_close(pool[3, 0, 15].cpu().float(), turned[0, 4:], **near)
+    assert torch.equal(pool[3, 1, 15].cpu(), qkv[0, 6:])
+
+
 def planted() -> None:
     source, target = torch.zeros(64).to("cuda"), torch.zeros(64).to("cuda")
     _read_beyond[(1,)](source, target, 2**20, 64)
@@ -94,6 +118,7 @@ CASES: dict[str, Callable[[], None]] = {
     "decode": decode,
     "prefill": prefill,
     "write": write,
+    "layer": layer,
     "planted": planted,
 }
 

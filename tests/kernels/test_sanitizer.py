@@ -53,7 +53,7 @@ def run(tool: str, case: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.mark.parametrize("case", ["decode", "prefill", "write"])
+@pytest.mark.parametrize("case", ["decode", "prefill", "write", "layer"])
 def test_no_access_out_of_bounds(case: str) -> None:
     done = run("memcheck", case)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
@@ -66,7 +66,7 @@ def test_a_planted_access_out_of_bounds_is_found() -> None:
     assert "Invalid __global__ read" in done.stdout, done.stdout[-4000:] + done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("case", ["decode", "write"])
+@pytest.mark.parametrize("case", ["decode", "write", "layer"])
 def test_no_race_in_shared_memory(case: str) -> None:
     done = run("racecheck", case)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -40,6 +40,7 @@ ORDER_TESTS = (
 KERNEL_TESTS = (
     "kernels/test_large_batches.py",
     "kernels/test_graph_capture.py",
+    "kernels/test_layer_kernels.py",
     "kernels/test_write_kv.py",
     "kernels/test_copy_blocks.py",
 )

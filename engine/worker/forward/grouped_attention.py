@@ -12,8 +12,9 @@ from typing import Any, Generic, NamedTuple
 
 from torch import Tensor
 
+from ....kernels.layer.rotate_write import Rotary
 from ...cache.group_spec import CacheGroups
-from ...models.decoder import Attention, Plan
+from ...models.decoder import Attention, Plan, QkvAttention
 from ...models.layer_attention import LayerAttention
 
 
@@ -50,12 +51,25 @@ class GroupedAttention(Generic[Plan]):
     def __init__(self, attention: Attention[Plan], views: LayerViews) -> None:
         self._attention = attention
         self._places = views.places
+        self._of_qkv: QkvAttention[Plan] | None = getattr(attention, "of_qkv", None)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, layer: int, plans: Sequence[Plan], /
     ) -> Tensor:
         view, index = self._places[layer]
         return self._attention(q, k, v, index, plans[view])
+
+    @property
+    def of_qkv(self) -> QkvAttention[Sequence[Plan]] | None:
+        """Attention that rotates by itself, or None where `attention` does not."""
+        return None if self._of_qkv is None else self._attend_qkv
+
+    def _attend_qkv(
+        self, qkv: Tensor, rotary: Rotary, layer: int, plans: Sequence[Plan], /
+    ) -> Tensor:
+        assert self._of_qkv is not None
+        view, index = self._places[layer]
+        return self._of_qkv(qkv, rotary, index, plans[view])
 
 
 def attention_over(attention: Attention[Plan], views: LayerViews) -> Attention[Any]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a model by the kernels of `kernels/`: write new K and V, then attend to the pool.
+Where the kernel can, queries and keys are rotated in the launch that writes.
 
     rows of q, k, v   0 … num_decodes    one row for each request: paged decode
                       the rest           several rows for each request: paged prefill
@@ -26,8 +27,15 @@ from ....kernels.attention.paged_decode import (
 from ....kernels.attention.paged_prefill import choose_prefill_kernel, paged_prefill, run_prefill
 from ....kernels.attention.split_plan import SplitPlan
 from ....kernels.choice import AUTO, TRITON
+from ....kernels.layer.rotate_write import (
+    Rotary,
+    choose_rotate_write,
+    rotate_write,
+    run_rotate_write,
+)
 from ....kernels.write.write_kv import choose_write_kernel, run_write, write_kv
 from ....tiers.block import BlockLayout
+from ...models.decoder import QkvAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,7 @@ class Kernels(NamedTuple):
     write: str
     decode: str
     prefill: str
+    rotate_write: str
 
     @property
     def can_record_decodes(self) -> bool:
@@ -80,7 +89,13 @@ class Kernels(NamedTuple):
 
 
 def choose_kernels(
-    q: Tensor, kv: Tensor, scale: float, *, kernel: str = AUTO, strict: bool = False
+    q: Tensor,
+    kv: Tensor,
+    scale: float,
+    *,
+    kv_scales: Tensor | None = None,
+    kernel: str = AUTO,
+    strict: bool = False,
 ) -> Kernels:
     """Of queries like `q` `[any, heads, head_dim]` over the pool of one layer. Raises KernelRefused
     as `choose_kernel` does."""
@@ -88,6 +103,7 @@ def choose_kernels(
         choose_write_kernel(q, kv, kernel=kernel, strict=strict),
         choose_decode_kernel(q, kv, scale, kernel=kernel, strict=strict),
         choose_prefill_kernel(q, kv, scale, kernel=kernel, strict=strict),
+        choose_rotate_write(q, kv, kv_scales, kernel=kernel, strict=strict),
     )
 
 
@@ -115,19 +131,38 @@ class KernelAttention:
         self._kv_scales = kv_scales
         kv = self._layers[0]
         q = torch.empty((0, num_heads, layout.head_dim), dtype=dtype, device=pool.device)
-        self.kernels = choose_kernels(q, kv, scale, kernel=kernel, strict=strict)
+        self.kernels = choose_kernels(
+            q, kv, scale, kv_scales=kv_scales, kernel=kernel, strict=strict
+        )
         self.split_planner = split_planner(q, kv, kv_scales, self.kernels.decode)
+
+    @property
+    def of_qkv(self) -> QkvAttention[KernelPlan] | None:
+        """Attention that rotates by itself, or None where its kernel does not run."""
+        return self._attend_qkv if self.kernels.rotate_write == TRITON else None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: KernelPlan) -> Tensor:
         """Attend `q` `[tokens, heads, head_dim]` after writing `k` and `v` `[tokens, kv heads,
         head_dim]` to the pool; `[tokens, heads * head_dim]`."""
         kv = self._layers[layer]
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        first_chunk = 0 if plan.decodes is None else len(plan.decodes.seq_lens)
         if plan.is_checked:
             run_write(self.kernels.write, k, v, kv, plan.slots, self._kv_scales)
         else:
             write_kv(k, v, kv, plan.slots, kv_scales=self._kv_scales, kernel=self.kernels.write)
+        return self._attend(q, kv, plan)
+
+    def _attend_qkv(self, qkv: Tensor, rotary: Rotary, layer: int, plan: KernelPlan) -> Tensor:
+        kv = self._layers[layer]
+        if plan.is_checked:
+            run_rotate_write(qkv, rotary, kv, plan.slots, self._kv_scales)
+        else:
+            rotate_write(qkv, rotary, kv, plan.slots, kv_scales=self._kv_scales)
+        return self._attend(qkv[:, : -2 * kv.shape[3]], kv, plan)
+
+    def _attend(self, q: Tensor, kv: Tensor, plan: KernelPlan) -> Tensor:
+        """`q` is rotated, and new K and V are in the pool."""
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        first_chunk = 0 if plan.decodes is None else len(plan.decodes.seq_lens)
         if plan.decodes is not None:
             self._decode(q[:first_chunk], kv, plan.decodes, plan, out[:first_chunk])
         if plan.chunks is not None:

@@ -14,10 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ....kernels.choice import TRITON
+from ....kernels.layer.elementwise import choose_elementwise
 from ...cache.group_spec import CacheGroups
 from ...models.checkpoint.tensor_shapes import expected_tensors
 from ...models.decoder import Decoder
 from ...models.dtypes import FP8_KV, dtype_name
+from ...models.layers import Elementwise
 from ...models.spec import ModelSpec
 from ...plan import weight_bytes
 from ...sampling.logprobs import raw_logprobs
@@ -140,6 +143,17 @@ def open_sizer(placement: Placement) -> PoolSizer:
     from .cuda_runtime import CudaMeter
 
     return PoolSizer(placement, CudaMeter(placement.device))
+
+
+def choose_layer_parts(spec: ModelSpec, placement: Placement, compute: torch.dtype) -> Elementwise:
+    """The elementwise parts of a layer: kernels where they run, unless torch.compile is to make
+    them. Raises KernelRefused under `strict_kernels`, where they cannot and should."""
+    if placement.compile_elementwise:
+        return Elementwise.compiled()
+    chosen = choose_elementwise(
+        placement.device, compute, spec.hidden_size, strict=placement.strict_kernels
+    )
+    return Elementwise.of_kernels() if chosen == TRITON else Elementwise()
 
 
 def make_forward(

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from stratakv.engine.models import layers
 from stratakv.engine.models.layers import Linear, _can_pack
 
 ROWS = (0, 1, 2, 15, 16, 17, 64, 300)
@@ -47,3 +48,26 @@ def test_what_is_reordered() -> None:
     assert not _can_pack(torch.zeros(2, 2, dtype=torch.float64))
     assert not _can_pack(torch.zeros(2, 2, dtype=torch.bfloat16))
     assert not _can_pack(torch.zeros(2, 2, device="meta"))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_product_is_added_in_place(
+    dtype: torch.dtype, is_packed: bool, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_packed:  # as on a GPU
+        monkeypatch.setattr(layers, "reason_against_matrices", lambda *_: "asked for")
+        monkeypatch.setattr(layers, "_can_pack", lambda *_: False)
+    weight = torch.randn(24, 16).to(dtype)
+    bias = torch.randn(24).to(dtype) if has_bias else None
+    wide, out = torch.randn(9, 40).to(dtype), torch.randn(9, 24).to(dtype)
+    x = wide[:, 8:24]
+    expected = out + F.linear(x, weight, bias)
+    address = out.data_ptr()
+    with torch.inference_mode():
+        Linear(weight, bias).add_to(out, x)
+    # In 16 bits the plain way rounds the product before it adds.
+    near = {"rtol": 2**-6, "atol": 0.1} if dtype is torch.bfloat16 else {}
+    torch.testing.assert_close(out, expected, **near)
+    assert out.data_ptr() == address

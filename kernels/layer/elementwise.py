@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The norm and the gate of a layer, one launch each.
+
+`choose_elementwise` says once, at the start, whether they run; otherwise a decoder calls the
+functions of `engine/models/layers.py`, with which these agree but for the order of a sum and the
+last place of `exp`. So these have no plain twin beside them to fall back on.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..choice import AUTO, PLAIN, KernelRefused, choose_kernel, is_interpreting
+from ..pool_checks import check_last_axis
+from .layer_launch import MAX_HIDDEN
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def choose_elementwise(
+    device: torch.device, dtype: torch.dtype, hidden_size: int, *, strict: bool = False
+) -> str:
+    """TRITON where these run for rows of `hidden_size` elements on `device`, else PLAIN, which
+    wider types than those of 16 bits always are. Raises KernelRefused as `choose_kernel` does."""
+    if reason_against_dtype(dtype) is not None:
+        return PLAIN
+    reason = None
+    if hidden_size > MAX_HIDDEN:
+        reason = f"its norm takes rows of up to {MAX_HIDDEN}, and these have {hidden_size}"
+    return choose_kernel(AUTO, device, unsupported=reason, strict=strict)
+
+
+def reason_against_dtype(dtype: torch.dtype) -> str | None:
+    """Why the kernels of a layer take no rows of this type, or None. The interpreter computes in
+    float32, too."""
+    if dtype in HALVES or (dtype is torch.float32 and is_interpreting()):
+        return None
+    return f"the kernels of a layer compute in 16-bit types, and this is {dtype}"
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square over rows `[rows, size]`, times `weight` `[size]`, which is of x's type or
+    float32: what comes out is rounded to x's type before it is multiplied by a weight of that type,
+    and after it is multiplied by a wider one. Raises KernelRefused for others."""
+    if x.dim() != 2 or weight.shape != x.shape[1:] or weight.dtype not in (x.dtype, torch.float32):
+        raise KernelRefused(
+            "expected x [rows, size] and weight [size] of its type or float32, "
+            f"got {x.dtype} {list(x.shape)} and {weight.dtype} {list(weight.shape)}"
+        )
+    check_last_axis("x", x)
+    check_last_axis("weight", weight)
+    if not x.numel():
+        return torch.empty_like(x)
+    from .elementwise_triton import rms_norm_triton
+
+    return rms_norm_triton(x, weight, eps)
+
+
+def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, rounded in between; overwrites `gate`, and returns it. Both are `[rows,
+    size]` of one type with the same strides, as the halves of one tensor have. Raises KernelRefused
+    for others."""
+    return _gate(gate, up, is_gelu=False)
+
+
+def gelu_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """As `silu_gate`, with gelu by the approximation with tanh."""
+    return _gate(gate, up, is_gelu=True)
+
+
+def _gate(gate: Tensor, up: Tensor, is_gelu: bool) -> Tensor:
+    if (
+        gate.dim() != 2
+        or gate.shape != up.shape
+        or gate.dtype is not up.dtype
+        or gate.stride() != up.stride()
+    ):
+        raise KernelRefused(
+            "expected gate and up [rows, size] of one type and the same strides, got "
+            f"{gate.dtype} {list(gate.shape)} with strides {gate.stride()} and "
+            f"{up.dtype} {list(up.shape)} with strides {up.stride()}"
+        )
+    check_last_axis("gate", gate)
+    if gate.numel():
+        from .elementwise_triton import gate_triton
+
+        gate_triton(gate, up, is_gelu)
+    return gate

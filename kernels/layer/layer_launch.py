@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the kernels of a layer are launched.
+
+Every thread loads 16 bytes at a time: eight values of 16 bits. A decode step has few rows, so
+programs are small, and one row of the norm has many warps.
+"""
+
+from __future__ import annotations
+
+MAX_HIDDEN = 32768  # a row of the norm is in the registers of one program
+NORM_WARP_ELEMENTS = 512  # of a row, for each warp
+MIN_NORM_WARPS, MAX_NORM_WARPS = 4, 32
+
+GATE_BLOCK = 1024  # elements of a row, for each program
+GATE_WARPS = 4
+
+ROTARY_TILE = 1024  # elements of heads, for each program
+ROTARY_WARPS = 2
+
+
+def power_of_two(size: int) -> int:
+    """The smallest that is no less than `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+def norm_constants(size: int) -> dict[str, int]:
+    """Constexpr arguments of the norm over rows of `size`."""
+    return {"SIZE": size, "WIDTH": power_of_two(size)}
+
+
+def norm_warps(size: int) -> int:
+    warps = power_of_two(size) // NORM_WARP_ELEMENTS
+    return min(MAX_NORM_WARPS, max(MIN_NORM_WARPS, warps))
+
+
+def rotary_constants(
+    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+) -> dict[str, int]:
+    """Constexpr arguments of the rotation. A program has heads of one kind only, so more of them
+    than there are heads of keys would be idle lanes."""
+    width = max(16, power_of_two(head_dim // 2))
+    rows = max(1, ROTARY_TILE // (2 * width))
+    return {
+        "HEADS": num_heads,
+        "KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "ROWS": min(rows, power_of_two(num_kv_heads)),
+        "WIDTH": width,
+    }
+
+
+def rotary_programs(constants: dict[str, int]) -> int:
+    """Programs of one token: those of its queries, of its keys and of its values."""
+    rows = constants["ROWS"]
+    return -(-constants["HEADS"] // rows) + 2 * -(-constants["KV_HEADS"] // rows)

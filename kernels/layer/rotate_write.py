@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary positions and the write of new K and V, in one launch over the tensor that has queries,
+keys and values side by side.
+
+`choose_rotate_write` says once, at the start, whether it runs. Otherwise queries and keys are
+normed and rotated by the functions of `engine/models/`, and `write_kv` writes; these compute the
+same.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..choice import AUTO, PLAIN, KernelRefused, choose_kernel
+from ..pool_checks import check_one_device, check_written, reason_against_fp8
+from ..write.write_kv import check_write
+from .elementwise import reason_against_dtype
+
+MAX_HEAD_DIM = 512  # half a head is in the registers of one program
+
+
+class Rotary(NamedTuple):
+    """The turn of the queries and keys of a step before attention, and the norms before it."""
+
+    positions: Tensor  # int64 [tokens]
+    cos: Tensor  # [positions, head_dim // 2], in the type of the queries
+    sin: Tensor
+    head_norms: Tensor | None = None  # [heads + kv heads, head_dim]; float32 or as the queries
+    eps: float = 0.0
+
+
+def choose_rotate_write(
+    q: Tensor,
+    kv: Tensor,
+    kv_scales: Tensor | None,
+    *,
+    kernel: str = AUTO,
+    strict: bool = False,
+) -> str:
+    """TRITON where it runs for queries like `q` `[any, heads, head_dim]` over the pool of one
+    layer, else PLAIN, which it is for wider types than those of 16 bits. Raises KernelRefused as
+    `choose_kernel` does."""
+    if reason_against_dtype(q.dtype) is not None:
+        return PLAIN
+    reason = _reason_against(q, kv, kv_scales)
+    return choose_kernel(kernel, kv.device, unsupported=reason, strict=strict)
+
+
+def rotate_write(
+    qkv: Tensor,
+    rotary: Rotary,
+    kv: Tensor,
+    slots: Tensor,
+    *,
+    kv_scales: Tensor | None = None,
+) -> None:
+    """Norm and rotate the queries of `qkv` `[tokens, heads + 2 kv heads, head_dim]` in place, and
+    write its keys, normed and rotated, and its values into the pool as `write_kv` does, which says
+    what `kv`, `slots` and scales of heads are. The keys of `qkv` stay as they are; tokens may lie
+    at any distance from each other.
+
+    Positions are those of the tables, also of tokens with a slot of -1, whose K and V are not
+    written. Raises KernelRefused for arguments that do not fit together.
+    """
+    _check(qkv, rotary, kv, slots, kv_scales)
+    run_rotate_write(qkv, rotary, kv, slots, kv_scales)
+
+
+def run_rotate_write(
+    qkv: Tensor, rotary: Rotary, kv: Tensor, slots: Tensor, kv_scales: Tensor | None
+) -> None:
+    """`rotate_write` with arguments that it has checked."""
+    if not len(qkv):
+        return
+    from .rotate_write_triton import rotate_write_triton
+
+    rotate_write_triton(
+        qkv, rotary.positions, rotary.cos, rotary.sin, kv, slots,
+        head_norms=rotary.head_norms, eps=rotary.eps, kv_scales=kv_scales,
+    )  # fmt: skip
+
+
+def _check(
+    qkv: Tensor, rotary: Rotary, kv: Tensor, slots: Tensor, kv_scales: Tensor | None
+) -> None:
+    kv_heads = kv.shape[3] if kv.dim() == 5 else 0
+    if qkv.dim() != 3 or qkv.shape[1] <= 2 * kv_heads:
+        raise KernelRefused(
+            f"expected qkv [tokens, heads + 2 x {kv_heads} kv heads, head_dim] over kv, "
+            f"got {list(qkv.shape)}"
+        )
+    tokens, rows, head_dim = qkv.shape
+    first = rows - 2 * kv_heads
+    check_write(qkv[:, first : rows - kv_heads], qkv[:, rows - kv_heads :], kv, slots, kv_scales)
+    if reason := _reason_against(qkv, kv, kv_scales):
+        raise KernelRefused(f"the Triton kernel cannot run: {reason}")
+    check_written("qkv", qkv)
+    if tokens and qkv.stride()[1:] != (head_dim, 1):
+        raise KernelRefused(
+            f"expected the heads of a token side by side in qkv, got strides {qkv.stride()}"
+        )
+    positions, cos, sin, head_norms, _ = rotary
+    if positions.dtype is not torch.int64 or positions.shape != (tokens,):
+        raise KernelRefused(
+            f"expected int64 positions [{tokens}], got {positions.dtype} {list(positions.shape)}"
+        )
+    table = (len(cos), head_dim // 2)
+    for name, tensor, shape, dtypes in (
+        ("cos", cos, table, (qkv.dtype,)),
+        ("sin", sin, table, (qkv.dtype,)),
+        ("head_norms", head_norms, (rows - kv_heads, head_dim), (qkv.dtype, torch.float32)),
+    ):
+        if tensor is None:
+            continue
+        if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
+            raise KernelRefused(
+                f"expected contiguous {name} {list(shape)} of {' or '.join(map(str, dtypes))}, got "
+                f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}"
+            )
+    if not positions.is_contiguous():
+        raise KernelRefused(f"expected contiguous positions, got strides {positions.stride()}")
+    given = {"qkv": qkv, "positions": positions, "cos": cos, "sin": sin, "head_norms": head_norms}
+    check_one_device({**given, "kv": kv})
+
+
+def _reason_against(q: Tensor, kv: Tensor, kv_scales: Tensor | None) -> str | None:
+    """Why the kernel cannot take these, or None."""
+    if reason := reason_against_dtype(q.dtype):
+        return reason
+    head_dim = kv.shape[4]
+    if head_dim % 2 or head_dim > MAX_HEAD_DIM:
+        return f"it takes heads of an even size up to {MAX_HEAD_DIM}, and this is {head_dim}"
+    if kv_scales is not None and kv_scales.dim() == 4:
+        return "it takes scales of heads, and these are of tokens"
+    return reason_against_fp8(kv)
