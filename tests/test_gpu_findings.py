@@ -136,8 +136,8 @@ def test_the_page_has_the_command_that_comes_instead(tool: ModuleType) -> None:
         ("test_a[x]", "failure", "Failed: Timeout (>120.0s) from pytest-timeout.", False),
         ("test_a[x]", "error", "AssertionError: in a fixture", False),
         ("test_a[x]", "skipped", "assert that is none", False),
-        ("test_recorded_steps_answer_as_launched_ones[auto]", "failure", "assert 1 == 2", False),
-        ("test_recorded_steps_answer_as_launched_ones[auto]", "failure", DEAD, True),
+        ("test_the_pool_is_sized_by_what_is_left", "failure", "assert 1 == 2", False),
+        ("test_the_pool_is_sized_by_what_is_left", "failure", DEAD, True),
         ("test_without_the_events_the_fault_is_seen", "failure", "AssertionError: x", False),
     ],
 )

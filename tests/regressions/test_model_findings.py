@@ -200,11 +200,15 @@ def test_gpu_review_1_cuda_without_an_index(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         device_config, "choose_gpu", lambda placement, state: SimpleNamespace(name="one")
     )
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: object())
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     for name, index in (("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)):
         device = device_config.placement_of(engine_config(None, {"device": name})).device
         assert device == torch.device("cuda", index)
         with set_devices() as told:
-            assert CudaRuntime(torch.device(name)).device == device
+            runtime = CudaRuntime(torch.device(name))
+            assert runtime.device == device
+            runtime.enter_thread()
         assert told == [index]
 
 

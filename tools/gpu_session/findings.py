@@ -23,7 +23,6 @@ WRONG_ADDRESS = re.compile(
 _COMPARISON = re.compile(r"assert\b|AssertionError")
 # test → why its failed comparison is no wrong byte.
 NOT_ABOUT_BYTES = {
-    "test_recorded_steps_answer_as_launched_ones": "in bfloat16 close words may change places",
     "test_the_pool_is_sized_by_what_is_left": "others hold memory meanwhile",
     "test_without_the_events_the_fault_is_seen": "beside others the planted fault may not show",
     "test_without_the_event_the_faults_are_seen": "beside others the planted fault may not show",

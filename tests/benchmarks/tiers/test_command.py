@@ -23,7 +23,7 @@ IN_MEMORY = Path("/dev/shm")
 def test_the_quick_form(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")  # where a figure is long, names take two lines of fewer
+    monkeypatch.setenv("COLUMNS", "400")  # where a figure is long, names take two lines of fewer
     disk = tmp_path / "disk"
     options = ["--quick", "--out", str(tmp_path), "--path", str(disk), "--limit", "loop"]
     assert main(["bench", "tiers", *options]) == 0
