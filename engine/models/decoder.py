@@ -50,8 +50,8 @@ class QkvAttention(Protocol[_Plan]):
     """An attention that rotates by itself."""
 
     def __call__(self, qkv: Tensor, rotary: Rotary, layer: int, plan: _Plan, /) -> Tensor:
-        """As `Attention`, of `qkv` `[tokens, heads + 2 kv heads, head_dim]`, whose queries and keys
-        are neither normed nor rotated. May overwrite it."""
+        """Attention of `qkv` `[tokens, heads + 2 kv heads, head_dim]`, whose queries and keys are
+        neither normed nor rotated; it may be overwritten. `[tokens, heads * head_dim]`."""
 
 
 class AuxStates:
@@ -125,7 +125,7 @@ class Layer:
     def attention_of_qkv(
         self, x: Tensor, index: int, rotary: Rotary, attention: QkvAttention[Plan], plan: Plan
     ) -> Tensor:
-        """As `attention`, by one that rotates by itself."""
+        """The same as `attention`, by an attention that rotates by itself."""
         qkv = self._qkv(self._norm(x, self._attention_norm))
         heads = qkv.view(len(x), -1, self._spec.head_dim)
         if self._head_norms is not None:

@@ -156,7 +156,7 @@ class Elementwise:
 
     @classmethod
     def of_kernels(cls) -> Elementwise:
-        """Those of `kernels/layer/`, where `choose_elementwise` has chosen them."""
+        """The kernels of `kernels/layer/`, where `choose_elementwise` has chosen them."""
         return cls(_norm_by_kernel, rotate, silu_gate, gelu_gate, is_kernels=True)
 
 

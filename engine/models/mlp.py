@@ -59,7 +59,7 @@ class DenseMlp:
         self.down.add_to(out, self._inner(x))
 
     def _inner(self, x: Tensor) -> Tensor:
-        """What the last matrix multiplies."""
+        """The gated rows, which the last matrix multiplies."""
         if self._both is not None:
             gate, up = self._both(x).chunk(2, dim=-1)
             return self._gated(gate, up)

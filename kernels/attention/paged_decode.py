@@ -178,8 +178,8 @@ def _check_batch(requests: int, block_tables: Tensor, seq_lens: Tensor) -> None:
 def split_planner(
     q: Tensor, kv: Tensor, kv_scales: Tensor | None, chosen: str
 ) -> SplitPlanner | None:
-    """What plans the splits of queries like `q` `[any, heads, head_dim]`, whose kernel is `chosen`;
-    None where that takes no plan."""
+    """The planner of splits for queries like `q` `[any, heads, head_dim]`, whose kernel is
+    `chosen`; None where that takes no plan."""
     if chosen != TRITON:
         return None
     from .paged_decode_triton import decode_launch, multiprocessors

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .paged_decode_launch import PROGRAM_TILES
 
-NOBODY = -1
+NO_REQUEST = -1
 # Programs of each kv head beyond one a request, in rounds of what runs side by side: with two, a
 # batch of any lengths can be cut so that no processor is left idle for long.
 ROUNDS = 2
@@ -36,7 +36,7 @@ class SplitPlan(NamedTuple):
 
     share: Tensor  # [1] the most tiles of a program
     first_items: Tensor  # [requests] the first item of each
-    requests: Tensor  # [items]; NOBODY where there is none
+    requests: Tensor  # [items]; NO_REQUEST where there is none
     splits: Tensor  # [items] of its request, from 0
 
 
@@ -58,7 +58,7 @@ class SplitPlanner:
         return _ALIGNED + _aligned(max_requests) + 2 * self.num_items(max_requests)
 
     def tiles(self, lengths: npt.NDArray[np.integer], window: int | None) -> IntArray:
-        """Of each request, of so many tokens."""
+        """The tiles of each request, int32 `[requests]`, from its tokens and the window."""
         first = 0 if window is None else np.maximum(lengths - window, 0) // self.tile
         tiles: IntArray = (-(-lengths // self.tile) - first).astype(np.int32)
         return tiles
@@ -99,15 +99,16 @@ class PlanArray:
         self._splits = self._requests + self._items
 
     def lay_down(self, array: IntArray, tiles: IntArray) -> None:
-        """The plan of requests of so many tiles, 0 among them, into `array` `[num_words]`."""
+        """Write the plan of requests of so many tiles, 0 among them, into `array` `[num_words]`. A
+        request without tiles has no program: the combine kernel sets its result to zero."""
         share = self._planner.share(tiles)
-        counts = np.maximum(-(-tiles // share), 1)  # nobody's row is set to zero by one program
+        counts = -(-tiles // share)
         ends = np.cumsum(counts)
         firsts, total = ends - counts, int(ends[-1])
         array[0] = share
         array[self._first : self._first + len(tiles)] = firsts
         array[self._requests : self._requests + total] = np.repeat(np.arange(len(tiles)), counts)
-        array[self._requests + total : self._splits] = NOBODY
+        array[self._requests + total : self._splits] = NO_REQUEST
         array[self._splits : self._splits + total] = np.arange(total) - np.repeat(firsts, counts)
 
     def plan(self, there: Tensor, num_requests: int) -> SplitPlan:

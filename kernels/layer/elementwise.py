@@ -32,8 +32,8 @@ def choose_elementwise(
 
 
 def reason_against_dtype(dtype: torch.dtype) -> str | None:
-    """Why the kernels of a layer take no rows of this type, or None. The interpreter computes in
-    float32, too."""
+    """The reason why the kernels of a layer take no rows of this type, or None. The interpreter
+    computes in float32, too."""
     if dtype in HALVES or (dtype is torch.float32 and is_interpreting()):
         return None
     return f"the kernels of a layer compute in 16-bit types, and this is {dtype}"
@@ -65,7 +65,7 @@ def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gelu_gate(gate: Tensor, up: Tensor) -> Tensor:
-    """As `silu_gate`, with gelu by the approximation with tanh."""
+    """`gelu(gate) * up` by the approximation with tanh; all else as in `silu_gate`."""
     return _gate(gate, up, is_gelu=True)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the kernels of a layer are launched.
+"""Launch constants of the kernels of a layer.
 
 Every thread loads 16 bytes at a time: eight values of 16 bits. A decode step has few rows, so
 programs are small, and one row of the norm has many warps.

@@ -16,7 +16,7 @@ from stratakv.kernels.attention.paged_decode import (
     split_planner,
 )
 from stratakv.kernels.attention.paged_decode_launch import PROGRAM_TILES, choose_splits
-from stratakv.kernels.attention.split_plan import NOBODY, PlanArray, SplitPlan, SplitPlanner
+from stratakv.kernels.attention.split_plan import NO_REQUEST, PlanArray, SplitPlan, SplitPlanner
 from stratakv.kernels.choice import PLAIN, TRITON, KernelRefused
 
 from .decode_batches import Case, assert_right, make_case
@@ -40,7 +40,7 @@ def programs(planner: SplitPlanner, plan: SplitPlan, tiles: list[int]) -> list[i
     """The tiles of each program, as the kernel shares them out."""
     share, taken = int(plan.share), []
     for request, split in zip(plan.requests.tolist(), plan.splits.tolist(), strict=True):
-        if request != NOBODY:
+        if request != NO_REQUEST:
             taken.append(min(share, tiles[request] - split * share))
     return taken
 
@@ -55,16 +55,17 @@ def test_every_tile_has_one_program(window: int | None) -> None:
         seen = [
             (request, split)
             for request, split in zip(plan.requests.tolist(), plan.splits.tolist(), strict=True)
-            if request != NOBODY
+            if request != NO_REQUEST
         ]
         share = int(plan.share)
         assert seen == [
             (request, split)
             for request, count in enumerate(tiles)
-            for split in range(max(1, -(-count // share)))
+            for split in range(-(-count // share))
         ]
         firsts = plan.first_items.tolist()
-        assert [seen[first] for first in firsts] == [(row, 0) for row in range(requests)]
+        for row, (first, count) in enumerate(zip(firsts, tiles, strict=True)):
+            assert not count or seen[first] == (row, 0)
         assert sum(programs(H100, plan, tiles)) == sum(tiles)
         for tensor in plan:
             assert tensor.data_ptr() % 16 == plan.share.data_ptr() % 16

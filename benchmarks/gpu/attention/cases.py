@@ -147,7 +147,7 @@ class Batch:
         return paged_prefill(*tensors, self.query_starts, max_query_len=longest, **options)
 
     def plan_splits(self) -> None:
-        """As an engine does from a step's lengths."""
+        """Plan the splits from the lengths, as an engine does in a step."""
         planner = split_planner(self.q, self.layers[0], self.scales[0], TRITON)
         if self.case.is_decode and planner is not None:
             lengths = np.array(self.case.lengths)

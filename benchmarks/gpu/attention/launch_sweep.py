@@ -46,7 +46,7 @@ def run(place: Place, results: Results) -> None:
 
 
 def choose_cases(place: Place) -> tuple[list[Case], list[Case]]:
-    """For decode's table, and for prefill's."""
+    """The cases for decode's table, and those for prefill's."""
     if place.is_rehearsal:
         tiny = decode_case("2 requests", 2, 40, kv_heads=2, head_dim=16, block_size=8)
         chunk = Case(name="chunk", chunks=((9, 9),), kv_heads=2, head_dim=16, block_size=8)

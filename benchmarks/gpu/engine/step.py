@@ -140,7 +140,7 @@ class _Bench:
         self._weight_bytes = read_weight_bytes(spec, self._runner.model.element_bytes)
 
     def fitting(self, requests: int, context: int) -> int:
-        """As many of so many requests as the pool has blocks for."""
+        """The number of requests, up to `requests`, that the pool has blocks for."""
         each = -(-(context + self._room) // BLOCK_SIZE)
         return min(requests, (self._runner.pool.num_blocks - 1) // each)
 

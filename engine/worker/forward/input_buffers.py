@@ -79,7 +79,7 @@ class _Splits:
         self._tiles = b""  # of the plan on the device
 
     def lay_down(self, lengths: npt.NDArray[np.integer], turn: int) -> bool:
-        """Whether the plan for requests of so many tokens is another one, which is then staged."""
+        """Stage the plan for requests of so many tokens; False where the device has it already."""
         tiles = self._planner.tiles(lengths, self._window)
         if tiles.tobytes() == self._tiles:
             return False
@@ -88,7 +88,7 @@ class _Splits:
         return True
 
     def plan(self, count: int) -> SplitPlan:
-        """Of the first so many requests."""
+        """The plan of the first `count` requests, on the device."""
         return self._array.plan(self.buffer.there, count)
 
 
@@ -168,9 +168,9 @@ class InputBuffers:
         return self._wanted.there
 
     def fill(self, step: StepInputs | None, num_rows: int, num_requests: int | None = None) -> None:
-        """Send a step to the device, filled up with nobody's rows to `num_rows` tokens, of
-        `num_requests` requests or, where it is None, of one each; None is a step of nobody. A step
-        of chunks may only be filled up within its last request."""
+        """Send a step to the device, padded to `num_rows` tokens: with requests of one token each,
+        or within the last of `num_requests` requests, which is how a step of chunks is padded. A
+        step of None is all padding."""
         self._turn = (self._turn + 1) % _TURNS
         if (copied := self._copied[self._turn]) is not None:
             copied.wait()

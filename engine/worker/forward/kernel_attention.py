@@ -69,7 +69,7 @@ class KernelPlan:
 
 
 class Kernels(NamedTuple):
-    """Those that a model's attention runs by; words of `kernels/choice.py`."""
+    """The kernels of a model's attention, in the words of `kernels/choice.py`."""
 
     write: str
     decode: str
@@ -78,13 +78,13 @@ class Kernels(NamedTuple):
 
     @property
     def can_record_decodes(self) -> bool:
-        """Whether a step of decodes waits for nothing. Plain kernels read lengths and slots back,
-        which a device refuses while it records."""
+        """A step of decodes waits for nothing. Plain kernels read lengths and slots back, which a
+        device refuses while it records."""
         return self.write == self.decode == TRITON
 
     @property
     def can_record_chunks(self) -> bool:
-        """The same of a step of chunks."""
+        """A step of chunks waits for nothing."""
         return self.write == self.prefill == TRITON
 
 
@@ -97,8 +97,8 @@ def choose_kernels(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> Kernels:
-    """Of queries like `q` `[any, heads, head_dim]` over the pool of one layer. Raises KernelRefused
-    as `choose_kernel` does."""
+    """The kernels for queries like `q` `[any, heads, head_dim]` over the pool of one layer. Raises
+    KernelRefused as `choose_kernel` does."""
     return Kernels(
         choose_write_kernel(q, kv, kernel=kernel, strict=strict),
         choose_decode_kernel(q, kv, scale, kernel=kernel, strict=strict),

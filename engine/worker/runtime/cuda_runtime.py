@@ -4,7 +4,7 @@ free.
 
 Everything runs in one stream, whose priority is above that of the streams that copy blocks. Device
 and stream are a thread's own, and an engine in the caller's process is built in one thread and
-stepped in another, so whoever steps it enters first. Imported only where a GPU was asked for.
+stepped in another, so a thread enters before it steps. Imported only where a GPU is asked for.
 """
 
 from __future__ import annotations

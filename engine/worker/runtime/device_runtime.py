@@ -64,7 +64,7 @@ class DeviceRuntime(Protocol):
         """Put whatever the calling thread does from now on into the device's queue."""
 
     def entered(self) -> AbstractContextManager[None]:
-        """The same for a while, where the calling thread has not entered."""
+        """A context in which the calling thread has entered; behind it, all is as before."""
 
     def staging(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Zeroed host memory from which the device copies by itself while the host goes on."""
