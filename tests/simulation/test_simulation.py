@@ -28,7 +28,7 @@ from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.connector.transfer import CopySignal
 from stratakv.engine.batch.batch_update import BatchUpdate
 from stratakv.engine.scheduler.output import SchedulerOutput
-from stratakv.engine.worker.model_runner import StepBatch
+from stratakv.engine.worker.step_batch import StepBatch
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.hierarchy.promotions import LoadTicket, Promotion, Promotions
 from stratakv.tiers.tag import Proof

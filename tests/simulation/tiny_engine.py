@@ -28,7 +28,7 @@ from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from stratakv.engine.scheduler.scheduler import Scheduler
 from stratakv.engine.worker.block_table import BlockTable, MultiGroupBlockTable
 from stratakv.engine.worker.input_batch import InputBatch
-from stratakv.engine.worker.model_runner import StepBatch
+from stratakv.engine.worker.step_batch import StepBatch
 from stratakv.tiers.block import BlockLayout
 
 from ..engine.scheduler.conftest import (

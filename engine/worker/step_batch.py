@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step's batch: the worker's requests and their rows, brought up to date by each step's
+differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..batch.batch_update import BatchUpdate
+from ..scheduler.output import CachedRequestData, SchedulerOutput
+from .input_batch import HeldRow, InputBatch, WorkerRequest
+
+
+class StepBatch:
+    """The worker's requests and its batch, brought up to date by each step's differences.
+    `requests` are all that the worker remembers, by id, in the batch or out of it.
+
+    An update that breaks off in the middle fails its step, whose requests the scheduler then ends.
+    The batch is dirty from there on: the next step first gives every other request a row of its own
+    again.
+    """
+
+    def __init__(self, batch: InputBatch) -> None:
+        self.batch = batch
+        self.requests: dict[str, WorkerRequest] = {}
+        self._is_dirty = False
+        # While it is: what is to be in the batch of requests that no failed step had.
+        self._held: list[HeldRow] | None = None
+
+    def follow(self, output: SchedulerOutput, take: Callable[[BatchUpdate], None]) -> None:
+        """Take in a step; `take` is given what it changed in the rows, unless that is nothing.
+        Raises what goes wrong; the step's requests must then be among those that the next step
+        calls finished, and those that it sent back be sent back again."""
+        was_dirty, self._is_dirty = self._is_dirty, True
+        if was_dirty:
+            gone = output.finished_request_ids | output.preempted_request_ids
+            held = self.batch.held_rows() if self._held is None else self._held
+            self._held = [row for row in held if row.request.request_id not in gone]
+            self.batch.refill(self._held)
+        for request_id in output.finished_request_ids:
+            self.batch.remove(request_id)
+            self.requests.pop(request_id, None)
+        for request_id in output.preempted_request_ids:
+            self.batch.remove(request_id)
+        for new in output.new_requests:
+            request = self.requests[new.request_id] = WorkerRequest(
+                new.request_id,
+                new.prompt_token_ids,
+                new.sampling_params,
+                list(new.output_token_ids),
+                new.prompt_embeds is None,
+                new.pooling,
+            )
+            self.batch.add(request, new.block_ids, new.num_computed_tokens)
+        self._follow_cached(output.cached_requests)
+        update = self.batch.finish()
+        if update is not None:
+            take(update)
+        self._is_dirty, self._held = False, None
+
+    def _follow_cached(self, cached: CachedRequestData) -> None:
+        batch = self.batch
+        for request_id, block_ids, computed in zip(
+            cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if request_id in cached.resumed_request_ids:
+                request = self.requests[request_id]
+                if request_id in cached.output_token_ids:
+                    request.output_token_ids[:] = cached.output_token_ids[request_id]
+                batch.add(request, block_ids or batch.tables.no_blocks, computed)
+                continue
+            row = batch.row_of[request_id]
+            batch.num_computed[row] = computed
+            if block_ids is not None:
+                batch.tables.append_row(block_ids, row)
