@@ -34,7 +34,7 @@ from .random_life import SSD_BASE_BYTES
 from .stepping import noted
 from .threads import check_threads
 
-TREES = {"ci": 60, "long": 10_000}
+TREES = {"ci": 36, "long": 10_000}
 TREES_OF_OTHER_PROCESSES = {"ci": 3, "long": 1_000}
 PARTS = 6  # so that a failing tree does not hide the others
 RATES = (0.0, 0.1, 1.0)
@@ -242,7 +242,7 @@ def test_tokens_are_those_where_the_worker_is_another_process(
 
 
 @pytest.mark.slow
-def test_the_trees_have_been_everywhere(seen: Counter[str]) -> None:
+def test_the_trees_have_been_everywhere(scale: str, seen: Counter[str]) -> None:
     """The test above is worth something only if blocks came from every tier, and if it broke."""
     if not seen:
         pytest.skip("no tree was grown in this run")
@@ -252,4 +252,5 @@ def test_the_trees_have_been_everywhere(seen: Counter[str]) -> None:
     assert seen["failed loads 0.1"] and seen["failed loads 1.0"]
     assert seen["meetings"], "nothing was loaded from the back"
     assert seen["rejected records"], "no damaged page was read"
-    assert sum(count for name, count in seen.items() if name.startswith("injected_")) > 100
+    injected = sum(count for name, count in seen.items() if name.startswith("injected_"))
+    assert injected > 5 * TREES[scale] // 3

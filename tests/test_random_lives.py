@@ -25,7 +25,7 @@ from .tiny_models import VOCAB, greedy_reference
 
 LIVES = 25
 # Of steps that overlap, in tests of so many.
-OVERLAPPING_LIVES, LIVES_A_TEST = 1000, 50
+OVERLAPPING_LIVES, LIVES_A_TEST = 300, 15
 LIVES_OF_OTHER_PROCESSES = 12
 GROUPED_LIVES = 8
 # Some lives are over before the worker was to die in them.

@@ -37,7 +37,7 @@ from stratakv.tiers.memory import MemoryStore
 LAYOUT = BlockLayout(1, 2, 1, 4, "float32")  # 64 bytes
 WAIT_SECONDS = 20.0
 STEPS = 40
-RUNS = {"ci": 200, "long": 20_000}
+RUNS = {"ci": 100, "long": 20_000}
 
 
 def page_of(digest: bytes) -> np.ndarray:

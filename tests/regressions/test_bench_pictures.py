@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -50,21 +49,13 @@ def drawn_results() -> list[Path]:
     return sorted(path for path in RESULTS.glob("*.json") if path.with_suffix(".png").exists())
 
 
-def shape_of(value: Any) -> str:
-    """The names and kinds of a report's values, which decide what of it is drawn."""
-    if isinstance(value, dict):
-        return json.dumps({name: shape_of(each) for name, each in sorted(value.items())})
-    return type(value).__name__
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Of reports with the same shape the newest is drawn; the long run draws each."""
+    """The oldest and the newest report of each benchmark are drawn; the long run draws all."""
     if "result" in metafunc.fixturenames:
         results = drawn_results()
         if metafunc.config.getoption("--scale") == "ci":
-            results = list(
-                {shape_of(json.loads(path.read_bytes())): path for path in results}.values()
-            )
+            named = [(Report.read(path).name, path) for path in results]
+            results = sorted({*dict(named).values(), *dict(reversed(named)).values()})
         metafunc.parametrize("result", results, ids=[path.stem for path in results])
 
 

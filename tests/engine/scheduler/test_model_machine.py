@@ -46,7 +46,7 @@ from .dict_tiers import SIZE, DictTiers, Load
 
 STEPS = 60
 # Lives of each seed, and seeds: Hypothesis remembers all lives of one.
-RUNS = {"ci": (400, 1), "long": (1_000, 100)}
+RUNS = {"ci": (200, 1), "long": (1_000, 100)}
 # Up to here Hypothesis draws evenly.
 LAST = 2**24 - 1
 MAX_MODEL_LEN = 40
