@@ -10,9 +10,11 @@ name one; under `strict` a kernel that cannot run on a GPU is refused instead of
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import logging
 import os
+import re
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +25,7 @@ AUTO, TRITON, NATIVE, PLAIN = "auto", "triton", "native", "plain"
 KERNELS = (AUTO, TRITON, NATIVE, PLAIN)
 NO_NATIVE = "there is none of this"
 MIN_CAPABILITY = (8, 0)
+MIN_TRITON = (3, 6)  # as pyproject.toml has it
 FP8_CAPABILITY = (8, 9)  # the first that converts e4m3 in hardware
 
 
@@ -32,11 +35,13 @@ class KernelRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What kernels may count on. `capability` is None without a CUDA device."""
+    """What kernels may count on. `capability` is None without a CUDA device, `triton_version` where
+    there is no Triton or where it does not say."""
 
     device: str
     capability: tuple[int, int] | None
     has_triton: bool
+    triton_version: str | None = None
 
 
 @functools.cache
@@ -46,10 +51,24 @@ def probe_hardware() -> Hardware:
     if not torch.cuda.is_available():
         return Hardware("cpu", None, has_triton)
     hardware = Hardware(
-        torch.cuda.get_device_name(), torch.cuda.get_device_capability(), has_triton
+        torch.cuda.get_device_name(),
+        torch.cuda.get_device_capability(),
+        has_triton,
+        _triton_version(),
     )
     logger.info("kernels: %s", hardware)
     return hardware
+
+
+def triton_failure(error: Exception) -> str | None:
+    """The first line of an error that Triton raised in compiling, loading or sizing a kernel, or in
+    being imported; None for an error of another origin."""
+    modules = {origin.__module__.partition(".")[0] for origin in type(error).__mro__}
+    is_import = isinstance(error, ImportError) and (error.name or "").startswith("triton")
+    if "triton" not in modules and not is_import:
+        return None
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def is_interpreting() -> bool:
@@ -102,6 +121,12 @@ def _reason_against(device: torch.device) -> str | None:
     hardware = probe_hardware()
     if not hardware.has_triton:
         return "triton is not installed (pip install '.[cuda]' in a clone)"
+    version = hardware.triton_version
+    if version is not None and _numbers(version) < MIN_TRITON:
+        return (
+            f"triton {version} is installed, and the kernels are written for "
+            f"{'.'.join(map(str, MIN_TRITON))} or newer (pip install '.[cuda]' in a clone)"
+        )
     if device.type == "cpu":
         return None if is_interpreting() else "its tensors are on the CPU"
     if device.type != "cuda":
@@ -111,6 +136,23 @@ def _reason_against(device: torch.device) -> str | None:
     return None
 
 
+def _triton_version() -> str | None:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:  # a build of it under another name
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading (major, minor) of a version."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, found.groups())) if found else MIN_TRITON
+
+
 @functools.cache
 def _warn_once(reason: str) -> None:
-    logger.warning("plain kernels instead of Triton's: %s", reason)
+    logger.warning(
+        "plain kernels instead of Triton's, which take many times longer and read lengths back to "
+        "the host in every layer: %s",
+        reason,
+    )

@@ -29,10 +29,12 @@ H200 = Hardware("NVIDIA H200", (9, 0), True)
 A100 = Hardware("NVIDIA A100", (8, 0), True)
 V100 = Hardware("Tesla V100", (7, 0), True)
 BARE = Hardware("NVIDIA H200", (9, 0), False)
+OLD = Hardware("NVIDIA H200", (9, 0), True, "3.5.1")
 NO_GPU = Hardware("cpu", None, True)
 SHORTCOMINGS = [
     (V100, None, r"it needs compute capability \(8, 0\), and this is .*Tesla V100"),
     (BARE, None, r"triton is not installed \(pip install '.\[cuda\]' in a clone\)"),
+    (OLD, None, r"triton 3.5.1 is installed, and the kernels are written for 3.6 or newer"),
     (H200, "heads of 17", "heads of 17"),
 ]
 
@@ -112,6 +114,25 @@ def test_the_interpreter_runs_only_what_names_triton(machine: pytest.MonkeyPatch
     give(machine, Hardware("cpu", None, False))
     with pytest.raises(KernelRefused, match="triton is not installed"):
         choose_kernel(TRITON, CPU)
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1+git12", "4.0", "main", None])
+def test_another_triton_is_taken_where_it_is_not_older(
+    machine: pytest.MonkeyPatch, version: str | None
+) -> None:
+    give(machine, Hardware("NVIDIA H200", (9, 0), True, version))
+    assert choose_kernel(AUTO, CUDA, strict=True) == TRITON
+
+
+def test_only_what_triton_raised_is_its_failure() -> None:
+    errors = pytest.importorskip("triton.runtime.errors")
+    assert "OutOfResources: out of resource: shared memory" in str(
+        choice.triton_failure(errors.OutOfResources(300_000, 232_448, "shared memory"))
+    )
+    missing = ImportError("libtriton.so: undefined symbol", name="triton._C.libtriton")
+    assert choice.triton_failure(missing) == "ImportError: libtriton.so: undefined symbol"
+    for other in (ImportError("no module", name="numpy"), ValueError("triton"), RuntimeError("")):
+        assert choice.triton_failure(other) is None
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -14,8 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ....kernels.choice import TRITON
+from ....kernels.choice import TRITON, probe_hardware, triton_failure
 from ....kernels.layer.elementwise import choose_elementwise
+from ....tiers.settings.values import ConfigError
 from ...cache.group_spec import CacheGroups
 from ...models.checkpoint.tensor_shapes import expected_tensors
 from ...models.decoder import Decoder
@@ -201,7 +202,16 @@ def make_forward(
     )
     if runtime.can_record:
         began = time.monotonic()
-        forward.warm_up()
+        try:
+            forward.warm_up()
+        except Exception as error:
+            if reason := triton_failure(error):
+                raise ConfigError(
+                    f"Triton cannot compile or load the GPU's kernels ({probe_hardware()}): "
+                    f"{reason}; the kernels are tested with triton 3.6.0 and 3.7.1, so install one "
+                    "of these, or compute with --device cpu"
+                ) from error
+            raise
         progress(f"kernels are compiled, which took {time.monotonic() - began:.1f} s")
         if placement.record_decodes and attention.kernels.can_record_decodes:
             forward.record(progress)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stratakv.engine.worker.forward import kernel_attention
 from stratakv.engine.worker.forward.kernel_attention import Kernels
 from stratakv.engine.worker.runtime.device_config import KERNELS, Placement
+from stratakv.tiers.settings.values import ConfigError
 
 from .recording_runtime import RecordingRuntime
 
@@ -225,3 +226,18 @@ def test_every_launch_of_prefill_and_decode_runs_before_the_first_request(
         drive.step()
     chunks = [each for each in seen if each[0] == "prefill"]
     assert len(chunks) == 3 and all(each[2:] == (64, 0) for each in chunks)
+
+
+def test_a_triton_that_compiles_nothing_is_told_at_the_start(checkpoint, driver, monkeypatch):
+    errors = pytest.importorskip("triton.runtime.errors")
+    failures = [errors.OutOfResources(300_000, 232_448, "shared memory"), ValueError("of another")]
+
+    def refuse(*args, **given):
+        raise failures.pop(0)
+
+    monkeypatch.setattr(kernel_attention, "paged_prefill", refuse)
+    placement = {"placement": BY_KERNELS, "runtime": RecordingRuntime()}
+    with pytest.raises(ConfigError, match=r"shared memory, Required: 300000.*triton 3\.6\.0 and"):
+        driver(checkpoint(), **placement)
+    with pytest.raises(ValueError, match="of another"):
+        driver(checkpoint(), **placement)
