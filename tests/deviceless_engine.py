@@ -87,6 +87,8 @@ class Setting(NamedTuple):
     num_groups: int = 1
     tiers: tuple[str, ...] = ("cpu",)
     capability: tuple[int, int] = (9, 0)
+    dtype: str = "bfloat16"
+    strict_kernels: bool = True
 
 
 SETTINGS = {
@@ -99,6 +101,8 @@ SETTINGS = {
     "heads of 128": Setting(WIDE, max_model_len=1024),
     "fp8": Setting(max_model_len=1000, kv_cache_dtype="fp8_e4m3"),
     "capability 8.0": Setting(max_model_len=130, capability=(8, 0)),
+    "float64": Setting(max_model_len=130, dtype="float64", strict_kernels=False),
+    "capability 7.0": Setting(max_model_len=130, capability=(7, 0), strict_kernels=False),
 }
 
 
@@ -165,10 +169,10 @@ def _config(folder: Path, setting: Setting) -> EngineConfig:
         model=ModelConfig(
             path=folder,
             served_name="tiny",
-            dtype="bfloat16",
+            dtype=setting.dtype,
             max_model_len=setting.max_model_len,
             attention_backend="kernels",
-            strict_kernels=True,
+            strict_kernels=setting.strict_kernels,
             load_format="dummy",
         ),
         cache=CacheConfig(

@@ -24,6 +24,7 @@ ENGINES = (
     "64 blocks a table", "63 blocks a table", "9 blocks a table", "no tiers", "windows",
     "two cache groups", "heads of 128", "fp8", "capability 8.0",
 )  # fmt: skip
+PLAIN_ENGINES = ("float64", "capability 7.0")
 OF_DECODES = {"attend_split", "rms_norm_kernel", "rotate_write_kernel", "gate_kernel"}
 KERNELS = OF_DECODES | {"paged_prefill_kernel"}
 
@@ -34,7 +35,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cache = tmp_path_factory.mktemp("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
     done = nursery_client.run(
-        [sys.executable, "-P", "-m", "tests.deviceless_engine", "driver", *ENGINES],
+        [sys.executable, "-P", "-m", "tests.deviceless_engine", "driver", *ENGINES, *PLAIN_ENGINES],
         timeout=PROCESS_SECONDS,
         env=environment,
         cwd=Path(__file__).resolve().parent.parent,
@@ -80,6 +81,16 @@ def test_nothing_is_refused(report_of: Reports, name: str) -> None:
     assert report["ends"] == {"length": 15}
     assert (report["loaded"] > 0) == (name != "no tiers"), "tokens of the cpu tier"
     assert set(report["launches"]) >= KERNELS, report["launches"]
+
+
+@pytest.mark.parametrize("name", PLAIN_ENGINES)
+def test_an_engine_of_plain_kernels_starts_and_records_nothing(
+    report_of: Reports, name: str
+) -> None:
+    """What plain kernels read back is an error in a record."""
+    report = report_of(name)
+    assert report["ends"] == {"length": 15} and report["loaded"] > 0
+    assert report["launches"] == {} and report["start"] == report["later"] == []
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -41,7 +41,11 @@ class Gpu(NamedTuple):
 
 GPUS = {
     gpu.capability: gpu
-    for gpu in (Gpu("A100", (8, 0), 166_912, 108), Gpu("H100", (9, 0), 232_448, 132))
+    for gpu in (
+        Gpu("V100", (7, 0), 98_304, 80),
+        Gpu("A100", (8, 0), 166_912, 108),
+        Gpu("H100", (9, 0), 232_448, 132),
+    )
 }
 
 
