@@ -72,6 +72,7 @@ class Tool:
     """The process, with the Triton of this environment or that in `folder`; a context manager."""
 
     def __init__(self, folder: str = "") -> None:
+        self.folder = folder
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         if folder:
             if not (Path(folder) / "triton").is_dir():
