@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows one prompt's blocks out to the SSD and back, and counts the modules that take part.
+"""Follows one prompt's blocks out to the SSD and back, and counts modules and doors on their way.
 
     python tools/follow_block.py             the counts
-    python tools/follow_block.py --list      the modules too
+    python tools/follow_block.py --list      the modules and doors too
     python tools/follow_block.py --runs 3    three times, each in a process of its own
 
 One engine with the embedded model, a pool of few blocks and a slab of fewer computes a prompt, then
 others until the pool and the slab have evicted the prompt's blocks, then the prompt again. A module
 takes part if one of its functions ran, in any thread, from the first of these requests to the last;
-what runs only while the engine starts or closes does not count. The request's own counts must say
-that the blocks came back from the SSD; otherwise the exit status is 1.
+what runs only while the engine starts or closes does not count. A door is a pair of functions in
+different files, both on the floors that a block passes, of which one called the other. The exit
+status is 1 unless the request's own counts say that its blocks came back from the SSD.
 
 The tool uses nothing of the package but `LLM` and `SamplingParams`, so the same file can be run on
 another version: what counts is the package that this Python imports.
@@ -29,10 +30,12 @@ from collections.abc import Sequence
 from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 # The floors that a block passes; the rest is about text, sampling, the model and the process.
 FLOORS = ("connector", "tiers", "kernels", "engine/scheduler", "engine/cache")
+# Files that were moved off the floors on 2026-11-28 or later, and count as before.
+ONCE_ON_FLOORS: tuple[str, ...] = ()
 NOT_OURS = ("tests", "tools", ".venv", "build")
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 4 * BLOCK_TOKENS + 1  # four whole blocks can be reused
@@ -42,11 +45,12 @@ NUM_OTHERS = 8  # prompts, twice what the pool and the slab hold together
 
 
 class Follower:
-    """Notes every function that begins while it is on, in threads started after it was made."""
+    """Notes every call while it is on, in threads started after it was made."""
 
     def __init__(self) -> None:
         self.is_on = False
         self.codes: set[CodeType] = set()
+        self.calls: set[tuple[CodeType | None, CodeType]] = set()  # caller and called
         threading.setprofile(self._hear)
         sys.setprofile(self._hear)
 
@@ -56,24 +60,48 @@ class Follower:
         threading.setprofile(None)
         sys.setprofile(None)
 
-    def lines_of_modules(self, root: Path) -> dict[str, int]:
-        """Path below `root` -> lines, for each of our modules with a function that ran."""
-        found = {}
+    def way(self, root: Path) -> Way:
+        """The modules and doors below `root` of what was noted."""
         # A module's or a class's body runs when it is imported, which is no part of the way.
-        names = {code.co_filename for code in self.codes if code.co_flags & CO_OPTIMIZED}
-        for path in {Path(name).resolve() for name in names if not name.startswith("<")}:
-            if path.is_relative_to(root) and path.relative_to(root).parts[0] not in NOT_OURS:
-                text = path.read_text(encoding="utf-8")
-                found[path.relative_to(root).as_posix()] = len(text.splitlines())
-        return dict(sorted(found.items()))
+        codes = {code for code in self.codes if code.co_flags & CO_OPTIMIZED}
+        paths = {code: path for code in codes if (path := _path_below(root, code.co_filename))}
+        modules = {
+            path: len((root / path).read_text(encoding="utf-8").splitlines())
+            for path in sorted(set(paths.values()))
+        }
+        doors = {
+            f"{paths[caller]} {caller.co_qualname} > {paths[called]} {called.co_qualname}"
+            for caller, called in self.calls
+            if caller in paths and called in paths and paths[caller] != paths[called]
+            if _below(paths[caller], FLOORS) and _below(paths[called], FLOORS)
+        }
+        return Way(modules, sorted(doors))
 
     def _hear(self, frame: FrameType, event: str, _: Any) -> None:
         if self.is_on and event == "call":
             self.codes.add(frame.f_code)
+            caller = frame.f_back
+            self.calls.add((caller and caller.f_code, frame.f_code))
 
 
-def follow(pause_seconds: float) -> tuple[dict[str, int], dict[str, int]]:
-    """The modules that took part, with their lines, and where the prompt's tokens came from."""
+class Way(NamedTuple):
+    """The way of a prompt's blocks."""
+
+    modules: dict[str, int]  # path -> lines, of each with a function that ran
+    doors: list[str]
+
+
+def _path_below(root: Path, name: str) -> str | None:
+    """The path of one of our files below `root`; None for any other file."""
+    path = Path(name).resolve()
+    if name.startswith("<") or not path.is_relative_to(root):
+        return None
+    below = path.relative_to(root)
+    return None if below.parts[0] in NOT_OURS else below.as_posix()
+
+
+def follow(pause_seconds: float) -> tuple[Way, dict[str, int]]:
+    """The way of the prompt's blocks, and where its tokens came from in the end."""
     follower = Follower()  # before torch and the engine start threads
     import stratakv
     from stratakv.engine import LLM, SamplingParams
@@ -100,17 +128,20 @@ def follow(pause_seconds: float) -> tuple[dict[str, int], dict[str, int]]:
             time.sleep(pause_seconds)  # for the tiers to write what the next prompt displaces
         follower.is_on = False
     follower.close()
-    return follower.lines_of_modules(root), output.cached_tokens_by_tier
+    return follower.way(root), output.cached_tokens_by_tier
 
 
-def report(runs: Sequence[dict[str, int]], *, lists: bool) -> None:
+def report(ways: Sequence[Way], *, lists: bool) -> None:
     """Print the counts of one run or several."""
+    runs = [way.modules for way in ways]
     every: dict[str, int] = {}
     for run in runs:
         every |= run
     print("modules         lines")
     for name, floors in (("all", ("",)), (f"only {', '.join(FLOORS)}", FLOORS)):
-        chosen = [_below(run, floors) for run in runs]
+        chosen = [
+            {path: lines for path, lines in run.items() if _below(path, floors)} for run in runs
+        ]
         modules = _range([len(run) for run in chosen])
         print(f"{modules:12}  {_range([sum(run.values()) for run in chosen]):13}  {name}")
     folders: dict[str, dict[str, int]] = defaultdict(dict)
@@ -123,14 +154,16 @@ def report(runs: Sequence[dict[str, int]], *, lists: bool) -> None:
     unsure = [path for path in every if not all(path in run for run in runs)]
     if unsure:
         print(f"not in every run: {', '.join(unsure)}")
+    doors = sorted(set().union(*(way.doors for way in ways)))
+    print(f"{len(doors)} doors in {len(ways)} runs together")
+    if lists:
+        print(*(f"  {door}" for door in doors), sep="\n")
 
 
-def _below(run: dict[str, int], folders: Sequence[str]) -> dict[str, int]:
-    return {
-        path: lines
-        for path, lines in run.items()
-        if any(not folder or path.startswith(f"{folder}/") for folder in folders)
-    }
+def _below(path: str, folders: Sequence[str]) -> bool:
+    return path in ONCE_ON_FLOORS or any(
+        not folder or path.startswith(f"{folder}/") for folder in folders
+    )
 
 
 def _range(counts: Sequence[int]) -> str:
@@ -141,16 +174,16 @@ def _range(counts: Sequence[int]) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     """The command line; 1 where the blocks did not come back from the SSD."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--list", action="store_true", help="name each module")
-    parser.add_argument("--json", action="store_true", help="print the modules of one run as JSON")
+    parser.add_argument("--list", action="store_true", help="name each module and door")
+    parser.add_argument("--json", action="store_true", help="print the way of one run as JSON")
     parser.add_argument("--runs", type=int, default=1, help="how often (default 1)")
     parser.add_argument(
         "--pause", type=float, default=0.2, help="seconds after each request (default 0.2)"
     )
     given = parser.parse_args(words)
     if given.json:
-        modules, cached = follow(given.pause)
-        print(json.dumps({"modules": modules, "cached_tokens": cached}))
+        way, cached = follow(given.pause)
+        print(json.dumps({**way._asdict(), "cached_tokens": cached}))
         return 0 if _came_from_ssd(cached) else 1
     command = [sys.executable, __file__, "--json", "--pause", str(given.pause)]
     runs = []
@@ -163,7 +196,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if done.returncode:
             print("its blocks did not come back from the SSD; try a longer --pause")
             return 1
-        runs.append(answer["modules"])
+        runs.append(Way(answer["modules"], answer["doors"]))
     report(runs, lists=given.list)
     return 0
 
