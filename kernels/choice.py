@@ -16,6 +16,7 @@ import logging
 import os
 import re
 from dataclasses import dataclass
+from traceback import walk_tb
 
 import torch
 
@@ -61,11 +62,12 @@ def probe_hardware() -> Hardware:
 
 
 def triton_failure(error: Exception) -> str | None:
-    """The first line of an error that Triton raised in compiling, loading or sizing a kernel, or in
-    being imported; None for an error of another origin."""
-    modules = {origin.__module__.partition(".")[0] for origin in type(error).__mro__}
-    is_import = isinstance(error, ImportError) and (error.name or "").startswith("triton")
-    if "triton" not in modules and not is_import:
+    """The first line of an error of Triton's, or that came out of its code, which compiles, loads
+    and sizes kernels; None for an error of another origin. Where a compiler, Python's headers or a
+    folder are missing, and in its import, Triton raises errors of Python's own types."""
+    frames = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
+    modules = {type(error).__module__, str(getattr(error, "name", "")), *frames}
+    if not any(module.partition(".")[0] == "triton" for module in modules):
         return None
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -195,7 +195,10 @@ def _open_nursery(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # there may be no xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file stays in one process, and what measures time runs alone at the end."""
+    """A file stays in one process, and what measures time runs alone at the end. With `--dist
+    worksteal` tests go one by one to whatever process is free."""
+    if config.getoption("dist") == "worksteal":
+        return None
     from .alone_at_the_end import AloneAtTheEnd
 
     return AloneAtTheEnd(config, log, _runs_alone)

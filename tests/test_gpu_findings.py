@@ -176,10 +176,35 @@ def test_results_that_were_cut_off_are_not_shown(
         outcomes.append(sys.modules["gpu_session.running"].Outcome(name, "", "timed out"))
     outcomes.append(sys.modules["gpu_session.running"].Outcome("probe", "", "failed"))
     assert findings.find_wrong(tmp_path, outcomes) == []
-    unproven = findings.find_unproven(outcomes)
-    assert unproven == ["tokens", "tests-order"]
+    unproven = findings.find_unproven(tmp_path, outcomes)
+    how = "timed out without a result that can be read"
+    assert unproven == [f"tokens {how}", f"tests-order {how}"]
     [line] = findings.advice([], unproven, "")
-    assert line.startswith("NOT SHOWN: tokens, tests-order did not end well")
+    assert line.startswith(f"NOT SHOWN: tokens {how}; tests-order {how}. Read the log first")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "result", "is_shown"),
+    [
+        (["excused"], "failed", True),
+        (["excused", "excused"], "failed", True),
+        (["excused"], "timed out", False),
+        (["excused", "other"], "failed", False),
+        ([], "failed", False),  # in collecting, say
+        ([], "ok", True),
+    ],
+)
+def test_failures_that_are_excused_leave_bytes_shown(
+    findings: ModuleType, tmp_path: Path, kinds: list[str], result: str, is_shown: bool
+) -> None:
+    excused = ("test_the_pool_is_sized_by_what_is_left", "failure", "assert 1 == 2")
+    other = ("test_a", "failure", "torch.OutOfMemoryError: CUDA out of memory")
+    cases = [excused if kind == "excused" else other for kind in kinds]
+    (tmp_path / "tests-order").mkdir()
+    (tmp_path / "tests-order" / "junit.xml").write_text(junit(("test_b", "", ""), *cases))
+    outcome = sys.modules["gpu_session.running"].Outcome("tests-order", "", result)
+    known = f"tests-order {result}, with no wrong byte found until then"
+    assert findings.find_unproven(tmp_path, [outcome]) == ([] if is_shown else [known])
 
 
 def test_many_faults_are_counted(findings: ModuleType) -> None:

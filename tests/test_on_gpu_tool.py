@@ -152,6 +152,45 @@ def test_a_group_runs_side_by_side_and_one_at_its_limit_leaves_the_others(
     assert {"first/log.txt", "second/log.txt", "hangs/log.txt"} <= names
 
 
+def test_pytest_that_reaches_its_limit_has_written_what_it_found(
+    steps: ModuleType, running: ModuleType, tmp_path: Path
+) -> None:
+    """A group is ended when the first test has failed and the second waits."""
+    test = tmp_path / "test_two.py"
+    test.write_text(
+        "import pathlib, time\n"
+        "def test_wrong(): assert 1 == 2\n"
+        "def test_slow():\n"
+        f"    pathlib.Path({str(tmp_path / 'waits')!r}).touch()\n"
+        "    time.sleep(600)\n"
+    )
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml={out}/junit.xml")
+    started = running.Running(
+        steps.Command("tests-order", (*words, f"--rootdir={tmp_path}", str(test)), 600),
+        600, tmp_path, dict(os.environ),
+    )  # fmt: skip
+    while not (tmp_path / "waits").exists():
+        assert started.look() is None
+        time.sleep(0.05)
+    outcome = started.end("timed out")
+    findings = sys.modules["gpu_session.findings"]
+    assert findings.find_wrong(tmp_path, [outcome]) == ["tests-order: test_wrong: assert 1 == 2"]
+
+
+def test_a_file_that_is_too_large_is_named_and_not_carried(
+    steps: ModuleType, running: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "MOST_FILE_BYTES", 1000)
+    code = "import pathlib, resource, sys; out = pathlib.Path(sys.argv[1]); " + (
+        "(out / 'core.1').write_bytes(b'x' * 1001); (out / 'small').write_bytes(b'x' * 1000); "
+        "print(resource.getrlimit(resource.RLIMIT_CORE))"
+    )
+    body, names = run_all(running, [(python(steps, "bad", code),)], tmp_path, 600)
+    assert "bad/small" in names and "bad/core.1" not in names
+    assert ends_of(body)["bad"] == ("ok", "(0, 0)")
+    assert body["notes"] == ["bad/core.1 has 1001 bytes and was left out"]
+
+
 def test_what_does_not_fit_is_left_out(
     steps: ModuleType, running: ModuleType, tmp_path: Path
 ) -> None:

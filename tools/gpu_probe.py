@@ -111,6 +111,24 @@ def device() -> dict[str, Any]:
     }
 
 
+def one_kernel() -> dict[str, Any]:
+    """A small kernel of Triton's, compiled and launched. It is the first to need a C compiler,
+    Python's headers, libcuda and a folder to write to; without them nothing else runs."""
+    import torch
+
+    from stratakv.engine.models.layers import norm as plain
+    from stratakv.kernels.layer.elementwise import rms_norm
+
+    x = torch.randn(4, 256, dtype=torch.bfloat16, device="cuda")
+    weight = torch.ones(256, dtype=torch.bfloat16, device="cuda")
+    began = time.monotonic()
+    found = rms_norm(x, weight, 1e-6)
+    torch.cuda.synchronize()
+    seconds = time.monotonic() - began
+    torch.testing.assert_close(found, plain(x, weight, 1e-6))
+    return {"first_launch_seconds": round(seconds, 2)}
+
+
 def both_names() -> dict[str, str]:
     """What takes a device, with `cuda` and with `cuda:0`."""
     import torch
@@ -232,6 +250,7 @@ def checks(lock_gib: float, *, is_rehearsal: bool) -> dict[str, Callable[[], Any
 
     return found | {
         "device": device,
+        "one_kernel": one_kernel,
         "both_names": both_names,
         "batched_copies": batched_copies,
         "page_locking": lambda: page_locking(int(lock_gib * GIB), lock),

@@ -78,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         archive = args.out / f"on-gpu-{args.step}.tar.gz"
         run_step(groups, step, results, archive, environment, began + budget)
         step.wrong = find_wrong(results, step.outcomes)
+        unproven = find_unproven(results, step.outcomes)
         pack(step, results, archive)
     except (WrongUse, OSError) as error:
         print(f"on_gpu.py: {error}", file=sys.stderr)
@@ -87,7 +88,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.rmtree(work, ignore_errors=True)
     tell(step, archive)
     if args.step == "first" and (step.wrong or not args.rehearse):
-        unproven = find_unproven(step.outcomes)
         print("\n".join(advice(step.wrong, unproven, sanitize_command(args))))
     return 0 if all(each.result == OK for each in step.outcomes) else 1
 

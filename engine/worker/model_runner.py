@@ -54,6 +54,7 @@ from .runtime.device_config import Placement
 from .runtime.device_runtime import DeviceRuntime
 from .runtime.pool_sizing import MIN_CONTEXT, context_that_fits
 from .runtime.runtimes import (
+    check_kernels,
     check_room,
     choose_layer_parts,
     make_forward,
@@ -155,6 +156,7 @@ class ModelRunner:
             layout = spec.layout(block_size, kv_dtype_name(placement.kv_cache_dtype, compute))
             groups = plan_groups(layout, num_groups, spec.layer_attention)
             demand = PoolDemand(groups, most_step_tokens or max_num_batched_tokens)
+            check_kernels(spec, placement, compute)
             elementwise = choose_layer_parts(spec, placement, compute)
             load = partial(
                 Decoder.load, path, spec, max_model_len, compute, device, elementwise,

@@ -135,6 +135,15 @@ def test_only_what_triton_raised_is_its_failure() -> None:
         assert choice.triton_failure(other) is None
 
 
+def test_a_missing_compiler_is_a_failure_of_triton(machine: pytest.MonkeyPatch) -> None:
+    build = pytest.importorskip("triton.runtime.build")
+    machine.delenv("CC", raising=False)
+    machine.setattr(build.shutil, "which", lambda name: None)
+    with pytest.raises(RuntimeError, match="Failed to find C compiler") as raised:
+        build._build("cuda_utils", "", "", [], [], [], [])
+    assert "Failed to find C compiler" in str(choice.triton_failure(raised.value))
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_the_compiled_one_on_the_cpu_where_it_can(
     machine: pytest.MonkeyPatch, strict: bool

@@ -10,16 +10,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
-from .running import OK, Outcome
+from .running import FAILED, OK, Outcome
 from .steps import KERNELS, ORDER, TOKENS
 
 # An error of these kinds leaves the device unusable, and comes of a wrong address.
 WRONG_ADDRESS = re.compile(
     r"illegal memory access|misaligned address|device-side assert|illegal instruction", re.I
 )
+# The file in which each command says what it found.
+REPORTS = {TOKENS: "tokens.json", ORDER: "junit.xml", KERNELS: "junit.xml"}
 _COMPARISON = re.compile(r"assert\b|AssertionError")
 # test → why its failed comparison is no wrong byte.
 NOT_ABOUT_BYTES = {
@@ -29,50 +33,80 @@ NOT_ABOUT_BYTES = {
 }
 
 
+class Kind(Enum):
+    """What a failure says."""
+
+    WRONG = "a wrong token or byte, or an access out of bounds"
+    EXCUSED = "one of NOT_ABOUT_BYTES"
+    OTHER = "something else went wrong"
+
+
+class Failure(NamedTuple):
+    """A failed test or check, by name and first line."""
+
+    text: str
+    kind: Kind
+
+
 def find_wrong(results: Path, outcomes: Sequence[Outcome]) -> list[str]:
     """Everything that was found to be wrong, with the command that found it."""
-    found: list[str] = []
+    return [
+        f"{outcome.name}: {failure.text}"
+        for outcome in outcomes
+        for failure in read_failures(results, outcome.name) or ()
+        if failure.kind is Kind.WRONG
+    ]
+
+
+def find_unproven(results: Path, outcomes: Sequence[Outcome]) -> list[str]:
+    """The commands that would have shown tokens, bytes and order to be right, and did not, each
+    with what is known. A command whose failures are all excused has shown it."""
+    found = []
     for outcome in outcomes:
-        folder = results / outcome.name
-        if outcome.name == TOKENS:
-            found += (f"{TOKENS}: {each}" for each in _wrong_tokens(folder / "tokens.json"))
-        elif outcome.name in (ORDER, KERNELS):
-            found += (f"{outcome.name}: {each}" for each in _wrong_tests(folder / "junit.xml"))
+        if outcome.name not in REPORTS or outcome.result == OK:
+            continue
+        failures = read_failures(results, outcome.name)
+        if failures is None:
+            found.append(f"{outcome.name} {outcome.result} without a result that can be read")
+        elif outcome.result != FAILED or {each.kind for each in failures} != {Kind.EXCUSED}:
+            found.append(f"{outcome.name} {outcome.result}, with no wrong byte found until then")
     return found
 
 
-def find_unproven(outcomes: Sequence[Outcome]) -> list[str]:
-    """The commands that would have shown tokens, bytes and order to be right, and did not end
-    well."""
-    ended = {each.name: each.result for each in outcomes}
-    return [name for name in (TOKENS, ORDER, KERNELS) if name in ended and ended[name] != OK]
-
-
-def _wrong_tokens(path: Path) -> Iterator[str]:
+def read_failures(results: Path, name: str) -> list[Failure] | None:
+    """What a command wrote of what failed; None where nothing of it can be read. A command that
+    looks at no bytes has written nothing."""
+    if name not in REPORTS:
+        return []
+    path = results / name / REPORTS[name]
     try:
-        checks = json.loads(path.read_text())["checks"]
-    except (OSError, ValueError, KeyError):
-        return  # it came to no word; its outcome says so
-    for check in checks:
+        return list(_checks(path) if name == TOKENS else _tests(path))
+    except (OSError, ValueError, KeyError, ElementTree.ParseError):
+        return None
+
+
+def _checks(path: Path) -> Iterator[Failure]:
+    for check in json.loads(path.read_text())["checks"]:
+        text = f"{check['name']} ({check['said'][:120]})"
         if check["result"] == "wrong" or WRONG_ADDRESS.search(check["said"]):
-            yield f"{check['name']} ({check['said'][:120]})"
+            yield Failure(text, Kind.WRONG)
+        elif check["result"] != "ok":
+            yield Failure(text, Kind.OTHER)
 
 
-def _wrong_tests(path: Path) -> Iterator[str]:
-    try:
-        tree = ElementTree.parse(path)  # noqa: S314 - pytest wrote it a moment ago
-    except (OSError, ElementTree.ParseError):
-        return
-    for case in tree.iter("testcase"):
+def _tests(path: Path) -> Iterator[Failure]:
+    for case in ElementTree.parse(path).iter("testcase"):  # noqa: S314 - pytest wrote it just now
         name = case.get("name", "")
         for failure in (*case.iter("failure"), *case.iter("error")):
-            message = failure.get("message", "")
-            is_comparison = failure.tag == "failure" and _COMPARISON.match(message)
-            if name.partition("[")[0] in NOT_ABOUT_BYTES and is_comparison:
-                continue
-            if is_comparison or WRONG_ADDRESS.search(message):
-                yield f"{name}: {message.splitlines()[0][:120]}"
-                break
+            message = failure.get("message") or "no message"
+            is_comparison = bool(failure.tag == "failure" and _COMPARISON.match(message))
+            if is_comparison and name.partition("[")[0] in NOT_ABOUT_BYTES:
+                kind = Kind.EXCUSED
+            elif is_comparison or WRONG_ADDRESS.search(message):
+                kind = Kind.WRONG
+            else:
+                kind = Kind.OTHER
+            yield Failure(f"{name}: {message.splitlines()[0][:120]}", kind)
 
 
 def advice(wrong: Sequence[str], unproven: Sequence[str], sanitize: str) -> list[str]:
@@ -87,7 +121,7 @@ def advice(wrong: Sequence[str], unproven: Sequence[str], sanitize: str) -> list
         ]
     if unproven:
         return [
-            f"NOT SHOWN: {', '.join(unproven)} did not end well, though nothing wrong was found. "
-            "Read the log first; figures count only once it has."
+            f"NOT SHOWN: {'; '.join(unproven)}. Read the log first; figures count only once "
+            "tokens, bytes and order are shown."
         ]
     return ["tokens, bytes and order are right; `figures` is next, at once"]

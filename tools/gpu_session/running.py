@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -22,12 +23,13 @@ from typing import Any
 
 from .steps import Command, Group
 
-GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL, for all that is left of a group
+GRACE_SECONDS = 10.0  # from the first signal to SIGKILL, for all that is left of a group
 MARGIN_SECONDS = 25.0  # a benchmark is told to start nothing this long before its limit,
 MARGIN_SHARE = 0.25  # or this share of it, which is shorter
 LOOK_SECONDS = 0.05
 # Of a log. An assertion on a device is printed by every thread.
 MOST_LOG_BYTES, KEPT_LOG_BYTES = 8 << 20, 2 << 20
+MOST_FILE_BYTES = 8 << 20  # of what a command leaves; a larger file stays where it is
 OK, FAILED, TIMED_OUT, LEFT_OUT, CUT_OFF = "ok", "failed", "timed out", "left out", "cut off"
 
 
@@ -64,6 +66,8 @@ class Running:
         self, command: Command, limit: float, results: Path, environment: Mapping[str, str]
     ) -> None:
         self.command = command
+        # pytest writes down at SIGINT what it has found, and nothing at SIGTERM.
+        self.gentle = signal.SIGINT if "pytest" in command.words else signal.SIGTERM
         self.out = results / command.name
         self.out.mkdir()
         told = str(max(1, int(limit - min(MARGIN_SECONDS, MARGIN_SHARE * limit))))
@@ -80,6 +84,8 @@ class Running:
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
+        # A core file of a process of torch has hundreds of megabytes.
+        resource.prlimit(self.process.pid, resource.RLIMIT_CORE, (0, 0))
 
     def look(self) -> str | None:
         """How it ended; None while it runs within its limit."""
@@ -98,11 +104,11 @@ class Running:
 
     def end(self, result: str) -> Outcome:
         """End the process and those that it started."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        for number in (self.gentle, signal.SIGTERM, signal.SIGKILL):
             if not self.signal(number):
                 break
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(GRACE_SECONDS / 2)
+                self.process.wait(GRACE_SECONDS / (2 if number is self.gentle else 4))
         seconds = round(time.monotonic() - self._began, 1)
         last = last_line_of(self._log)
         shorten(self._log)
@@ -156,7 +162,7 @@ def run_group(
                 time.sleep(LOOK_SECONDS)
     finally:
         for each in running:
-            each.signal(signal.SIGTERM)  # all at once, so that they end beside each other
+            each.signal(each.gentle)  # all at once, so that they end beside each other
         while running:
             note(running[0], CUT_OFF)
 
@@ -183,11 +189,22 @@ def shorten(log: Path) -> None:
 
 
 def pack(step: Step, results: Path, archive: Path) -> None:
-    """Write the archive again, with the folders of the commands that have ended."""
+    """Write the archive again, with the folders of the commands that have ended. Files beyond
+    MOST_FILE_BYTES are named in its notes instead."""
+    large = sorted(
+        f"{path.relative_to(results)} has {path.stat().st_size} bytes and was left out"
+        for path in results.rglob("*")
+        if path.is_file() and path.stat().st_size > MOST_FILE_BYTES
+    )
+    step.notes += [note for note in large if note not in step.notes]
     (results / "on-gpu.json").write_text(json.dumps(asdict(step), indent=2) + "\n")
     partial = archive.with_name(archive.name + ".partial")
     names = ["on-gpu.json", *(each.name for each in step.outcomes if each.result != LEFT_OUT)]
     with tarfile.open(partial, "w:gz") as tar:
         for name in names:
-            tar.add(results / name, arcname=f"on-gpu-{step.step}/{name}")
+            tar.add(results / name, arcname=f"on-gpu-{step.step}/{name}", filter=_small)
     partial.replace(archive)
+
+
+def _small(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    return None if member.isfile() and member.size > MOST_FILE_BYTES else member

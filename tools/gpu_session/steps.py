@@ -120,8 +120,10 @@ def _tiny(is_rehearsal: bool) -> tuple[str, ...]:
 
 
 def _many(is_rehearsal: bool, processes: int, most_failures: int) -> tuple[str, ...]:
-    """Kernels take a second or two each to compile, and there are hundreds."""
-    return () if is_rehearsal else ("-n", str(processes), "--maxfail", str(most_failures))
+    """Kernels take a second or two each to compile, and there are hundreds: test by test, since
+    one file has more of them than all others together."""
+    options = ("-n", str(processes), "--dist", "worksteal", "--maxfail", str(most_failures))
+    return () if is_rehearsal else options
 
 
 def _first(is_rehearsal: bool, _peers: str | None) -> Iterator[Group]:

@@ -137,6 +137,7 @@ class _Bench:
         # Of zeros every score is the same, and bits that do not change take less power.
         for pages in torch.split(pool, 64):
             pages.copy_(torch.randn(pages.shape, device=pool.device, dtype=torch.bfloat16))
+        place.synchronise()  # the runner's stream does not wait for this one
         self._weight_bytes = read_weight_bytes(spec, self._runner.model.element_bytes)
 
     def fitting(self, requests: int, context: int) -> int:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ....kernels.choice import TRITON, probe_hardware, triton_failure
+from ....kernels.choice import TRITON, KernelRefused, probe_hardware, triton_failure
 from ....kernels.layer.elementwise import choose_elementwise
 from ....tiers.settings.values import ConfigError
 from ...cache.group_spec import CacheGroups
@@ -27,7 +28,7 @@ from ...plan import weight_bytes
 from ...sampling.logprobs import raw_logprobs
 from ..forward.forward import GatherForward, StepForward
 from ..forward.in_place_forward import InPlaceForward, reason_against_in_place
-from ..forward.kernel_attention import KernelAttention
+from ..forward.kernel_attention import KernelAttention, choose_kernels
 from ..forward.kernel_forward import KernelForward
 from ..kv_pool import KvPool
 from ..pool_demand import PoolDemand
@@ -84,8 +85,10 @@ class PoolSizer:
         max_tokens: int,
         max_requests: int,
     ) -> int:
-        """The blocks of the pool; raises ConfigError where one request does not fit."""
-        use = self.measure(model, max_tokens, max_requests)
+        """The blocks of the pool; raises ConfigError where one request does not fit, or where the
+        kernels of a step cannot be compiled."""
+        with naming_triton():
+            use = self.measure(model, max_tokens, max_requests)
         blocks = pool_blocks(use, demand, max_model_len, self._placement.memory_share)
         logger.info(
             "GPU memory: %.2f GiB of weights, %.2f GiB for steps, %d blocks of K and V (%.2f GiB)",
@@ -119,6 +122,23 @@ class PoolSizer:
         )
 
 
+@contextmanager
+def naming_triton() -> Iterator[None]:
+    """Errors that Triton raises within are raised as ConfigError, with what to look at."""
+    try:
+        yield
+    except Exception as error:
+        reason = triton_failure(error)
+        if reason is None:
+            raise
+        raise ConfigError(
+            f"Triton cannot compile or load the GPU's kernels ({probe_hardware()}): {reason}; it "
+            "needs a C compiler, Python's headers, libcuda where ldconfig finds it and a folder to "
+            "write to (TRITON_CACHE_DIR), and is tested as triton 3.6.0 and 3.7.1; or compute with "
+            "--device cpu"
+        ) from error
+
+
 def open_runtime(placement: Placement) -> DeviceRuntime:
     """The runtime of the placement's device."""
     if placement.device.type == "cpu":
@@ -137,6 +157,29 @@ def check_room(spec: ModelSpec, placement: Placement, compute: torch.dtype) -> N
 
     needed = weight_bytes(expected_tensors(spec), dtype_name(compute))
     check_weights(needed, CudaMeter(placement.device).free_bytes())
+
+
+def check_kernels(spec: ModelSpec, placement: Placement, compute: torch.dtype) -> None:
+    """Raise ConfigError, under `strict_kernels`, where no kernel takes the model's heads: before
+    the weights are read."""
+    if not (placement.strict_kernels and placement.uses_kernels):
+        return
+    dtype = torch.float8_e4m3fn if placement.kv_cache_dtype == FP8_KV else compute
+    q = torch.empty((0, spec.num_heads, spec.head_dim), dtype=compute, device=placement.device)
+    shape = (0, 2, 1, spec.num_kv_heads, spec.head_dim)
+    kv = torch.empty(shape, dtype=dtype, device=placement.device)
+    scales = None
+    if dtype != compute:
+        scales = torch.ones((2, spec.num_kv_heads), device=placement.device)
+    try:
+        choose_kernels(q, kv, spec.attention_scale, kv_scales=scales, strict=True)
+        choose_layer_parts(spec, placement, compute)
+    except KernelRefused as error:
+        reason = str(error).removesuffix("; use the plain one")
+        raise ConfigError(
+            f"--strict-kernels refuses this model: {reason}; without the flag plain kernels stand "
+            "in, which take many times longer"
+        ) from error
 
 
 def open_sizer(placement: Placement) -> PoolSizer:
@@ -202,16 +245,8 @@ def make_forward(
     )
     if runtime.can_record:
         began = time.monotonic()
-        try:
+        with naming_triton():
             forward.warm_up()
-        except Exception as error:
-            if reason := triton_failure(error):
-                raise ConfigError(
-                    f"Triton cannot compile or load the GPU's kernels ({probe_hardware()}): "
-                    f"{reason}; the kernels are tested with triton 3.6.0 and 3.7.1, so install one "
-                    "of these, or compute with --device cpu"
-                ) from error
-            raise
         progress(f"kernels are compiled, which took {time.monotonic() - began:.1f} s")
         if placement.record_decodes and attention.kernels.can_record_decodes:
             forward.record(progress)

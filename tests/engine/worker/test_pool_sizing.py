@@ -12,7 +12,7 @@ from stratakv.engine.cache.group_spec import plan_groups
 from stratakv.engine.models.decoder import Decoder
 from stratakv.engine.models.spec import load_model_spec
 from stratakv.engine.worker.pool_demand import PoolDemand
-from stratakv.engine.worker.runtime.device_config import Placement
+from stratakv.engine.worker.runtime.device_config import KERNELS, Placement
 from stratakv.engine.worker.runtime.pool_sizing import (
     RESERVE_BYTES,
     MemoryUse,
@@ -20,10 +20,12 @@ from stratakv.engine.worker.runtime.pool_sizing import (
     check_weights,
     pool_blocks,
 )
-from stratakv.engine.worker.runtime.runtimes import PoolSizer
+from stratakv.engine.worker.runtime.runtimes import PoolSizer, check_kernels
+from stratakv.kernels.choice import Hardware
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.settings.values import GIB, MAX_BLOCKS, MIB, ConfigError
 
+from ...kernels.other_hardware import other_hardware
 from .pool_shares import pools_of_two_shares
 
 # Llama-3.1-8B in bfloat16: 2 MiB a block.
@@ -152,3 +154,46 @@ def test_the_largest_step_is_run_between_the_measurements(checkpoint, monkeypatc
     assert meter.resets == 1
     assert seen == [7, 7], "one step waits while the next is computed"
     assert blocks == (3 * GIB - RESERVE_BYTES) // layout.page_bytes
+
+
+def test_a_step_that_triton_cannot_compile_is_told_as_such(checkpoint, monkeypatch):
+    """It is the first to launch a kernel, where the pool is sized by what is left."""
+    errors = pytest.importorskip("triton.runtime.errors")
+    spec = load_model_spec(path := checkpoint())
+    model = Decoder.load(path, spec, 64, torch.float64)
+
+    def refuse(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+        raise errors.PTXASError("ptxas is of another version")
+
+    monkeypatch.setattr(Decoder, "logits", refuse)
+    sizer = PoolSizer(Placement(memory_share=0.5), Meter())
+    demand = PoolDemand(plan_groups(spec.layout(16, "float64")), 33)
+    with pytest.raises(ConfigError, match=r"PTXASError.*another version; it needs a C compiler"):
+        sizer.blocks(model, demand, max_model_len=64, max_tokens=33, max_requests=7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "placement", "reason"),
+    [
+        ({}, torch.bfloat16, {}, None),
+        ({}, torch.bfloat16, {"kv_cache_dtype": "fp8_e4m3"}, None),
+        ({}, torch.float64, {}, "float64"),
+        ({"num_heads": 128, "num_kv_heads": 1}, torch.bfloat16, {}, "32 heads share a kv head"),
+        ({"num_heads": 128, "num_kv_heads": 1}, torch.bfloat16, {"strict_kernels": False}, None),
+        ({"head_dim": 320}, torch.bfloat16, {}, "at most 256 elements"),
+        ({"hidden_size": 65_536}, torch.bfloat16, {}, "rows of up to 32768"),
+    ],
+)
+def test_heads_that_no_kernel_takes_are_refused_before_the_weights_are_read(
+    checkpoint, changes, dtype, placement, reason
+):
+    spec = replace(load_model_spec(checkpoint()), **{"head_dim": 16} | changes)
+    strict = Placement(**{"attention_backend": KERNELS, "strict_kernels": True} | placement)
+    with other_hardware(lambda: Hardware("H100", (9, 0), has_triton=True)):
+        if reason is None:
+            check_kernels(spec, strict, dtype)
+        else:
+            with pytest.raises(
+                ConfigError, match=f"--strict-kernels refuses .*{reason}.*without the"
+            ):
+                check_kernels(spec, strict, dtype)
