@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from .. import section
 from ..plots import draw_peers
@@ -196,45 +195,6 @@ class FlashAttention3:
         return lambda layer: only_tensor(self._attend(q, *planes(batch, layer), **passed))
 
 
-class TorchAttention:
-    """Requests of one shape, without window and soft cap."""
-
-    name = "torch"
-    remark = (
-        "scaled_dot_product_attention on K and V that lie contiguous already: it reads no block "
-        "table and does less work than the others"
-    )
-
-    def prepare(self, batch: Batch) -> PeerLaunch:
-        refuse_float8(batch)
-        case = batch.case
-        if case.window is not None or case.softcap is not None:
-            raise PeerRefused("it has neither a window nor a soft cap")
-        if len(set(case.chunks)) != 1:
-            raise PeerRefused("it takes requests of one length only")
-        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: a second
-
-        requests, (new, before) = len(case.chunks), case.chunks[0]
-        # [requests, heads, tokens, head_dim]
-        q = batch.q.view(requests, new, case.heads, case.head_dim).transpose(1, 2)
-        gathered = [_gather(batch, layer) for layer in range(len(batch.layers))]
-        mask = None if case.is_decode else causal_lower_right(new, new + before)
-        options: Any = {"attn_mask": mask, "scale": case.scale, "enable_gqa": True}
-        return lambda layer: scaled_dot_product_attention(q, *gathered[layer], **options).transpose(
-            1, 2
-        )
-
-
-def _gather(batch: Batch, layer: int) -> tuple[Tensor, Tensor]:
-    """K and V, each contiguous: `[requests, kv heads, tokens, head_dim]`."""
-    length, blocks = batch.case.lengths[0], batch.block_tables.long()
-    key, value = (
-        plane[blocks].flatten(1, 2)[:, :length].transpose(1, 2).contiguous()
-        for plane in planes(batch, layer)
-    )
-    return key, value
-
-
 WORKSPACE_BYTES = 384 * 2**20
 TENSOR_CORE_GROUP = 4  # from this many heads over one KV head on, as it recommends
 
@@ -287,7 +247,7 @@ def _pages(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 # FlashInfer last: it may compile for minutes, and the others should be through by then.
-PEERS: tuple[type[Peer], ...] = (VllmTriton, FlashAttention3, TorchAttention, FlashInfer)
+PEERS: tuple[type[Peer], ...] = (VllmTriton, FlashAttention3, FlashInfer)
 
 
 def choose_cases(place: section.Place) -> list[Case]:
