@@ -83,8 +83,8 @@ class GatheredPrefill:
         """`kv` is a layer of the pool, and no request has more than `max_tokens` tokens."""
         self.name, self.min_rows = name, min_rows
         self._library = open_library(name)
-        block_size = kv.shape[2]
-        fits = max(MAX_BYTES // buffer_bytes(block_size, *kv.shape[3:], kv.dtype), 1)
+        block_size, kv_heads, head_dim = kv.shape[2:]
+        fits = max(MAX_BYTES // buffer_bytes(block_size, kv_heads, head_dim, kv.dtype), 1)
         shape = min(-(-max_tokens // block_size), fits), *kv.shape[2:]
         self._buffers = [torch.empty(shape, dtype=kv.dtype, device=kv.device) for _ in range(2)]
 

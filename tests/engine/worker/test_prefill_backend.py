@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from stratakv.engine.worker.forward.kernel_attention import (
     Chunks,
     ChunkSize,
     KernelAttention,
+    KernelPlan,
     split_chunks,
 )
 from stratakv.engine.worker.forward.prefill_backend import PrefillChoice, library_bytes
@@ -31,7 +31,6 @@ from stratakv.kernels.choice import Hardware
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.settings.values import ConfigError
 
-from ...tiny_models import make_model
 from .recording_runtime import RecordingRuntime
 
 LAYOUT = BlockLayout(2, 16, 1, 16, "bfloat16")
@@ -105,24 +104,44 @@ def crowd(drive: Any, prompt_of: Any) -> dict[str, list[int]]:
     return {name: drive.finish(name)[:4] for name in ("a", "b", "c")}
 
 
-# Of a model with two kinds of layers, those without a window are the library's.
-WINDOWS = {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1}
-
-
-@pytest.mark.parametrize("has_windows", [False, True])
 def test_tokens_are_those_of_the_kernels(
-    has_windows: bool, checkpoint: Any, driver: Any, prompt_of: Any, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    path = make_model(tmp_path, "qwen2", seed=5, **WINDOWS) if has_windows else checkpoint()
+    checkpoint: Any, driver: Any, prompt_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     by_kernels = Placement(attention_backend=KERNELS)
     options = {"block_size": 4, "num_blocks": 400, "placement": by_kernels}
-    expected = crowd(driver(path, **options), prompt_of)
+    expected = crowd(driver(checkpoint(), **options), prompt_of)
     calls = note_calls(monkeypatch)
     monkeypatch.setattr(PrefillChoice, "choose", choose_sdpa)
-    found = crowd(driver(path, **options, runtime=RecordingRuntime()), prompt_of)
+    found = crowd(driver(checkpoint(), **options, runtime=RecordingRuntime()), prompt_of)
     assert found == expected
     assert calls and all(rows >= 20 for rows, _ in calls)
+
+
+@pytest.mark.parametrize(("size", "taken"), [(None, [(30, 60), (25, 25)]), (9, [])])
+def test_layers_with_a_window_stay_with_the_kernel(
+    size: int | None, taken: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = BlockLayout(1, 16, 1, 16, "float32")
+    pool = torch.randn(12, 1, 2, 16, 1, 16)
+    attention = KernelAttention(pool, layout, num_heads=2, dtype=torch.float32, scale=0.25)
+    sizes = [ChunkSize(3, 40), ChunkSize(25, 25), ChunkSize(30, 60)]
+    tables = torch.tensor([[7, 2, 9, 0], [5, 1, 0, 0], [3, 11, 4, 8]], dtype=torch.int32)
+    given = chunks_of(*sizes)
+    chunks = Chunks(tables, given.seq_lens, given.query_starts, 30, sizes)
+    q, k, v = torch.randn(58, 2, 16), torch.randn(58, 1, 16), torch.randn(58, 1, 16)
+    nowhere = torch.full((58,), -1)
+
+    def attend() -> torch.Tensor:
+        plan = KernelPlan(nowhere, None, chunks, size)
+        first = attention(q, k, v, 0, plan)
+        assert torch.equal(attention(q, k, v, 0, plan), first), "the next layer of the plan"
+        return first
+
+    expected = attend()
+    calls = note_calls(monkeypatch)
+    attention.gathered = GatheredPrefill(SDPA, pool[:, 0], 64, min_rows=20)
+    assert torch.allclose(attend(), expected, atol=1e-5)
+    assert calls == 2 * taken
 
 
 def choose_sdpa(choice: PrefillChoice, backend: str) -> GatheredPrefill:
