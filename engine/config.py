@@ -28,7 +28,8 @@ from .offload_config import OffloadConfig
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
-ATTENTION_BACKENDS = ("auto", "gather", "kernels")
+ATTENTION_BACKENDS = ("auto", "gather", "kernels", "triton", "sdpa", "fa3")
+_GPU_BACKENDS = ("triton", "sdpa", "fa3")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 COMPILATIONS = ("none", "elementwise")
 EXECUTORS = ("uni", "mp")  # the model runner in the core's process, or in one of its own
@@ -79,6 +80,11 @@ class ModelConfig:
             raise ConfigError(
                 f"--attention-backend gather computes on the CPU and --device is {self.device}; "
                 "drop it"
+            )
+        if self.attention_backend in _GPU_BACKENDS and self.device == "cpu":
+            raise ConfigError(
+                f"--attention-backend {self.attention_backend} computes on a GPU and --device is "
+                "cpu; drop it or give --device cuda"
             )
         if self.max_model_len is not None:
             # One token to read and one to answer with.
@@ -258,9 +264,10 @@ class EngineConfig:
 
     def _check_kv_cache_dtype(self) -> None:
         name = self.cache.kv_cache_dtype
-        if self.model.attention_backend == "gather":
+        backend = self.model.attention_backend
+        if backend in ("gather", "sdpa", "fa3"):
             raise ConfigError(
-                f"--attention-backend gather cannot read --kv-cache-dtype {name}; use kernels"
+                f"--attention-backend {backend} cannot read --kv-cache-dtype {name}; use kernels"
             )
         if self.offload.ssd.codec == "fp8":
             raise ConfigError(

@@ -119,7 +119,8 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "attention_backend": Option(
         "model", "attention_backend", one_of(*ATTENTION_BACKENDS),
-        "gather (CPU only), kernels, or what suits the device", "NAME",
+        "gather (CPU only), kernels, triton, sdpa or fa3 (that library for long chunks), or what "
+        "suits the device", "NAME",
     ),
     "strict_kernels": Option(
         "model", "strict_kernels", readers.switch,

@@ -18,7 +18,9 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,11 +33,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from stratakv.engine.core import engine_core
+from stratakv.engine.core.device_config import placement_of
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.wire import AddRequest
 from stratakv.engine.worker import model_runner
+from stratakv.engine.worker.runtime.device_config import KERNELS
 from stratakv.engine.worker.runtime.device_runtime import HostRuntime, Work
+from stratakv.kernels.attention.gathered_prefill import SDPA, GatheredPrefill
 
 from .kernels import deviceless_driver, planted_kernels
 from .kernels.deviceless_driver import DevicelessDriver
@@ -78,6 +84,11 @@ WIDE = LLAMA | {
 }
 
 
+# Tokens of prompts that come together, of one round after the other.
+ROUNDS = ((1,), (20,), (500,), (70, 5, 33, 100, 200, 350, 1, 64), (90, 90, 90))
+LONG_ROUNDS = ((1,), (20,), (1500,), (70, 5, 33, 100, 200, 350, 1, 64), (1200, 90, 90))
+
+
 class Setting(NamedTuple):
     """One engine."""
 
@@ -89,6 +100,9 @@ class Setting(NamedTuple):
     capability: tuple[int, int] = (9, 0)
     dtype: str = "bfloat16"
     strict_kernels: bool = True
+    backend: str = KERNELS
+    budget: int = BUDGET
+    rounds: tuple[tuple[int, ...], ...] = ROUNDS
 
 
 SETTINGS = {
@@ -103,6 +117,9 @@ SETTINGS = {
     "capability 8.0": Setting(max_model_len=130, capability=(8, 0)),
     "float64": Setting(max_model_len=130, dtype="float64", strict_kernels=False),
     "capability 7.0": Setting(max_model_len=130, capability=(7, 0), strict_kernels=False),
+    "long chunks by a library": Setting(
+        max_model_len=1600, backend=SDPA, budget=2048, rounds=LONG_ROUNDS
+    ),
 }
 
 
@@ -140,14 +157,15 @@ def run_engine(driver: DevicelessDriver, setting: Setting) -> dict[str, Any]:
     cpu tier. What was compiled in the start and what after it, what was launched, how requests
     ended, and tokens found in the tier."""
     driver.open_gpu(setting.capability)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, note_library() as by_library:
         Path(folder, "config.json").write_text(json.dumps(setting.model))
+        _place(setting.backend)
         core = EngineCore(_config(Path(folder), setting))
         try:
             in_start = len(driver.compiled)
+            by_library.clear()
             longest = setting.max_model_len - TOKENS - 1
-            rounds = [[1], [20], [500], [70, 5, 33, 100, 200, 350, 1, 64], [90, 90, 90]]
-            lengths = [[min(length, longest) for length in each] for each in rounds]
+            lengths = [[min(length, longest) for length in each] for each in setting.rounds]
             ends: Counter[str] = Counter()
             for seed, each in enumerate(lengths):
                 ends += _ask(core, each, seed)[0]
@@ -161,7 +179,32 @@ def run_engine(driver: DevicelessDriver, setting: Setting) -> dict[str, Any]:
         "launches": Counter(launch.kernel for launch in driver.launched),
         "ends": ends + again,
         "loaded": loaded,
+        "by library": by_library,
     }
+
+
+@contextmanager
+def note_library() -> Iterator[list[tuple[int, int]]]:
+    """Rows and tokens of each chunk that a library computes."""
+    noted: list[tuple[int, int]] = []
+    run = GatheredPrefill.run
+
+    def noting(self: Any, q: Tensor, kv: Tensor, table: Tensor, length: int, *rest: Any) -> Tensor:
+        noted.append((len(q), length))
+        return run(self, q, kv, table, length, *rest)
+
+    plain: Any = GatheredPrefill
+    plain.run = noting
+    try:
+        yield noted
+    finally:
+        plain.run = run
+
+
+def _place(backend: str) -> None:
+    """A library is refused on the CPU, where the tensors lie: placements have it all the same."""
+    plain: Any = engine_core
+    plain.placement_of = lambda config: replace(placement_of(config), attention_backend=backend)
 
 
 def _config(folder: Path, setting: Setting) -> EngineConfig:
@@ -171,7 +214,7 @@ def _config(folder: Path, setting: Setting) -> EngineConfig:
             served_name="tiny",
             dtype=setting.dtype,
             max_model_len=setting.max_model_len,
-            attention_backend="kernels",
+            attention_backend=KERNELS,
             strict_kernels=setting.strict_kernels,
             load_format="dummy",
         ),
@@ -181,7 +224,7 @@ def _config(folder: Path, setting: Setting) -> EngineConfig:
             kv_cache_dtype=setting.kv_cache_dtype,
             num_groups=setting.num_groups,
         ),
-        scheduler=SchedulerConfig(max_num_batched_tokens=BUDGET, max_num_seqs=MAX_SEQS),
+        scheduler=SchedulerConfig(max_num_batched_tokens=setting.budget, max_num_seqs=MAX_SEQS),
         offload=offload_config(tiers=setting.tiers, cpu_bytes=16 * 2**20, load="always"),
         num_threads=1,
     )

@@ -23,6 +23,7 @@ PROCESS_SECONDS = 600.0  # some thirty kernels, on a machine that does other thi
 ENGINES = (
     "64 blocks a table", "63 blocks a table", "9 blocks a table", "no tiers", "windows",
     "two cache groups", "heads of 128", "fp8", "capability 8.0",
+    "long chunks by a library",
 )  # fmt: skip
 PLAIN_ENGINES = ("float64", "capability 7.0")
 OF_DECODES = {"attend_split", "rms_norm_kernel", "rotate_write_kernel", "gate_kernel"}
@@ -115,6 +116,14 @@ def test_windows_and_float8_pools_have_kernels_of_their_own(report_of: Reports) 
     assert of_prefills("63 blocks a table", "HAS_WINDOW") == {False}
     assert of_prefills("windows", "FP8") == {False}
     assert of_prefills("fp8", "FP8") == {True}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_library_computes_long_chunks_and_no_others(report_of: Reports, name: str) -> None:
+    report = report_of(name)
+    layers = 2
+    long = [[1500, 1500], [1200, 1200]] if name == "long chunks by a library" else []
+    assert report["by library"] == [each for each in long for _ in range(layers)]
 
 
 def test_the_driver_refuses_what_a_gpu_refuses(report_of: Reports) -> None:

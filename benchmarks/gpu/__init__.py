@@ -11,8 +11,8 @@ of targets last.
 import argparse
 
 NAMES = (  # of the sections, as the command runs them
-    "ceilings", "writes", "decode", "prefill", "copies", "copy device", "interference",
-    "engine-step", "engine-phases", "launch-sweep", "peers",
+    "ceilings", "writes", "decode", "prefill", "prefill-library", "copies", "copy device",
+    "interference", "engine-step", "engine-phases", "launch-sweep", "peers",
 )  # fmt: skip
 
 

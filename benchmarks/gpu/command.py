@@ -30,6 +30,7 @@ SECTIONS: tuple[Section, ...] = (
     writes.SECTION,
     decode.SECTION,
     prefill.SECTION,
+    peers.LIBRARY_SECTION,
     methods_section.SECTION,
     device_copies.SECTION,
     interference.SECTION,
@@ -38,7 +39,7 @@ SECTIONS: tuple[Section, ...] = (
     launch_sweep.SECTION,
     peers.SECTION,  # last: foreign kernels may leave the device unusable
 )
-_PACKAGES = ("torch", "triton", "flash-attn-3", "vllm", "flashinfer-python")
+_PACKAGES = ("torch", "triton", "fa3-fwd", "flash-attn-3", "vllm", "flashinfer-python")
 
 
 def run(arguments: argparse.Namespace) -> int:

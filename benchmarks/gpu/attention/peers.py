@@ -21,14 +21,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from ....kernels.attention import gathered_prefill
 from .. import section
 from ..plots import draw_peers
 from . import decode, prefill
 from .cases import Batch, Case, check_attention, decode_case, make_batch, time_checked
 
-NAME = "peers"
+NAME, LIBRARY_NAME = "peers", "prefill-library"
+LIBRARY_GRID = [prefill.name_of(*case) for case in ((2048, 8192), (8192, 32768), (8192, 8192))]
 MAX_FAULTS = 3  # each may cost seconds of compiling
 PeerLaunch = Callable[[int], Tensor]  # the attention over that layer of the batch
 
@@ -117,7 +118,6 @@ class VllmTriton:
         self._attend = import_first(VLLM_MODULES, "unified_attention")
 
     def prepare(self, batch: Batch) -> PeerLaunch:
-        refuse_float8(batch)
         case = batch.case
         out = torch.empty_like(batch.q)
         arguments = {
@@ -176,7 +176,6 @@ class FlashAttention3:
         self._attend = import_first(FLASH_MODULES, "flash_attn_with_kvcache")
 
     def prepare(self, batch: Batch) -> PeerLaunch:
-        refuse_float8(batch)
         case = batch.case
         arguments = {
             "cache_seqlens": batch.seq_lens,
@@ -196,45 +195,6 @@ class FlashAttention3:
         return lambda layer: only_tensor(self._attend(q, *planes(batch, layer), **passed))
 
 
-class TorchAttention:
-    """Requests of one shape, without window and soft cap."""
-
-    name = "torch"
-    remark = (
-        "scaled_dot_product_attention on K and V that lie contiguous already: it reads no block "
-        "table and does less work than the others"
-    )
-
-    def prepare(self, batch: Batch) -> PeerLaunch:
-        refuse_float8(batch)
-        case = batch.case
-        if case.window is not None or case.softcap is not None:
-            raise PeerRefused("it has neither a window nor a soft cap")
-        if len(set(case.chunks)) != 1:
-            raise PeerRefused("it takes requests of one length only")
-        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: a second
-
-        requests, (new, before) = len(case.chunks), case.chunks[0]
-        # [requests, heads, tokens, head_dim]
-        q = batch.q.view(requests, new, case.heads, case.head_dim).transpose(1, 2)
-        gathered = [_gather(batch, layer) for layer in range(len(batch.layers))]
-        mask = None if case.is_decode else causal_lower_right(new, new + before)
-        options: Any = {"attn_mask": mask, "scale": case.scale, "enable_gqa": True}
-        return lambda layer: scaled_dot_product_attention(q, *gathered[layer], **options).transpose(
-            1, 2
-        )
-
-
-def _gather(batch: Batch, layer: int) -> tuple[Tensor, Tensor]:
-    """K and V, each contiguous: `[requests, kv heads, tokens, head_dim]`."""
-    length, blocks = batch.case.lengths[0], batch.block_tables.long()
-    key, value = (
-        plane[blocks].flatten(1, 2)[:, :length].transpose(1, 2).contiguous()
-        for plane in planes(batch, layer)
-    )
-    return key, value
-
-
 WORKSPACE_BYTES = 384 * 2**20
 TENSOR_CORE_GROUP = 4  # from this many heads over one KV head on, as it recommends
 
@@ -250,7 +210,6 @@ class FlashInfer:
         self._prefill = import_first(("flashinfer",), "BatchPrefillWithPagedKVCacheWrapper")
 
     def prepare(self, batch: Batch) -> PeerLaunch:
-        refuse_float8(batch)
         case = batch.case
         space = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=batch.q.device)
         options = {
@@ -286,8 +245,37 @@ def _pages(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return integers(starts), torch.cat(ids), integers(fill)
 
 
+class GatheredSdpa:
+    """Torch's attention over K and V that the same launch has gathered, as the engine may run it
+    for long chunks of one request."""
+
+    name = gathered_prefill.SDPA
+    remark = "K and V gathered, then torch's scaled_dot_product_attention"
+
+    def __init__(self) -> None:
+        gathered_prefill.open_library(self.name)
+
+    def prepare(self, batch: Batch) -> PeerLaunch:
+        q, kv, table = batch.q, batch.layers[0], batch.block_tables[0]
+        if q.is_cuda and (reason := gathered_prefill.reason_against_library(self.name, q, kv)):
+            raise PeerRefused(reason)
+        [length], scale = batch.case.lengths, batch.case.scale
+        attend = gathered_prefill.GatheredPrefill(self.name, kv, length, min_rows=1).run
+        return lambda layer: attend(
+            q, batch.layers[layer], table, length, scale, torch.empty_like(q)
+        )
+
+
+class GatheredFa3(GatheredSdpa):
+    """FlashAttention-3 the same way."""
+
+    name = gathered_prefill.FA3
+    remark = "K and V gathered, then flash_attn_func of fa3-fwd"
+
+
+LIBRARIES: tuple[type[Peer], ...] = (GatheredFa3, GatheredSdpa)
 # FlashInfer last: it may compile for minutes, and the others should be through by then.
-PEERS: tuple[type[Peer], ...] = (VllmTriton, FlashAttention3, TorchAttention, FlashInfer)
+PEERS: tuple[type[Peer], ...] = (VllmTriton, FlashAttention3, FlashInfer)
 
 
 def choose_cases(place: section.Place) -> list[Case]:
@@ -300,9 +288,12 @@ def choose_cases(place: section.Place) -> list[Case]:
     return [*prefill.grid_cases(), Case(name="mixed", chunks=prefill.MIXED), *grid]
 
 
-def run(place: section.Place, results: section.Results) -> None:
+def run(place: section.Place, results: section.Results, title: str = NAME) -> None:
     """Ours on every case, then one peer after the other. Raises SectionOver, WrongResult."""
-    cases = choose_cases(place)
+    cases, kinds = choose_cases(place), PEERS
+    if title == LIBRARY_NAME:
+        grid = {case.name: case for case in prefill.choose_cases(place)}
+        cases, kinds = [grid[name] for name in LIBRARY_GRID], LIBRARIES
     rows: dict[str, section.Row] = {}
     expected: dict[str, Tensor] = {}
     rounds = place.choose(7, 5, 3)
@@ -313,34 +304,36 @@ def run(place: section.Place, results: section.Results) -> None:
         seconds = time_checked(place, batch, expected[case.name], rounds=rounds).median
         rows[case.name] = {**case.describe(), "seconds": seconds, "peers": {}}
         rows[case.name]["kind"] = decode.NAME if case.is_decode else prefill.NAME
-        results.add_row(NAME, rows[case.name])
+        results.add_row(title, rows[case.name])
 
-    section.run_cases(place, results, NAME, cases, measure_ours)
+    section.run_cases(place, results, title, cases, measure_ours)
     measured = [case for case in cases if case.name in rows]
-    for peer in find_peers(place, results):
+    for peer in find_peers(place, results, title, kinds):
         faults = 0
         for case in measured:
             place.check_time()
             try:
                 seconds = time_peer(place, case, peer, expected[case.name], rounds)
             except PeerRefused as refused:
-                results.add_note(NAME, f"{peer.name}, {case.name}: {refused}")
+                results.add_note(title, f"{peer.name}, {case.name}: {refused}")
             except section.SectionOver:
                 raise
             except Exception as error:  # noqa: BLE001 - no fault of a peer's is one of ours
-                results.add_note(NAME, f"{peer.name}, {case.name}: {section.one_line(error)}")
+                results.add_note(title, f"{peer.name}, {case.name}: {section.one_line(error)}")
                 check_device(place, peer)
                 faults += 1
             else:
                 rows[case.name]["peers"][peer.name] = seconds
-                set_ratios(results, peer.name)
+                set_ratios(results, peer.name, title)
             place.release_memory()
             if faults == MAX_FAULTS:
-                results.add_note(NAME, f"{peer.name}: left out after {faults} faults")
+                results.add_note(title, f"{peer.name}: left out after {faults} faults")
                 break
 
 
-def find_peers(place: section.Place, results: section.Results) -> list[Peer]:
+def find_peers(
+    place: section.Place, results: section.Results, title: str, kinds: Sequence[type[Peer]]
+) -> list[Peer]:
     """Those that can be imported; a note for each. Appends the folder to the path for good: what
     is imported from it may import more of it later."""
     folder = None if place.peers is None else str(place.peers.resolve())
@@ -348,22 +341,23 @@ def find_peers(place: section.Place, results: section.Results) -> list[Peer]:
         sys.path.append(folder)
         importlib.invalidate_caches()
     found = []
-    for kind in PEERS:
+    for kind in kinds:
         try:
             peer = kind()
         except PeerRefused as refused:
-            results.add_note(NAME, f"{kind.name}: not measured, {refused}")
+            results.add_note(title, f"{kind.name}: not measured, {refused}")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code runs when imported
-            results.add_note(NAME, f"{kind.name}: not measured, {section.one_line(error)}")
+            results.add_note(title, f"{kind.name}: not measured, {section.one_line(error)}")
         else:
             found.append(peer)
-            results.add_note(NAME, f"{peer.name}: {peer.remark}")
+            results.add_note(title, f"{peer.name}: {peer.remark}")
     return found
 
 
 def time_peer(place: section.Place, case: Case, peer: Peer, expected: Tensor, rounds: int) -> float:
     """Seconds of one launch, on the tensors that ours had. Raises whatever the peer does."""
     batch: Batch = make_batch(place, case)
+    refuse_float8(batch)
     launch = peer.prepare(batch)
     check_attention(f"{peer.name}, {case.name}", launch(0).reshape(expected.shape), expected)
     launches = [partial(launch, layer) for layer in range(len(batch.layers))]
@@ -381,17 +375,23 @@ def check_device(place: section.Place, peer: Peer) -> None:
         ) from error
 
 
-def set_ratios(results: section.Results, name: str) -> None:
-    """How many times faster than peer `name` we are, in decode and on the grid of prefill."""
-    rows = [row for row in results.rows(NAME) if name in row["peers"]]
-    in_prefill = [row for row in rows if row["case"] in prefill.GRID]
-    in_decode = [row for row in rows if row["kind"] == decode.NAME]
-    for kind, of_kind in ((prefill.NAME, in_prefill), (decode.NAME, in_decode)):
+def set_ratios(results: section.Results, name: str, title: str = NAME) -> None:
+    """How many times faster than peer `name` we are, in decode and on the grid of prefill; of a
+    library, how many times faster than ours it is."""
+    rows = [row for row in results.rows(title) if name in row["peers"]]
+    for kind, grid in ((prefill.NAME, prefill.GRID), (decode.NAME, None)):
+        of_kind = [row for row in rows if row["kind"] == kind and (not grid or row["case"] in grid)]
         if of_kind:
-            ratios = [row["peers"][name] / row["seconds"] for row in of_kind]
-            results.set_ratio(f"{kind}_over_{name}", geometric_mean(ratios))
+            ratio = geometric_mean([row["peers"][name] / row["seconds"] for row in of_kind])
+            if title == LIBRARY_NAME:
+                results.set_ratio(f"{kind}_{name}_over_triton", 1 / ratio)
+            else:
+                results.set_ratio(f"{kind}_over_{name}", ratio)
 
 
+LIBRARY_SECTION = section.Section(
+    LIBRARY_NAME, "Prefill by a library", partial(run, title=LIBRARY_NAME), draw_peers
+)
 SECTION = section.Section(
     NAME,
     "Peers",

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....kernels.attention.gathered_prefill import MIN_ROWS
 from ....kernels.cpu.network import CpuNetwork
 from ....tiers.block import BlockLayout
 from ...batch.batch_update import IntArray
@@ -61,8 +62,8 @@ class StepInputs:
     """The input of one forward pass, in host memory: `[requests]` arrays in the order of the step,
     `[tokens]` arrays request by request.
 
-    Requests that compute one token come first, then those that compute several, so that attention
-    finds decodes and chunks each in one piece.
+    Requests that compute one token come first, then those that compute several, and long chunks
+    last, so that attention finds decodes, short chunks and long ones each in one piece.
     """
 
     tables: Sequence[BlockTable]  # one for each cache group
@@ -88,8 +89,8 @@ class StepInputs:
 
 
 def step_order(rows: IntArray, counts: IntArray) -> IntArray:
-    """The order of a step: one token before several, then by row."""
-    return np.lexsort((rows, counts > 1))
+    """The order of a step: one token before several, long chunks last, then by row."""
+    return np.lexsort((rows, counts >= MIN_ROWS, counts > 1))
 
 
 Launch = Callable[[], Tensor]

@@ -26,7 +26,7 @@ from ..block_table import BlockTable
 from ..runtime.device_runtime import DeviceRuntime, Mark
 from .forward import StepInputs
 from .grouped_attention import View
-from .kernel_attention import Chunks, Decodes, KernelPlan
+from .kernel_attention import Chunks, ChunkSize, Decodes, KernelPlan
 
 # The slot of a row that only fills up the batch: nothing is written for it.
 _NO_SLOT = -1
@@ -219,12 +219,16 @@ class InputBuffers:
             return self.decode_plans(requests)
         seq_lens = self._seq_lens.there[decodes:requests]
         query_starts = self._query_starts.there[: requests - decodes + 1]
-        longest = int(step.counts[decodes:].max())
+        counts = step.counts[decodes:]
+        lengths = (step.computed[decodes:] + counts).tolist()
+        sizes = [ChunkSize(*size) for size in zip(counts.tolist(), lengths, strict=True)]
+        longest = int(counts.max())
         plans = []
         for view, (group, window) in enumerate(self._views):
             slots, table = self._groups[group]
             singles = self._decodes(view, table, decodes) if decodes else None
-            chunks = Chunks(table.rows[decodes:requests], seq_lens, query_starts, longest)
+            tables = table.rows[decodes:requests]
+            chunks = Chunks(tables, seq_lens, query_starts, longest, sizes)
             plans.append(KernelPlan(slots.there[: step.num_tokens], singles, chunks, window))
         return plans
 

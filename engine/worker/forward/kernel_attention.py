@@ -3,7 +3,8 @@
 Where the kernel can, queries and keys are rotated in the launch that writes.
 
     rows of q, k, v   0 … num_decodes    one row for each request: paged decode
-                      the rest           several rows for each request: paged prefill
+                      short chunks       several rows for each request: paged prefill
+                      long chunks        the same, or a library over gathered K and V
 
 Kernels are chosen once for a model, and a plan's arguments are checked in the first layer that
 meets it: every layer gives tensors of the same shapes. Nothing here looks at what is in a tensor,
@@ -12,12 +13,14 @@ so nothing waits for a device, and a plan over buffers that stay can be recorded
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ....kernels.attention.gathered_prefill import GatheredPrefill
 from ....kernels.attention.paged_decode import (
     choose_decode_kernel,
     paged_decode,
@@ -47,6 +50,13 @@ class Decodes:
     splits: SplitPlan | None = None  # None: by the width of the table
 
 
+class ChunkSize(NamedTuple):
+    """One chunk, as the host knows it."""
+
+    rows: int  # new tokens
+    length: int  # all tokens, the new ones included
+
+
 @dataclass(frozen=True, slots=True)
 class Chunks:
     """Requests with several new tokens."""
@@ -55,6 +65,23 @@ class Chunks:
     seq_lens: Tensor  # int32 [requests], the new tokens included
     query_starts: Tensor  # int32 [requests + 1], from 0: rows behind those of the decodes
     max_query_len: int
+    sizes: Sequence[ChunkSize] = ()  # of each request; none in a step that is recorded
+
+
+class LongChunk(NamedTuple):
+    """A chunk that a library computes."""
+
+    rows: slice  # of those of the chunks
+    table: Tensor  # int32 [max_blocks]
+    length: int
+
+
+class SplitChunks(NamedTuple):
+    """The chunks of a plan by what computes them. The kernel's come first."""
+
+    by_kernel: Chunks | None
+    num_rows: int  # of these
+    by_library: Sequence[LongChunk]
 
 
 @dataclass(slots=True)
@@ -66,6 +93,7 @@ class KernelPlan:
     chunks: Chunks | None
     window: int | None = None  # positions that a token sees, its own among them; None: all
     is_checked: bool = False  # whether the kernels have taken these arguments
+    split: SplitChunks | None = None  # of `chunks`, from the first layer on
 
 
 class Kernels(NamedTuple):
@@ -107,8 +135,34 @@ def choose_kernels(
     )
 
 
+def split_chunks(chunks: Chunks, gathered: GatheredPrefill | None, num_rows: int) -> SplitChunks:
+    """The longest run of chunks at the end that `gathered` takes, and the chunks before it, which
+    have the first rows of `num_rows`: there the kernel's `query_starts` begin at 0."""
+    long: list[LongChunk] = []
+    end, index = num_rows, len(chunks.sizes)
+    while gathered is not None and index and gathered.takes(*chunks.sizes[index - 1]):
+        index -= 1
+        rows, length = chunks.sizes[index]
+        long.append(LongChunk(slice(end - rows, end), chunks.block_tables[index], length))
+        end -= rows
+    if not long:
+        return SplitChunks(chunks, num_rows, ())
+    if not index:
+        return SplitChunks(None, 0, long)
+    sizes = chunks.sizes[:index]
+    short = Chunks(
+        chunks.block_tables[:index],
+        chunks.seq_lens[:index],
+        chunks.query_starts[: index + 1],
+        max(size.rows for size in sizes),
+        sizes,
+    )
+    return SplitChunks(short, end, long)
+
+
 class KernelAttention:
-    """Attention of one model over one pool."""
+    """Attention of one model over one pool. `gathered` is what computes long chunks of layers
+    without a window, in the place of the prefill kernel; None: the kernel computes all."""
 
     def __init__(
         self,
@@ -126,15 +180,17 @@ class KernelAttention:
         `num_heads` heads of `dtype`, and their scores are multiplied by `scale`; `kv_scales` are
         those of a float8 pool. Raises KernelRefused, under `strict`, where a kernel cannot run and
         its plain twin would stand in."""
-        self._layers = [pool[:, layer] for layer in range(layout.num_layers)]
-        self._scale = scale
+        self.layers = [pool[:, layer] for layer in range(layout.num_layers)]
+        self.scale = scale
+        self.gathered: GatheredPrefill | None = None
         self._kv_scales = kv_scales
-        kv = self._layers[0]
-        q = torch.empty((0, num_heads, layout.head_dim), dtype=dtype, device=pool.device)
+        kv = self.layers[0]
+        # The form of all queries; has no rows.
+        self.q = torch.empty((0, num_heads, layout.head_dim), dtype=dtype, device=pool.device)
         self.kernels = choose_kernels(
-            q, kv, scale, kv_scales=kv_scales, kernel=kernel, strict=strict
+            self.q, kv, scale, kv_scales=kv_scales, kernel=kernel, strict=strict
         )
-        self.split_planner = split_planner(q, kv, kv_scales, self.kernels.decode)
+        self.split_planner = split_planner(self.q, kv, kv_scales, self.kernels.decode)
 
     @property
     def of_qkv(self) -> QkvAttention[KernelPlan] | None:
@@ -144,7 +200,7 @@ class KernelAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: KernelPlan) -> Tensor:
         """Attend `q` `[tokens, heads, head_dim]` after writing `k` and `v` `[tokens, kv heads,
         head_dim]` to the pool; `[tokens, heads * head_dim]`."""
-        kv = self._layers[layer]
+        kv = self.layers[layer]
         if plan.is_checked:
             run_write(self.kernels.write, k, v, kv, plan.slots, self._kv_scales)
         else:
@@ -152,7 +208,7 @@ class KernelAttention:
         return self._attend(q, kv, plan)
 
     def _attend_qkv(self, qkv: Tensor, rotary: Rotary, layer: int, plan: KernelPlan) -> Tensor:
-        kv = self._layers[layer]
+        kv = self.layers[layer]
         if plan.is_checked:
             run_rotate_write(qkv, rotary, kv, plan.slots, self._kv_scales)
         else:
@@ -176,28 +232,41 @@ class KernelAttention:
         tables, lengths = decodes.block_tables, decodes.seq_lens
         if plan.is_checked:
             run_decode(
-                self.kernels.decode, q, kv, tables, lengths, scale=self._scale,
+                self.kernels.decode, q, kv, tables, lengths, scale=self.scale,
                 window=plan.window, softcap=None, kv_scales=self._kv_scales, num_splits=None,
                 plan=decodes.splits, out=out,
             )  # fmt: skip
             return
         paged_decode(
-            q, kv, tables, lengths, scale=self._scale, window=plan.window,
+            q, kv, tables, lengths, scale=self.scale, window=plan.window,
             kv_scales=self._kv_scales, plan=decodes.splits, out=out, kernel=self.kernels.decode,
         )  # fmt: skip
 
     def _prefill(
         self, q: Tensor, kv: Tensor, chunks: Chunks, plan: KernelPlan, out: Tensor
     ) -> None:
+        if plan.split is None:
+            gathered = self.gathered if plan.window is None else None
+            plan.split = split_chunks(chunks, gathered, len(q))
+        short, num_rows, long = plan.split
+        if short is not None:
+            self._prefill_by_kernel(q[:num_rows], kv, short, plan, out[:num_rows])
+        for rows, table, length in long:
+            assert self.gathered is not None
+            self.gathered.run(q[rows], kv, table, length, self.scale, out[rows])
+
+    def _prefill_by_kernel(
+        self, q: Tensor, kv: Tensor, chunks: Chunks, plan: KernelPlan, out: Tensor
+    ) -> None:
         tables, lengths, starts = chunks.block_tables, chunks.seq_lens, chunks.query_starts
         if plan.is_checked:
             run_prefill(
                 self.kernels.prefill, q, kv, tables, lengths, starts,
-                max_query_len=chunks.max_query_len, scale=self._scale, window=plan.window,
+                max_query_len=chunks.max_query_len, scale=self.scale, window=plan.window,
                 softcap=None, kv_scales=self._kv_scales, out=out,
             )  # fmt: skip
             return
         paged_prefill(
-            q, kv, tables, lengths, starts, max_query_len=chunks.max_query_len, scale=self._scale,
+            q, kv, tables, lengths, starts, max_query_len=chunks.max_query_len, scale=self.scale,
             window=plan.window, kv_scales=self._kv_scales, out=out, kernel=self.kernels.prefill,
         )  # fmt: skip

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ....kernels.attention.gathered_prefill import LIBRARIES
 from ...config import DEFAULT_GPU_SHARE
 from ...models.checkpoint.checkpoint import CPU
 from ...models.dtypes import FP8_KV
 
+# And `triton`, and each of LIBRARIES: the kernels, with that library for long chunks.
 AUTO, GATHER, KERNELS = "auto", "gather", "kernels"
 
 
@@ -42,5 +44,11 @@ class Placement:
         """Whether attention runs by the kernels or their twins: on a GPU, for a float8 pool, which
         only they can read, and where it is asked for."""
         if self.attention_backend != AUTO:
-            return self.attention_backend == KERNELS
+            return self.attention_backend != GATHER
         return self.device.type != "cpu" or self.kv_cache_dtype == FP8_KV
+
+    @property
+    def may_use_library(self) -> bool:
+        """Whether a library may compute long chunks."""
+        is_open = self.attention_backend in (AUTO, *LIBRARIES)
+        return is_open and self.device.type != "cpu"

@@ -7,6 +7,7 @@ is CUDA.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -77,6 +78,9 @@ class DeviceRuntime(Protocol):
         whatever its buffers then hold and without any of its Python, and returns the same tensor
         each time."""
 
+    def seconds_of(self, work: Callable[[], object]) -> float:
+        """How long the device works on it; waits for that."""
+
 
 class _Passed:
     """A mark in a queue that is always empty."""
@@ -106,3 +110,8 @@ class HostRuntime:
 
     def record(self, work: Work) -> Work:
         return work
+
+    def seconds_of(self, work: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began

@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import logging
 import time
+<<<<<<< HEAD
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+=======
+from collections.abc import Callable
+from dataclasses import replace
+>>>>>>> backend
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+<<<<<<< HEAD
 from ....kernels.choice import TRITON, KernelRefused, probe_hardware, triton_failure
+=======
+from ....kernels.choice import AUTO as AUTO_KERNEL
+from ....kernels.choice import TRITON
+>>>>>>> backend
 from ....kernels.layer.elementwise import choose_elementwise
 from ....tiers.settings.values import ConfigError
 from ...cache.group_spec import CacheGroups
@@ -30,6 +40,7 @@ from ..forward.forward import GatherForward, StepForward
 from ..forward.in_place_forward import InPlaceForward, reason_against_in_place
 from ..forward.kernel_attention import KernelAttention, choose_kernels
 from ..forward.kernel_forward import KernelForward
+from ..forward.prefill_backend import PrefillChoice, library_bytes
 from ..kv_pool import KvPool
 from ..pool_demand import PoolDemand
 from .device_config import AUTO, Placement
@@ -85,10 +96,17 @@ class PoolSizer:
         max_tokens: int,
         max_requests: int,
     ) -> int:
+<<<<<<< HEAD
         """The blocks of the pool; raises ConfigError where one request does not fit, or where the
         kernels of a step cannot be compiled."""
         with naming_triton():
             use = self.measure(model, max_tokens, max_requests)
+=======
+        """The blocks of the pool; raises ConfigError where one request does not fit."""
+        use = self.measure(model, max_tokens, max_requests)
+        beside = library_bytes(self._placement, model.spec, demand.groups.layout, max_tokens)
+        use = replace(use, peak_bytes=use.peak_bytes + beside)
+>>>>>>> backend
         blocks = pool_blocks(use, demand, max_model_len, self._placement.memory_share)
         logger.info(
             "GPU memory: %.2f GiB of weights, %.2f GiB for steps, %d blocks of K and V (%.2f GiB)",
@@ -232,7 +250,16 @@ def make_forward(
         scale=model.spec.attention_scale,
         kv_scales=scales,
         strict=placement.strict_kernels,
+        kernel=TRITON if placement.attention_backend == TRITON else AUTO_KERNEL,
     )
+    choice = PrefillChoice(
+        attention,
+        runtime,
+        model.spec.layer_attention,
+        max_model_len=max_model_len,
+        max_tokens=max_tokens,
+    )
+    attention.gathered = choice.choose(placement.attention_backend)
     forward = KernelForward(
         runtime,
         model,

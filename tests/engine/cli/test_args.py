@@ -67,10 +67,21 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("serve --gpu-memory-utilization 0", ["--gpu-memory-utilization takes a share", "not 0.0"]),
     ("serve --gpu-memory-utilization nan", ["--gpu-memory-utilization takes a share", "nan"]),
     ("serve --kv-cache-dtype int8", ["--kv-cache-dtype takes auto or fp8_e4m3, not 'int8'"]),
-    ("serve --attention-backend flash", ["--attention-backend takes auto or gather or kernels"]),
+    (
+        "serve --attention-backend flash",
+        ["--attention-backend takes auto or gather or kernels or triton or sdpa or fa3"],
+    ),
     (
         "serve --attention-backend gather --device cuda",
         ["--attention-backend gather computes on the CPU", "--device is cuda"],
+    ),
+    (
+        "serve --attention-backend fa3",
+        ["--attention-backend fa3 computes on a GPU", "--device is cpu", "give --device cuda"],
+    ),
+    (
+        "serve --attention-backend sdpa --kv-cache-dtype fp8 --device cuda",
+        ["sdpa cannot read --kv-cache-dtype fp8_e4m3", "use kernels"],
     ),
     (
         "serve --attention-backend gather --kv-cache-dtype fp8",

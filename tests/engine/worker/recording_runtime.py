@@ -30,6 +30,7 @@ class RecordingRuntime:
         self.num_marks = self.last_waited = 0  # marks are numbered from 1
         self.num_waits = self.num_replays = self.num_recorded = 0
         self.threads: list[int] = []
+        self.seconds = iter(())  # of the works that are timed, one after the other
         self._staging: list[Tensor] = []
 
     def enter_thread(self) -> None:
@@ -57,6 +58,10 @@ class RecordingRuntime:
             return output.copy_(work())
 
         return replay
+
+    def seconds_of(self, work: Callable[[], object]) -> float:
+        work()
+        return next(self.seconds, 1.0)
 
     def _waited(self, mark: int) -> None:
         self.num_waits += 1

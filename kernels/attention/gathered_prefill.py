@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill of long chunks by a library: K and V of one request are gathered out of the paged pool
+into buffers, and the library attends to these.
+
+    sdpa   scaled_dot_product_attention of torch
+    fa3    FlashAttention-3, from the package fa3-fwd
+
+    pool of a layer   | b7 | b2 | b9 |    blocks of one request, anywhere
+    buffers           | K K K |, | V V V |    contiguous, the same for every request and layer
+
+One request runs after the other. Its lengths are known to the host, so nothing waits for a device.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..choice import MIN_CAPABILITY, probe_hardware
+from ..pool_checks import FP8
+
+SDPA, FA3 = "sdpa", "fa3"
+LIBRARIES = (FA3, SDPA)
+# The gather reads and writes K and V of the whole context once. Attention takes as many operations
+# for each byte as the chunk has rows; below this many, the gather costs a share that matters.
+MIN_ROWS = 1024
+MAX_BYTES = 256 * 2**20  # of both buffers: 64k tokens of 8 heads of 128 in 16 bits
+MAX_HEAD_DIM = 256
+HEAD_DIM_UNIT = 8
+FA3_CAPABILITY = (9, 0)
+_FA3_MODULE = "fa3_fwd_interface"
+_DTYPES = {FA3: (torch.bfloat16,), SDPA: (torch.bfloat16, torch.float16)}
+
+
+class Library(Protocol):
+    """Causal attention over contiguous K and V."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """`[rows, heads, head_dim]`, as `q`, whose rows are the last positions of `k` and `v`
+        `[tokens, kv heads, head_dim]`."""
+
+
+class Sdpa:
+    """Torch's attention, by its flash kernel."""
+
+    def __init__(self) -> None:
+        # Imports torch's compiler, which takes a second.
+        from torch.nn.attention.bias import causal_lower_right
+
+        self._mask = causal_lower_right
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+        mask: Any = self._mask(q.shape[2], k.shape[2])
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+
+class FlashAttention3:
+    """FlashAttention-3, whose causal mask ends in the lower right corner."""
+
+    def __init__(self) -> None:
+        self._attend = importlib.import_module(_FA3_MODULE).flash_attn_func
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        out: Tensor = self._attend(q[None], k[None], v[None], softmax_scale=scale, causal=True)
+        return out[0]
+
+
+def open_library(name: str) -> Library:
+    """The library of that name, imported."""
+    return FlashAttention3() if name == FA3 else Sdpa()
+
+
+class GatheredPrefill:
+    """One library and its buffers, for all layers of one pool."""
+
+    def __init__(self, name: str, kv: Tensor, max_tokens: int, *, min_rows: int = MIN_ROWS) -> None:
+        """`kv` is a layer of the pool, and no request has more than `max_tokens` tokens."""
+        self.name, self.min_rows = name, min_rows
+        self._library = open_library(name)
+        block_size, kv_heads, head_dim = kv.shape[2:]
+        fits = max(MAX_BYTES // buffer_bytes(block_size, kv_heads, head_dim, kv.dtype), 1)
+        shape = min(-(-max_tokens // block_size), fits), *kv.shape[2:]
+        self._buffers = [torch.empty(shape, dtype=kv.dtype, device=kv.device) for _ in range(2)]
+
+    @property
+    def max_tokens(self) -> int:
+        """The tokens that the buffers hold."""
+        blocks, block_size = self._buffers[0].shape[:2]
+        return blocks * block_size
+
+    def takes(self, rows: int, length: int) -> bool:
+        """Whether a chunk of `rows` tokens, the last of `length`, is computed here."""
+        return rows >= self.min_rows and length <= self.max_tokens
+
+    def run(
+        self, q: Tensor, kv: Tensor, table: Tensor, length: int, scale: float, out: Tensor
+    ) -> Tensor:
+        """Fill `out` with the attention of `q` `[rows, heads, head_dim]`, the last positions of one
+        request of `length` tokens whose blocks `table` `[max_blocks]` names, and return it."""
+        blocks = table[: -(-length // kv.shape[2])]
+        k, v = (
+            torch.index_select(kv[:, plane], 0, blocks, out=buffer[: len(blocks)])
+            .flatten(0, 1)
+            .narrow(0, 0, length)
+            for plane, buffer in enumerate(self._buffers)
+        )
+        return out.copy_(self._library.attend(q, k, v, scale))
+
+
+def buffer_bytes(num_tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """K and V of so many tokens in one layer."""
+    return 2 * num_tokens * kv_heads * head_dim * dtype.itemsize
+
+
+def reason_against_library(name: str, q: Tensor, kv: Tensor) -> str | None:
+    """Why a library cannot attend with queries like `q` `[any, heads, head_dim]` to K and V of this
+    pool, or None. Imports the library where nothing else speaks against it."""
+    head_dim = q.shape[2]
+    capability = probe_hardware().capability
+    if capability is None:
+        return "it runs on a CUDA device, and there is none"
+    if name == FA3 and capability != FA3_CAPABILITY:
+        return f"it is built for compute capability {FA3_CAPABILITY}, and this is {capability}"
+    if capability < MIN_CAPABILITY:
+        return f"it needs compute capability {MIN_CAPABILITY}, and this is {capability}"
+    if kv.dtype == FP8:
+        return f"it reads no K and V of {FP8}"
+    if q.dtype not in _DTYPES[name]:
+        return f"it takes {' or '.join(map(str, _DTYPES[name]))}, and these are {q.dtype}"
+    if head_dim > MAX_HEAD_DIM or head_dim % HEAD_DIM_UNIT:
+        return (
+            f"it takes heads of a multiple of {HEAD_DIM_UNIT} elements up to {MAX_HEAD_DIM}, and "
+            f"these have {head_dim}"
+        )
+    return _reason_against_import() if name == FA3 else _reason_against_flash(q, kv)
+
+
+def _reason_against_flash(q: Tensor, kv: Tensor) -> str | None:
+    """Every other kernel of torch would hold the mask and the scores of a chunk in memory."""
+    if not q.is_cuda:
+        return None
+    from torch.backends.cuda import SDPAParams, can_use_flash_attention
+
+    q, k = (tensor.new_empty(1, heads, 16, q.shape[2]) for tensor, heads in (
+        (q, q.shape[1]), (kv, kv.shape[3]),
+    ))  # fmt: skip
+    if can_use_flash_attention(SDPAParams(q, k, k, None, 0.0, False, True)):
+        return None
+    return "torch's flash kernel cannot run, and its others hold all scores in memory"
+
+
+def _reason_against_import() -> str | None:
+    try:
+        importlib.import_module(_FA3_MODULE).flash_attn_func  # noqa: B018
+    except ModuleNotFoundError as error:
+        if error.name == _FA3_MODULE:
+            return "fa3-fwd is not installed (pip install '.[fa3]' in a clone)"
+        return f"fa3-fwd cannot be imported: {error}"
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        return f"fa3-fwd cannot be imported: {error}"
+    return None
