@@ -72,12 +72,12 @@ class FlashAttention3:
 
 
 def open_library(name: str) -> Library:
-    """The library of that name, imported."""
+    """The library of that name, imported. Raises ImportError where it is not installed."""
     return FlashAttention3() if name == FA3 else Sdpa()
 
 
 class GatheredPrefill:
-    """One library and its buffers, for all layers of one pool."""
+    """A library and its buffers, for all layers of one pool."""
 
     def __init__(self, name: str, kv: Tensor, max_tokens: int, *, min_rows: int = MIN_ROWS) -> None:
         """`kv` is a layer of the pool, and no request has more than `max_tokens` tokens."""
@@ -90,7 +90,7 @@ class GatheredPrefill:
 
     @property
     def max_tokens(self) -> int:
-        """The tokens that the buffers hold."""
+        """The longest context, in tokens, that the buffers hold; longer ones are not taken."""
         blocks, block_size = self._buffers[0].shape[:2]
         return blocks * block_size
 

@@ -51,7 +51,7 @@ class Decodes:
 
 
 class ChunkSize(NamedTuple):
-    """One chunk, as the host knows it."""
+    """The size of a chunk, as the host knows it."""
 
     rows: int  # new tokens
     length: int  # all tokens, the new ones included

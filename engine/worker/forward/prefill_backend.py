@@ -85,7 +85,7 @@ class SampleChunk:
         )  # fmt: skip
 
     def by_library(self, gathered: GatheredPrefill, run: int) -> Tensor:
-        """The same, by a library."""
+        """The attention over the same layer, computed by a library in place of the kernel."""
         layer, scale = self._layer(run), self._attention.scale
         return gathered.run(self._q, layer, self._table, self.length, scale, self._out)
 
@@ -162,7 +162,7 @@ class PrefillChoice:
         return chosen
 
     def _try(self, name: str, *, is_measured: bool) -> Measured:
-        """Have the library compute a chunk. Raises KernelRefused where it cannot."""
+        """A library after it has computed a chunk. Raises KernelRefused where it cannot."""
         if reason := self._reason_against(name):
             raise KernelRefused(reason)
         chunk = None

@@ -49,6 +49,6 @@ class Placement:
 
     @property
     def may_use_library(self) -> bool:
-        """Whether a library may compute long chunks."""
+        """Whether a library may compute long chunks: on a GPU, unless our kernels are named."""
         is_open = self.attention_backend in (AUTO, *LIBRARIES)
         return is_open and self.device.type != "cpu"

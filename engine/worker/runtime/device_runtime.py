@@ -79,7 +79,7 @@ class DeviceRuntime(Protocol):
         each time."""
 
     def seconds_of(self, work: Callable[[], object]) -> float:
-        """How long the device works on it; waits for that."""
+        """Seconds that the device works on it; waits for that."""
 
 
 class _Passed:

@@ -8,24 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
-<<<<<<< HEAD
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-=======
-from collections.abc import Callable
 from dataclasses import replace
->>>>>>> backend
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
-from ....kernels.choice import TRITON, KernelRefused, probe_hardware, triton_failure
-=======
 from ....kernels.choice import AUTO as AUTO_KERNEL
-from ....kernels.choice import TRITON
->>>>>>> backend
+from ....kernels.choice import TRITON, KernelRefused, probe_hardware, triton_failure
 from ....kernels.layer.elementwise import choose_elementwise
 from ....tiers.settings.values import ConfigError
 from ...cache.group_spec import CacheGroups
@@ -96,17 +88,12 @@ class PoolSizer:
         max_tokens: int,
         max_requests: int,
     ) -> int:
-<<<<<<< HEAD
         """The blocks of the pool; raises ConfigError where one request does not fit, or where the
         kernels of a step cannot be compiled."""
         with naming_triton():
             use = self.measure(model, max_tokens, max_requests)
-=======
-        """The blocks of the pool; raises ConfigError where one request does not fit."""
-        use = self.measure(model, max_tokens, max_requests)
         beside = library_bytes(self._placement, model.spec, demand.groups.layout, max_tokens)
         use = replace(use, peak_bytes=use.peak_bytes + beside)
->>>>>>> backend
         blocks = pool_blocks(use, demand, max_model_len, self._placement.memory_share)
         logger.info(
             "GPU memory: %.2f GiB of weights, %.2f GiB for steps, %d blocks of K and V (%.2f GiB)",
@@ -178,9 +165,11 @@ def check_room(spec: ModelSpec, placement: Placement, compute: torch.dtype) -> N
 
 
 def check_kernels(spec: ModelSpec, placement: Placement, compute: torch.dtype) -> None:
-    """Raise ConfigError, under `strict_kernels`, where no kernel takes the model's heads: before
-    the weights are read."""
-    if not (placement.strict_kernels and placement.uses_kernels):
+    """Raise ConfigError, before the weights are read, where no kernel takes the model's heads and
+    none may stand in: under `strict_kernels`, and where Triton's are named."""
+    wanted = _wanted_kernel(placement)
+    flag = "--strict-kernels" if wanted == AUTO_KERNEL else "--attention-backend triton"
+    if not placement.uses_kernels or (wanted == AUTO_KERNEL and not placement.strict_kernels):
         return
     dtype = torch.float8_e4m3fn if placement.kv_cache_dtype == FP8_KV else compute
     q = torch.empty((0, spec.num_heads, spec.head_dim), dtype=compute, device=placement.device)
@@ -190,14 +179,20 @@ def check_kernels(spec: ModelSpec, placement: Placement, compute: torch.dtype) -
     if dtype != compute:
         scales = torch.ones((2, spec.num_kv_heads), device=placement.device)
     try:
-        choose_kernels(q, kv, spec.attention_scale, kv_scales=scales, strict=True)
+        scale, strict = spec.attention_scale, placement.strict_kernels
+        choose_kernels(q, kv, scale, kv_scales=scales, kernel=wanted, strict=strict)
         choose_layer_parts(spec, placement, compute)
     except KernelRefused as error:
         reason = str(error).removesuffix("; use the plain one")
         raise ConfigError(
-            f"--strict-kernels refuses this model: {reason}; without the flag plain kernels stand "
-            "in, which take many times longer"
+            f"{flag} refuses this model: {reason}; without the flag plain kernels stand in, which "
+            "take many times longer"
         ) from error
+
+
+def _wanted_kernel(placement: Placement) -> str:
+    """The kernel of attention that a placement names, in the words of `kernels/choice.py`."""
+    return TRITON if placement.attention_backend == TRITON else AUTO_KERNEL
 
 
 def open_sizer(placement: Placement) -> PoolSizer:
@@ -250,7 +245,7 @@ def make_forward(
         scale=model.spec.attention_scale,
         kv_scales=scales,
         strict=placement.strict_kernels,
-        kernel=TRITON if placement.attention_backend == TRITON else AUTO_KERNEL,
+        kernel=_wanted_kernel(placement),
     )
     choice = PrefillChoice(
         attention,
@@ -259,7 +254,8 @@ def make_forward(
         max_model_len=max_model_len,
         max_tokens=max_tokens,
     )
-    attention.gathered = choice.choose(placement.attention_backend)
+    with naming_triton():
+        attention.gathered = choice.choose(placement.attention_backend)
     forward = KernelForward(
         runtime,
         model,

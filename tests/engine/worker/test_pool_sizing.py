@@ -21,13 +21,14 @@ from stratakv.engine.worker.runtime.pool_sizing import (
     pool_blocks,
 )
 from stratakv.engine.worker.runtime.runtimes import PoolSizer, check_kernels
-from stratakv.kernels.choice import Hardware
+from stratakv.kernels.choice import TRITON, Hardware
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.settings.values import GIB, MAX_BLOCKS, MIB, ConfigError
 
 from ...kernels.other_hardware import other_hardware
 from .pool_shares import pools_of_two_shares
 
+BY_TRITON = {"attention_backend": TRITON, "strict_kernels": False}
 # Llama-3.1-8B in bfloat16: 2 MiB a block.
 LAYOUT = BlockLayout(32, 16, 8, 128, "bfloat16")
 POOL = PoolDemand(plan_groups(LAYOUT), 2048)
@@ -181,6 +182,8 @@ def test_a_step_that_triton_cannot_compile_is_told_as_such(checkpoint, monkeypat
         ({"num_heads": 128, "num_kv_heads": 1}, torch.bfloat16, {}, "32 heads share a kv head"),
         ({"num_heads": 128, "num_kv_heads": 1}, torch.bfloat16, {"strict_kernels": False}, None),
         ({"head_dim": 320}, torch.bfloat16, {}, "at most 256 elements"),
+        ({"head_dim": 320}, torch.bfloat16, BY_TRITON, "at most 256 elements"),
+        ({}, torch.bfloat16, BY_TRITON, None),
         ({"hidden_size": 65_536}, torch.bfloat16, {}, "rows of up to 32768"),
     ],
 )
@@ -189,11 +192,10 @@ def test_heads_that_no_kernel_takes_are_refused_before_the_weights_are_read(
 ):
     spec = replace(load_model_spec(checkpoint()), **{"head_dim": 16} | changes)
     strict = Placement(**{"attention_backend": KERNELS, "strict_kernels": True} | placement)
+    flag = "strict-kernels" if strict.attention_backend == KERNELS else "attention-backend triton"
     with other_hardware(lambda: Hardware("H100", (9, 0), has_triton=True)):
         if reason is None:
             check_kernels(spec, strict, dtype)
         else:
-            with pytest.raises(
-                ConfigError, match=f"--strict-kernels refuses .*{reason}.*without the"
-            ):
+            with pytest.raises(ConfigError, match=f"--{flag} refuses .*{reason}.*without the"):
                 check_kernels(spec, strict, dtype)
