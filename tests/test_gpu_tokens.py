@@ -144,6 +144,19 @@ def test_the_compiler_took_what_the_first_answers_took_beyond_the_next(
     assert report.seconds["first_answers"] == [0.5, 0.2]
 
 
+@pytest.mark.parametrize(("second", "end"), [([1, 2], "ok"), ([7, 7], "failed")])
+def test_long_chunks_by_a_library_are_nearly_the_kernels(
+    tool: ModuleType, run_part: Part, second: list[int], end: str
+) -> None:
+    given = [answers(tool, [1, 2]), answers(tool, second)]
+    report, fakes = run_part("cuda", given, "library")
+    assert list(ends_of(report).values()) == [end]
+    assert [each["attention_backend"] for each in fakes.options] == ["kernels", "sdpa"]
+    assert all(
+        1024 <= 2 * tool.PROMPT_TOKENS <= each["max_num_batched_tokens"] for each in fakes.options
+    )
+
+
 @pytest.mark.parametrize(("share", "end"), [(2**40, "ok"), (2**10, "failed")])
 def test_parts_of_a_gpu_work_with_a_real_engine(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, share: int, end: str

@@ -218,10 +218,15 @@ class Session:
         ):
             self.report.attempt(name, part)
         if not self._is_gpu:
-            why = "a CPU records no steps, and its pool is not sized by what a device has left"
-            self.report.add("recorded as launched; pool by what is left", LEFT_OUT, why)
+            why = (
+                "a CPU records no steps, its pool is not sized by what a device has left, and no "
+                "library computes its chunks"
+            )
+            name = "recorded as launched; pool by what is left; chunks by a library"
+            self.report.add(name, LEFT_OUT, why)
             return
         self.report.attempt("launched", self.launched)
+        self.report.attempt("chunks by a library", self.library)
         self.report.attempt("pool by what is left", self.sized)
 
     def _ask(self, llm: LLM) -> Answers:
@@ -296,6 +301,21 @@ class Session:
         with open_engine(self._device, **self._bfloat16, enforce_eager=True) as llm:
             got = self._ask(llm)
         self.report.near("bfloat16: launched steps nearly as recorded ones", got, expected)
+
+    def library(self) -> None:
+        """Prompts of one long chunk each, by torch's attention over gathered K and V."""
+        ones, others = self._prompts[::2], self._prompts[1::2]
+        prompts = [one + other for one, other in zip(ones, others, strict=True)]
+        options = self._bfloat16 | {
+            "max_model_len": 2 * MAX_MODEL_LEN,
+            "max_num_batched_tokens": 2 * MAX_MODEL_LEN,
+        }
+        found = []
+        for backend in ("kernels", "sdpa"):
+            with open_engine(self._device, **options | {"attention_backend": backend}) as llm:
+                found.append(ask(llm, prompts, ANSWER_TOKENS[self._device]))
+        expected, got = found
+        self.report.near("bfloat16: chunks by a library nearly as by the kernel", got, expected)
 
     def sized(self) -> None:
         """A pool that the engine sizes keeps to its share of the device."""
