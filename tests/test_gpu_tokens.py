@@ -92,7 +92,7 @@ def run_part(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Part:
         fakes = Fakes(given)
         monkeypatch.setattr(tool, "open_engine", fakes.open_engine)
         monkeypatch.setattr(tool, "ask", fakes.ask)
-        monkeypatch.setattr(tool, "make_prompts", lambda _: [[1]])
+        monkeypatch.setattr(tool, "make_prompts", lambda _: [[1], [2]])
         report = tool.Report(device)
         session = tool.Session(device, report)
         session._kept = session._recorded = answers(tool, [1, 2], found=592)
