@@ -15,8 +15,8 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class Running:
         self._log = self.out / "log.txt"
         self._began = time.monotonic()
         self._ends = self._began + limit
-        with self._log.open("wb") as file:
+        with self._log.open("wb") as file, hearing_interrupts():
             self.process = subprocess.Popen(
                 [sys.executable, "-P", *words], env=dict(environment), cwd=self.out,
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
@@ -165,6 +165,17 @@ def run_group(
             each.signal(each.gentle)  # all at once, so that they end beside each other
         while running:
             note(running[0], CUT_OFF)
+
+
+@contextmanager
+def hearing_interrupts() -> Iterator[None]:
+    """Processes that are started within can be interrupted. A shell has what it runs in the
+    background ignore SIGINT, and all that is started from there. For the main thread."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def last_line_of(log: Path) -> str:
