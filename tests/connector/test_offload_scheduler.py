@@ -213,6 +213,21 @@ def test_a_read_under_way_is_joined(rig: Rig) -> None:
     assert [report.num_loaded_tokens for report in rig.work(rig.side.build_meta([]))] == [4]
 
 
+@pytest.mark.parametrize("at", ["reading", "copying"])
+def test_blocks_that_are_forgotten_while_they_are_loaded_bring_nothing(rig: Rig, at: str) -> None:
+    """They were found to be wrong: the request computes all that it asked for."""
+    rig.put(1, 2)
+    asks = request("a", 1, 2, 3)
+    assert rig.side.get_matched_tokens(asks, 0).tokens == 8
+    rig.side.begin_load(asks, [[20, 21, 22]], 8, overlapped=False)
+    meta = rig.side.build_meta([]) if at == "copying" else None
+    rig.side.drop([digest(2) + b"\x00\x00"], "nan")
+    reports = rig.work(meta) if meta is not None else []
+    (report,) = reports + rig.work(rig.side.build_meta([]))
+    assert report.num_loaded_tokens == 0 and not report.is_whole, report
+    assert rig.slab.stats().pinned_blocks == 0
+
+
 def test_what_is_being_stored_is_asked_about_again(rig: Rig) -> None:
     meta = rig.side.build_meta([evicted(5, 1)])
     asks = request("a", 1)

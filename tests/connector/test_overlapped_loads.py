@@ -11,7 +11,7 @@ import pytest
 from stratakv.connector.base import ConnectorMetadata, CopyJob, LoadReport, MatchKind
 from stratakv.connector.economics import Choice
 
-from .scheduler_rig import WAIT_SECONDS, FakeRequest, Rig, request
+from .scheduler_rig import WAIT_SECONDS, FakeRequest, Rig, digest, request
 
 BLOCK = 4
 
@@ -111,6 +111,35 @@ def test_a_broken_read_ends_it_and_the_front_goes_on_to_what_was_loaded(rig: Rig
     assert report == LoadReport("a", 4, {"cpu": 4}) and not report.is_whole
     assert rig.side.stats()["failures"] == {"partial": 1}
     assert rig.side.get_matched_tokens(asks, 0).tokens == 0, "offered again after a failure"
+
+
+def test_blocks_that_are_forgotten_meanwhile_leave_all_to_the_front(rig: Rig) -> None:
+    """They were found to be wrong; what was copied, and what is being copied, is not used."""
+    rig.put(*range(1, 9))
+    begin(rig, 8)
+    rig.work(rig.side.build_meta([]))
+    assert rig.side.load_state("a", 4)[1] < 32, "a piece has landed"
+    meta = rig.side.build_meta([])
+    assert meta.loads, "others are on their way"
+    rig.side.drop([digest(3) + b"\x00\x00"], "nan")
+    rig.work(meta)
+    assert rig.side.load_state("a", 4)[1] == 32
+    assert not rig.side.build_meta([]).loads
+    report = rig.side.end_load("a")
+    assert report is not None and report.num_loaded_tokens == 0 and not report.is_whole
+
+
+def test_spoilt_pieces_do_not_land(rig: Rig) -> None:
+    """The last block's piece would meet the end of the prompt, where nothing is loaded yet."""
+    rig.put(*range(1, 9))
+    begin(rig, 8)
+    meta = rig.side.build_meta([])
+    assert blocks(meta.loads)[0] == [27]
+    rig.side.drop([digest(3) + b"\x00\x00"], "nan")
+    rig.work(meta)
+    assert rig.side.load_state("a", 4)[1] == 32
+    report = rig.side.end_load("a")
+    assert report is not None and report.num_loaded_tokens == 0
 
 
 def test_a_failed_copy_ends_it_too(rig: Rig) -> None:

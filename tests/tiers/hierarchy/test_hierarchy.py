@@ -81,6 +81,20 @@ def test_blocks_being_read_may_be_joined_and_blocks_being_stored_are_pending(rig
     assert rig.hierarchy.find(keys(1)) == Prefix(["cpu"], False)
 
 
+def test_a_block_that_is_forgotten_while_it_is_read_is_not_joined(rig: Rig) -> None:
+    """What was read of it may be wrong. The store has it again meanwhile, and right."""
+    rig.put_below(1, 2)
+    rig.store.hold_loads = True
+    reading = rig.hierarchy.begin_load(keys(1, 2))
+    rig.hierarchy.drop(keys(2))
+    rig.put_below(2)
+    joining = rig.hierarchy.begin_load(keys(1, 2))
+    assert joining.begun == 1 and joining.tiers[:1] == ["ssd"]
+    rig.store.release()
+    rig.finish(reading)
+    assert rig.finish(joining) == [0]
+
+
 @with_rig(read_seconds=0.05)
 def test_a_late_read_fails_and_cannot_touch_a_slot_of_others(rig: Rig) -> None:
     rig.put_below(1, 2)
