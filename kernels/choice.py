@@ -36,8 +36,8 @@ class KernelRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What kernels may count on. `capability` is None without a CUDA device, `triton_version` where
-    there is no Triton or where it does not say."""
+    """The hardware and the Triton that kernels run on. `capability` is None without a CUDA device,
+    `triton_version` without one or where Triton does not say."""
 
     device: str
     capability: tuple[int, int] | None

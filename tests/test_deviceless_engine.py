@@ -88,7 +88,7 @@ def test_nothing_is_refused(report_of: Reports, name: str) -> None:
 def test_an_engine_of_plain_kernels_starts_and_records_nothing(
     report_of: Reports, name: str
 ) -> None:
-    """What plain kernels read back is an error in a record."""
+    """Plain kernels read back, which is an error in a record."""
     report = report_of(name)
     assert report["ends"] == {"length": 15} and report["loaded"] > 0
     assert report["launches"] == {} and report["start"] == report["later"] == []

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shlex
 import sys
@@ -15,6 +14,8 @@ from xml.sax.saxutils import quoteattr
 
 import pytest
 
+from .gpu_session_tool import imported_tool
+
 ROOT = Path(__file__).resolve().parent.parent
 WRONG_TOKENS = {"name": "float64: above tiers", "result": "wrong", "said": "7 of 128 tokens"}
 DEAD = "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"
@@ -22,11 +23,8 @@ DEAD = "torch.AcceleratorError: CUDA error: an illegal memory access was encount
 
 @pytest.fixture(scope="module")
 def tool() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "tools"))
-        yield importlib.import_module("on_gpu")
-    for name in [name for name in sys.modules if name.startswith(("on_gpu", "gpu_session"))]:
-        del sys.modules[name]
+    with imported_tool() as module:
+        yield module
 
 
 @pytest.fixture

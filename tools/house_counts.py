@@ -8,7 +8,7 @@
     floating comments     a block comment of a module's top level that no code follows at once
     clause openings       a docstring that opens with a clause or a pronoun in place of the noun
     short docstrings      of at most nine words, over a body of at most three lines
-    people                words like "nobody", in place of the part that acts
+    people                words for persons, in place of the part that acts
     one-word methods      names without an underscore in four unrelated classes or more
     repeated file names   the same name in two folders
     full folders          with more than fifteen modules
@@ -54,7 +54,7 @@ Definition = Function | ast.ClassDef
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """One file of the product, parsed once."""
+    """A file, parsed once."""
 
     path: str  # below the root
     text: str

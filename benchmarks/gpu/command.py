@@ -17,7 +17,7 @@ from ...tiers.settings.values import ConfigError
 from ..harness.plots import draw_and_tell
 from ..harness.report import Report, chosen, package_versions, print_table, tell_failure
 from . import ceilings
-from .attention import decode, launch_sweep, peers, prefill, writes
+from .attention import decode, launch_sweep, peers, prefill, prefill_library, writes
 from .copies import device_copies, interference, methods_section
 from .engine import phases as engine_phases
 from .engine import step as engine_step
@@ -30,7 +30,7 @@ SECTIONS: tuple[Section, ...] = (
     writes.SECTION,
     decode.SECTION,
     prefill.SECTION,
-    peers.LIBRARY_SECTION,
+    prefill_library.SECTION,
     methods_section.SECTION,
     device_copies.SECTION,
     interference.SECTION,

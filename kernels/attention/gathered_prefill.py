@@ -119,8 +119,8 @@ def buffer_bytes(num_tokens: int, kv_heads: int, head_dim: int, dtype: torch.dty
 
 
 def reason_against_library(name: str, q: Tensor, kv: Tensor) -> str | None:
-    """Why a library cannot attend with queries like `q` `[any, heads, head_dim]` to K and V of this
-    pool, or None. Imports the library where nothing else speaks against it."""
+    """The reason why a library cannot attend with queries like `q` `[any, heads, head_dim]` to a
+    layer `kv` of the pool, or None. Imports the library where nothing else speaks against it."""
     head_dim = q.shape[2]
     capability = probe_hardware().capability
     if capability is None:
@@ -142,7 +142,7 @@ def reason_against_library(name: str, q: Tensor, kv: Tensor) -> str | None:
 
 
 def _reason_against_flash(q: Tensor, kv: Tensor) -> str | None:
-    """Every other kernel of torch would hold the mask and the scores of a chunk in memory."""
+    """The reason why torch's flash kernel cannot run, or None. Others hold all scores in memory."""
     if not q.is_cuda:
         return None
     from torch.backends.cuda import SDPAParams, can_use_flash_attention

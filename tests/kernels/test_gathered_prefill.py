@@ -77,7 +77,7 @@ def flash_attn_func(
     num_splits: int = 1, pack_gqa: Any = None, deterministic: bool = False, sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Tensor:  # fmt: skip
-    """What that promises of these: `[1, rows, heads, head_dim]`, masked to the lower right."""
+    """The result that it promises: `[1, rows, heads, head_dim]`, masked to the lower right."""
     assert causal and window_size == (-1, -1) and softmax_scale and not return_attn_probs
     assert all(tensor.stride(-1) == 1 and len(tensor) == 1 for tensor in (q, k, v))
     out: Tensor = torch.nn.functional.scaled_dot_product_attention(

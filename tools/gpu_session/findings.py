@@ -34,7 +34,7 @@ NOT_ABOUT_BYTES = {
 
 
 class Kind(Enum):
-    """What a failure says."""
+    """The meaning of a failure."""
 
     WRONG = "a wrong token or byte, or an access out of bounds"
     EXCUSED = "one of NOT_ABOUT_BYTES"
@@ -74,8 +74,8 @@ def find_unproven(results: Path, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def read_failures(results: Path, name: str) -> list[Failure] | None:
-    """What a command wrote of what failed; None where nothing of it can be read. A command that
-    looks at no bytes has written nothing."""
+    """The failures in a command's report; None where it cannot be read. A command that looks at no
+    bytes has none."""
     if name not in REPORTS:
         return []
     path = results / name / REPORTS[name]

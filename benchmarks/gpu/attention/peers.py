@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from statistics import geometric_mean
@@ -21,15 +21,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from ....kernels.attention import gathered_prefill
 from .. import section
 from ..plots import draw_peers
 from . import decode, prefill
 from .cases import Batch, Case, check_attention, decode_case, make_batch, time_checked
 
-NAME, LIBRARY_NAME = "peers", "prefill-library"
-LIBRARY_GRID = [prefill.name_of(*case) for case in ((2048, 8192), (8192, 32768), (8192, 8192))]
+NAME = "peers"
 MAX_FAULTS = 3  # each may cost seconds of compiling
 PeerLaunch = Callable[[int], Tensor]  # the attention over that layer of the batch
 
@@ -118,6 +117,7 @@ class VllmTriton:
         self._attend = import_first(VLLM_MODULES, "unified_attention")
 
     def prepare(self, batch: Batch) -> PeerLaunch:
+        refuse_float8(batch)
         case = batch.case
         out = torch.empty_like(batch.q)
         arguments = {
@@ -176,6 +176,7 @@ class FlashAttention3:
         self._attend = import_first(FLASH_MODULES, "flash_attn_with_kvcache")
 
     def prepare(self, batch: Batch) -> PeerLaunch:
+        refuse_float8(batch)
         case = batch.case
         arguments = {
             "cache_seqlens": batch.seq_lens,
@@ -195,6 +196,45 @@ class FlashAttention3:
         return lambda layer: only_tensor(self._attend(q, *planes(batch, layer), **passed))
 
 
+class TorchAttention:
+    """Requests of one shape, without window and soft cap."""
+
+    name = "torch"
+    remark = (
+        "scaled_dot_product_attention on K and V that lie contiguous already: it reads no block "
+        "table and does less work than the others"
+    )
+
+    def prepare(self, batch: Batch) -> PeerLaunch:
+        refuse_float8(batch)
+        case = batch.case
+        if case.window is not None or case.softcap is not None:
+            raise PeerRefused("it has neither a window nor a soft cap")
+        if len(set(case.chunks)) != 1:
+            raise PeerRefused("it takes requests of one length only")
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: a second
+
+        requests, (new, before) = len(case.chunks), case.chunks[0]
+        # [requests, heads, tokens, head_dim]
+        q = batch.q.view(requests, new, case.heads, case.head_dim).transpose(1, 2)
+        gathered = [_gather(batch, layer) for layer in range(len(batch.layers))]
+        mask = None if case.is_decode else causal_lower_right(new, new + before)
+        options: Any = {"attn_mask": mask, "scale": case.scale, "enable_gqa": True}
+        return lambda layer: scaled_dot_product_attention(q, *gathered[layer], **options).transpose(
+            1, 2
+        )
+
+
+def _gather(batch: Batch, layer: int) -> tuple[Tensor, Tensor]:
+    """K and V, each contiguous: `[requests, kv heads, tokens, head_dim]`."""
+    length, blocks = batch.case.lengths[0], batch.block_tables.long()
+    key, value = (
+        plane[blocks].flatten(1, 2)[:, :length].transpose(1, 2).contiguous()
+        for plane in planes(batch, layer)
+    )
+    return key, value
+
+
 WORKSPACE_BYTES = 384 * 2**20
 TENSOR_CORE_GROUP = 4  # from this many heads over one KV head on, as it recommends
 
@@ -210,6 +250,7 @@ class FlashInfer:
         self._prefill = import_first(("flashinfer",), "BatchPrefillWithPagedKVCacheWrapper")
 
     def prepare(self, batch: Batch) -> PeerLaunch:
+        refuse_float8(batch)
         case = batch.case
         space = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=batch.q.device)
         options = {
@@ -245,37 +286,8 @@ def _pages(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return integers(starts), torch.cat(ids), integers(fill)
 
 
-class GatheredSdpa:
-    """Torch's attention over K and V that the same launch has gathered, as the engine may run it
-    for long chunks of one request."""
-
-    name = gathered_prefill.SDPA
-    remark = "K and V gathered, then torch's scaled_dot_product_attention"
-
-    def __init__(self) -> None:
-        gathered_prefill.open_library(self.name)
-
-    def prepare(self, batch: Batch) -> PeerLaunch:
-        q, kv, table = batch.q, batch.layers[0], batch.block_tables[0]
-        if q.is_cuda and (reason := gathered_prefill.reason_against_library(self.name, q, kv)):
-            raise PeerRefused(reason)
-        [length], scale = batch.case.lengths, batch.case.scale
-        attend = gathered_prefill.GatheredPrefill(self.name, kv, length, min_rows=1).run
-        return lambda layer: attend(
-            q, batch.layers[layer], table, length, scale, torch.empty_like(q)
-        )
-
-
-class GatheredFa3(GatheredSdpa):
-    """FlashAttention-3 the same way."""
-
-    name = gathered_prefill.FA3
-    remark = "K and V gathered, then flash_attn_func of fa3-fwd"
-
-
-LIBRARIES: tuple[type[Peer], ...] = (GatheredFa3, GatheredSdpa)
 # FlashInfer last: it may compile for minutes, and the others should be through by then.
-PEERS: tuple[type[Peer], ...] = (VllmTriton, FlashAttention3, FlashInfer)
+PEERS: tuple[type[Peer], ...] = (VllmTriton, FlashAttention3, TorchAttention, FlashInfer)
 
 
 def choose_cases(place: section.Place) -> list[Case]:
@@ -288,12 +300,21 @@ def choose_cases(place: section.Place) -> list[Case]:
     return [*prefill.grid_cases(), Case(name="mixed", chunks=prefill.MIXED), *grid]
 
 
-def run(place: section.Place, results: section.Results, title: str = NAME) -> None:
+def run(place: section.Place, results: section.Results) -> None:
     """Ours on every case, then one peer after the other. Raises SectionOver, WrongResult."""
-    cases, kinds = choose_cases(place), PEERS
-    if title == LIBRARY_NAME:
-        grid = {case.name: case for case in prefill.choose_cases(place)}
-        cases, kinds = [grid[name] for name in LIBRARY_GRID], LIBRARIES
+    for name in measure(place, results, NAME, choose_cases(place), PEERS):
+        set_ratios(results, name)
+
+
+def measure(
+    place: section.Place,
+    results: section.Results,
+    title: str,
+    cases: Sequence[Case],
+    kinds: Sequence[type[Peer]],
+) -> Iterator[str]:
+    """Rows of section `title`: ours on every case, then one peer after the other. Yields a peer's
+    name whenever it has been measured on a case. Raises SectionOver, WrongResult."""
     rows: dict[str, section.Row] = {}
     expected: dict[str, Tensor] = {}
     rounds = place.choose(7, 5, 3)
@@ -324,7 +345,7 @@ def run(place: section.Place, results: section.Results, title: str = NAME) -> No
                 faults += 1
             else:
                 rows[case.name]["peers"][peer.name] = seconds
-                set_ratios(results, peer.name, title)
+                yield peer.name
             place.release_memory()
             if faults == MAX_FAULTS:
                 results.add_note(title, f"{peer.name}: left out after {faults} faults")
@@ -357,7 +378,6 @@ def find_peers(
 def time_peer(place: section.Place, case: Case, peer: Peer, expected: Tensor, rounds: int) -> float:
     """Seconds of one launch, on the tensors that ours had. Raises whatever the peer does."""
     batch: Batch = make_batch(place, case)
-    refuse_float8(batch)
     launch = peer.prepare(batch)
     check_attention(f"{peer.name}, {case.name}", launch(0).reshape(expected.shape), expected)
     launches = [partial(launch, layer) for layer in range(len(batch.layers))]
@@ -375,23 +395,17 @@ def check_device(place: section.Place, peer: Peer) -> None:
         ) from error
 
 
-def set_ratios(results: section.Results, name: str, title: str = NAME) -> None:
-    """How many times faster than peer `name` we are, in decode and on the grid of prefill; of a
-    library, how many times faster than ours it is."""
-    rows = [row for row in results.rows(title) if name in row["peers"]]
-    for kind, grid in ((prefill.NAME, prefill.GRID), (decode.NAME, None)):
-        of_kind = [row for row in rows if row["kind"] == kind and (not grid or row["case"] in grid)]
+def set_ratios(results: section.Results, name: str) -> None:
+    """How many times faster than peer `name` we are, in decode and on the grid of prefill."""
+    rows = [row for row in results.rows(NAME) if name in row["peers"]]
+    in_prefill = [row for row in rows if row["case"] in prefill.GRID]
+    in_decode = [row for row in rows if row["kind"] == decode.NAME]
+    for kind, of_kind in ((prefill.NAME, in_prefill), (decode.NAME, in_decode)):
         if of_kind:
-            ratio = geometric_mean([row["peers"][name] / row["seconds"] for row in of_kind])
-            if title == LIBRARY_NAME:
-                results.set_ratio(f"{kind}_{name}_over_triton", 1 / ratio)
-            else:
-                results.set_ratio(f"{kind}_over_{name}", ratio)
+            ratios = [row["peers"][name] / row["seconds"] for row in of_kind]
+            results.set_ratio(f"{kind}_over_{name}", geometric_mean(ratios))
 
 
-LIBRARY_SECTION = section.Section(
-    LIBRARY_NAME, "Prefill by a library", partial(run, title=LIBRARY_NAME), draw_peers
-)
 SECTION = section.Section(
     NAME,
     "Peers",

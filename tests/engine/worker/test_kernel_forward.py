@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stratakv.engine.worker.forward import kernel_attention
+from stratakv.engine.worker.forward import forward, kernel_attention
 from stratakv.engine.worker.forward.kernel_attention import Kernels
+from stratakv.engine.worker.forward.prefill_backend import PrefillChoice
 from stratakv.engine.worker.runtime.device_config import KERNELS, Placement
+from stratakv.kernels.attention.gathered_prefill import SDPA, GatheredPrefill
 from stratakv.tiers.settings.values import ConfigError
 
 from .recording_runtime import RecordingRuntime
@@ -241,3 +243,25 @@ def test_a_triton_that_compiles_nothing_is_told_at_the_start(checkpoint, driver,
         driver(checkpoint(), **placement)
     with pytest.raises(ValueError, match="of another"):
         driver(checkpoint(), **placement)
+
+
+def test_long_chunks_by_a_library_answer_the_same(
+    gathered, checkpoint, driver, prompt_of, monkeypatch
+):
+    """Short chunks, long ones and decodes in one step; of some requests the context is too long for
+    the library's buffers."""
+    min_rows, rows = 12, []
+
+    class Noted(GatheredPrefill):
+        def run(self, q, *args):
+            rows.append(len(q))
+            return super().run(q, *args)
+
+    def choose(self, backend):
+        return Noted(SDPA, self.attention.layers[0], 150, min_rows=min_rows)
+
+    monkeypatch.setattr(PrefillChoice, "choose", choose)
+    monkeypatch.setattr(forward, "MIN_ROWS", min_rows)
+    drive = driver(checkpoint(), block_size=4, num_blocks=400, placement=BY_KERNELS)
+    assert crowd(drive, prompt_of, wanted) == gathered
+    assert len(rows) > 10 and min(rows) >= min_rows

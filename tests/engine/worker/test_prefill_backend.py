@@ -175,7 +175,7 @@ Choose = Callable[..., GatheredPrefill | None]
 
 @pytest.fixture
 def choose(caplog: pytest.LogCaptureFixture) -> Iterator[Choose]:
-    """Of a small attention whose kernel and libraries take these seconds in turn."""
+    """The choice for a small attention whose kernel and libraries take these seconds in turn."""
     pool = torch.zeros(80, 2, 2, 16, 1, 16, dtype=torch.bfloat16)
     attention = KernelAttention(pool, LAYOUT, num_heads=2, dtype=torch.bfloat16, scale=0.25)
     caplog.set_level(logging.INFO)

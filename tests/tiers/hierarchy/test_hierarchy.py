@@ -82,7 +82,7 @@ def test_blocks_being_read_may_be_joined_and_blocks_being_stored_are_pending(rig
 
 
 def test_a_block_that_is_forgotten_while_it_is_read_is_not_joined(rig: Rig) -> None:
-    """What was read of it may be wrong. The store has it again meanwhile, and right."""
+    """The bytes that were read may be wrong. The store has the right ones meanwhile."""
     rig.put_below(1, 2)
     rig.store.hold_loads = True
     reading = rig.hierarchy.begin_load(keys(1, 2))

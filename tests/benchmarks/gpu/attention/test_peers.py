@@ -16,8 +16,8 @@ import torch
 
 from stratakv.benchmarks.gpu.attention import cases as attention_cases
 from stratakv.benchmarks.gpu.attention import peers, prefill
-from stratakv.benchmarks.gpu.attention.cases import decode_case, make_batch
-from stratakv.benchmarks.gpu.attention.peers import PeerRefused, VllmTriton
+from stratakv.benchmarks.gpu.attention.cases import Case, decode_case, make_batch
+from stratakv.benchmarks.gpu.attention.peers import PeerRefused, TorchAttention
 from stratakv.benchmarks.gpu.section import Results, WrongResult
 
 from .attention_runs import empty_results, one_wrong_row, refuse_timing, rehearsal
@@ -142,11 +142,11 @@ def test_right_peers_are_measured(tmp_path: Path) -> None:
     assert [row["kind"] for row in rows] == ["prefill", "prefill", "decode", "decode"]
     for row in rows:
         assert row["seconds"] > 0
-        assert row["peers"].keys() == {"peer_triton", "fa3", "flashinfer"}, notes(results)
+        assert row["peers"].keys() == {"peer_triton", "fa3", "torch", "flashinfer"}, notes(results)
         assert all(seconds > 0 for seconds in row["peers"].values())
     assert {target.name for target in peers.SECTION.targets} <= results.report.ratios.keys()
-    assert len(notes(results)) == 3  # what each of them is
-    assert any("its plan is not timed" in note for note in notes(results))
+    assert len(notes(results)) == 4  # what each of them is
+    assert any("less work" in note for note in notes(results))
     path = peers.SECTION.plot(results, tmp_path / "plots")
     assert path is not None and path.read_bytes().startswith(b"\x89PNG")
     results.write()
@@ -168,7 +168,7 @@ def test_ratios_are_their_time_over_ours(tmp_path: Path) -> None:
 
 def test_no_folder_and_nothing_installed(tmp_path: Path) -> None:
     results = run(None, tmp_path)
-    assert not any(row["peers"] for row in results.rows("peers"))
+    assert all(row["peers"].keys() == {"torch"} for row in results.rows("peers"))
     missing = [note for note in notes(results) if "not measured" in note]
     assert len(missing) == 3 and all("No module named" in note for note in missing)
 
@@ -188,7 +188,7 @@ def test_an_import_that_fails_is_a_note(source: str, reason: str, tmp_path: Path
     (note,) = (note for note in notes(results) if note.startswith("fa3"))
     assert "not measured" in note and reason in note
     for row in results.rows("peers"):
-        assert row["peers"].keys() == {"peer_triton", "flashinfer"}
+        assert row["peers"].keys() == {"peer_triton", "torch", "flashinfer"}
 
 
 def test_a_wrong_peer_is_not_measured(tmp_path: Path) -> None:
@@ -217,10 +217,16 @@ def test_another_version_without_pages_is_refused(tmp_path: Path) -> None:
     assert len(refused) == 4 and "cu_seqlens_q, page_table" in refused[0]
 
 
-def test_no_peer_takes_our_scales_of_float8() -> None:
-    case = decode_case("a", 2, 9, scales="head", kv_heads=2, head_dim=16, block_size=8)
-    with pytest.raises(PeerRefused, match="float8"):
-        peers.refuse_float8(make_batch(rehearsal(), case))
+def test_what_torch_refuses() -> None:
+    tiny = {"kv_heads": 2, "head_dim": 16, "block_size": 8}
+    for case, reason in (
+        (Case(name="a", chunks=((3, 2), (1, 0)), kv_heads=1, head_dim=16), "one length"),
+        (decode_case("a", 2, 9, window=4, **tiny), "window"),
+        (decode_case("a", 2, 9, softcap=4.0, **tiny), "soft cap"),
+        (decode_case("a", 2, 9, scales="head", **tiny), "float8"),
+    ):
+        with pytest.raises(PeerRefused, match=reason):
+            TorchAttention().prepare(make_batch(rehearsal(), case))
 
 
 def test_ours_must_be_right_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,10 +244,8 @@ def test_a_device_that_a_peer_has_broken(monkeypatch: pytest.MonkeyPatch) -> Non
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(type(place), "synchronise", fail)
-    with pytest.raises(
-        RuntimeError, match=r"peer_triton left the device unusable .*illegal memory"
-    ):
-        peers.check_device(place, VllmTriton.__new__(VllmTriton))
+    with pytest.raises(RuntimeError, match=r"torch left the device unusable .*illegal memory"):
+        peers.check_device(place, TorchAttention())
 
 
 def test_installed_packages_come_first(tmp_path: Path) -> None:

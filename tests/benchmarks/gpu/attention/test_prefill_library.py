@@ -9,7 +9,7 @@ from statistics import geometric_mean
 import pytest
 
 from stratakv.benchmarks.gpu.attention import cases as attention_cases
-from stratakv.benchmarks.gpu.attention import peers
+from stratakv.benchmarks.gpu.attention import prefill_library
 from stratakv.benchmarks.gpu.section import Results, WrongResult
 from stratakv.kernels.attention.gathered_prefill import GatheredPrefill
 
@@ -24,7 +24,7 @@ def notes(results: Results) -> list[str]:
 
 def test_a_rehearsal(tmp_path: Path) -> None:
     results = empty_results(tmp_path)
-    peers.LIBRARY_SECTION.run(rehearsal(), results)
+    prefill_library.SECTION.run(rehearsal(), results)
     rows = results.rows(NAME)
     assert [row["case"] for row in rows] == ["2k + 8k", "8k + 32k", "8k + 8k"]
     assert all(row["peers"].keys() == {"sdpa"} for row in rows), notes(results)
@@ -33,7 +33,7 @@ def test_a_rehearsal(tmp_path: Path) -> None:
     missing, remark = notes(results)
     assert missing.startswith("fa3: not measured, ModuleNotFoundError")
     assert "fa3_fwd_interface" in missing and remark.startswith("sdpa: K and V gathered")
-    path = peers.LIBRARY_SECTION.plot(results, tmp_path / "plots")
+    path = prefill_library.SECTION.plot(results, tmp_path / "plots")
     assert path is not None and path.name == "gpu-prefill-library.png"
 
 
@@ -45,7 +45,7 @@ def test_a_library_that_breaks_is_left_out_and_said(
 
     monkeypatch.setattr(GatheredPrefill, "run", fail)
     results = empty_results(tmp_path)
-    peers.LIBRARY_SECTION.run(rehearsal(), results)
+    prefill_library.SECTION.run(rehearsal(), results)
     assert all(row["seconds"] > 0 and not row["peers"] for row in results.rows(NAME))
     assert not results.report.ratios
     assert sum("RuntimeError: no kernel image" in note for note in notes(results)) == 3
@@ -54,7 +54,7 @@ def test_a_library_that_breaks_is_left_out_and_said(
 def test_a_wrong_library_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GatheredPrefill, "run", one_wrong_row(GatheredPrefill.run))
     results = empty_results(tmp_path)
-    peers.LIBRARY_SECTION.run(rehearsal(), results)
+    prefill_library.SECTION.run(rehearsal(), results)
     assert sum("sdpa, " in note and "WrongResult" in note for note in notes(results)) == 3
     assert not results.report.ratios
 
@@ -64,4 +64,4 @@ def test_ours_must_be_right_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(attention_cases, "paged_prefill", wrong)
     refuse_timing(monkeypatch, attention_cases)
     with pytest.raises(WrongResult):
-        peers.LIBRARY_SECTION.run(rehearsal(), empty_results(tmp_path))
+        prefill_library.SECTION.run(rehearsal(), empty_results(tmp_path))
