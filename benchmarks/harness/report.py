@@ -101,9 +101,9 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:
         table.add_row(*row)
-    # A log file has no width; 120 columns keep one row on one line there.
+    # A log file has no width: each row is one line there, however long a figure is.
     console = Console()
-    console = console if console.is_terminal else Console(width=120)
+    console = console if console.is_terminal else Console(width=1_000)
     console.print(table)
 
 
