@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from ..tiers.assemble import close_stores, make_admission, make_slab, open_stores, serve_slab
 from ..tiers.base import StoreTier
 from ..tiers.block import BlockLayout
-from ..tiers.cpu import CpuSlab
+from ..tiers.cache_server.slab_serving.serving import SlabServing
 from ..tiers.errors import TierConfigError
 from ..tiers.hierarchy.hierarchy import READ_SECONDS, WATERMARK, Hierarchy
-from ..tiers.peers.serving import SlabServing
+from ..tiers.slab.cpu_slab import CpuSlab
 from ..tiers.tag import Tagger
 from ..tiers.tier_settings import TierSettings
 from .device.base import SlabMemory
@@ -110,7 +110,7 @@ def build_scheduler_side(
     `namespace` binds the stores to whoever may read them, usually the root of the block identity.
     `progress` is called with bytes done and bytes in all while memory is faulted in. `wrap_store`
     may put something around each store below the slab, such as
-    `tiers/fault_injection/store.py` for a drill. `num_groups` cache groups have blocks of this
+    `tiers/testing/faulty_store.py` for a drill. `num_groups` cache groups have blocks of this
     layout; `parts` says more of them, where they do not attend to everything or live on several
     ranks. `prefill` is what computing costs, where somebody else measures it. `block_tokens`: of a
     block whose layout does not say so, since its bytes are another engine's.

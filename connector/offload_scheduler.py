@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
+from ..tiers.cache_server.slab_serving.serving import SlabServing
 from ..tiers.context import NO_CONTEXT, RequestContext
 from ..tiers.hierarchy.hierarchy import Hierarchy
 from ..tiers.mailbox import Alarm
-from ..tiers.peers.serving import SlabServing
 from .base import (
     NO_MATCH,
     NOTHING_FINISHED,
@@ -41,14 +41,14 @@ from .base import (
 )
 from .counters import OffloadCounters
 from .economics import NOTHING, Calibration, Choice, Economics
-from .following import Follows
-from .handover import HandOvers
 from .kept_turns import KeptTurns
 from .loads import Loads
 from .lookups import REMEMBERED_REQUESTS, Lookups
 from .outgoing import Outgoing
 from .parts import Parts
-from .prefill_waits import PrefillWaits
+from .prefill_decode.followed_prompts import Follows
+from .prefill_decode.hand_overs import HandOvers
+from .prefill_decode.prefill_waits import PrefillWaits
 from .rates import PrefillRate, ReadTimes
 from .transfer import CopySignal, JobIds, Remembered
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .extras import explain_missing_module
+from .config.optional_packages import explain_missing_module
 
 if TYPE_CHECKING:
     from .llm import LLM
     from .offline.outputs import CompletionOutput, RequestOutput
-    from .sampling_params import SamplingParams
-    from .structured_params import StructuredOutputsParams
+    from .request.sampling_params import SamplingParams
+    from .request.structured_params import StructuredOutputsParams
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 

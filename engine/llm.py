@@ -24,9 +24,9 @@ from ..tiers.settings.format import format_value
 from ..tiers.settings.readers import one_of, switch
 from ..tiers.settings.values import ConfigError
 from .client.base import EngineClient, EngineDead
+from .config.engine_options import engine_config
 from .core.model_check import check_model
 from .core.start import tell_import
-from .embeds import read_embeds, write_embeds
 from .logs import LOG_LEVELS
 from .models.checkpoint.generation_config import load_default_sampling
 from .offline.arguments import (
@@ -44,15 +44,15 @@ from .offline.arguments import (
 )
 from .offline.outputs import EmbeddingRequestOutput, RequestOutput
 from .offline.runs import CheckedPrompt, PromptRunner
-from .options import engine_config
-from .pooling import EMBEDDING_PARAMS, Dimensions, with_pooling
-from .request import pack_token_ids
+from .request.messages import AddRequest, Ready, RequestExtras, check_priority
+from .request.pooling import EMBEDDING_PARAMS, Dimensions, with_pooling
+from .request.prompt_embeds import read_embeds, write_embeds
+from .request.request import pack_token_ids
+from .request.sampling_params import SamplingParams, check_params_for_embeds
 from .sampling.loading import make_params_check
-from .sampling_params import SamplingParams, check_params_for_embeds
 from .text.output_processor import OutputProcessor, TextOutput, generate_text
 from .text.reasoning import find_marks, with_reasoning_marks
 from .text.tokenizer import Tokenizer, with_spelt_bad_words
-from .wire import AddRequest, Ready, RequestExtras, check_priority
 
 if TYPE_CHECKING:
     from .core.engine_core import EngineCore
@@ -211,8 +211,8 @@ class LLM:
         """
         self._check_open()
         check_switch("use_tqdm", use_tqdm)
-        from .api.openai.conversation import ChatOptions, ConversationRenderer
-        from .api.openai.outputs.tools import template_tools_of
+        from .api.openai.request.conversation import ChatOptions, ConversationRenderer
+        from .api.openai.response.tools import template_tools_of
 
         conversations = conversations_in(messages)
         params = params_for(len(conversations), sampling_params, "conversations")

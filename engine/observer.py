@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from .request import Request
+    from .request.request import Request
 
 logger = logging.getLogger(__name__)
 

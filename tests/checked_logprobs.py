@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from stratakv.engine.logprobs import PositionLogprobs, PromptLogprobs
+from stratakv.engine.request.logprobs import PositionLogprobs, PromptLogprobs
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.sampling.logprobs import LOGPROB_FLOOR
-from stratakv.engine.sampling_params import SamplingParams
 
 from .tiny_models import load_reference
 

@@ -16,9 +16,9 @@ import yaml
 
 from stratakv.engine.cli import route
 from stratakv.engine.cli.args import Parser, engine_options_of
-from stratakv.engine.config import EngineConfig
-from stratakv.engine.options import engine_config
-from stratakv.engine.settings.cache_server import read_options
+from stratakv.engine.config.cache_server_options import read_options
+from stratakv.engine.config.engine_config import EngineConfig
+from stratakv.engine.config.engine_options import engine_config
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"

@@ -32,12 +32,17 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from stratakv.engine.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from stratakv.engine.core import engine_core
 from stratakv.engine.core.device_config import placement_of
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.wire import AddRequest
+from stratakv.engine.request.messages import AddRequest
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.worker import model_runner
 from stratakv.engine.worker.runtime.device_config import KERNELS
 from stratakv.engine.worker.runtime.device_runtime import HostRuntime, Work

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from stratakv.connector.device import cpu as cpu_device
-from stratakv.engine.core import worker_process
-from stratakv.engine.core.worker_messages import (
+from stratakv.engine.core.worker_process import worker_process
+from stratakv.engine.core.worker_process.worker_messages import (
     Begin,
     Call,
     Done,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stratakv.engine.offload_config import OffloadConfig
+from stratakv.engine.config.offload_config import OffloadConfig
 from stratakv.tiers.tier_settings import CpuSettings, SsdSettings
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.config import EngineConfig
-from stratakv.engine.core import engine_core, process_executor
+from stratakv.engine.config.engine_config import EngineConfig
+from stratakv.engine.config.offload_config import OffloadConfig
+from stratakv.engine.core import engine_core
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.core.process_executor import ProcessExecutor
-from stratakv.engine.offload_config import OffloadConfig
+from stratakv.engine.core.worker_process import process_executor
+from stratakv.engine.core.worker_process.process_executor import ProcessExecutor
 
 from .faulty_worker import Plan, read_look
 from .leftovers import RunnerLook

@@ -13,12 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from stratakv.engine.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from stratakv.engine.config.offload_config import OffloadConfig
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.offload_config import OffloadConfig
-from stratakv.engine.request import pack_token_ids
-from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.wire import AddRequest, TokenOutput
+from stratakv.engine.request.messages import AddRequest, TokenOutput
+from stratakv.engine.request.request import pack_token_ids
+from stratakv.engine.request.sampling_params import SamplingParams
 
 from .leftovers import RunnerLook, check_nothing_left, check_references, is_busy
 from .stepping import Driver

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.sampling_params import SamplingParams
 
 from .tiny_models import VOCAB, load_reference
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from stratakv.engine.observer import Decision, Observer, StepMade, StepSnapshot
-from stratakv.engine.request import Request
+from stratakv.engine.request.request import Request
 from stratakv.engine.scheduler.scheduler import Scheduler
 
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.request.messages import TokenOutput
 from stratakv.engine.scheduler.scheduler import RETRY_SECONDS, Scheduler
-from stratakv.engine.wire import TokenOutput
 
 WAIT_SECONDS = 60.0
 PAUSE_SECONDS = 0.0005

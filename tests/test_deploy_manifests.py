@@ -23,7 +23,7 @@ from check_jsonschema.builtin_schemas import get_builtin_schema
 from cryptography import x509
 
 from stratakv.engine.cli import route, serve
-from stratakv.engine.offload_config import OffloadConfig
+from stratakv.engine.config.offload_config import OffloadConfig
 from stratakv.tiers.settings.values import ConfigError
 
 from .deploy_manifests import (

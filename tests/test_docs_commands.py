@@ -17,7 +17,7 @@ import pytest
 from starlette.routing import Route
 
 from stratakv.engine.api.app import create_app
-from stratakv.engine.api.openai.protocol import (
+from stratakv.engine.api.openai.request.protocol import (
     NEUTRAL_VALUES,
     ChatRequest,
     CompletionRequest,
@@ -27,13 +27,13 @@ from stratakv.engine.api.openai.protocol import (
 from stratakv.engine.api.settings import ApiSettings
 from stratakv.engine.cli import bench, cache_server, config, doctor, generate, route, serve
 from stratakv.engine.cli.args import Parser, log_level
-from stratakv.engine.options import EMBEDDED_MODEL, OPTIONS
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL, OPTIONS
+from stratakv.engine.config.environment import CACHE_SERVER_PREFIX, OTHER_VARIABLES
+from stratakv.engine.config.resolve import read_config_settings, resolve
+from stratakv.engine.config.schema import SCHEMA, default_text, variable_of
+from stratakv.engine.config.server_options import SERVER_OPTIONS
+from stratakv.engine.config.vllm_aliases import ALIASES
 from stratakv.engine.router.settings import ROUTER_OPTIONS
-from stratakv.engine.settings.aliases import ALIASES
-from stratakv.engine.settings.environment import CACHE_SERVER_PREFIX, OTHER_VARIABLES
-from stratakv.engine.settings.resolve import read_config_settings, resolve
-from stratakv.engine.settings.schema import SCHEMA, default_text, variable_of
-from stratakv.engine.settings.server import SERVER_OPTIONS
 from stratakv.tiers.cache_server.access.tenants import read_tenants
 from stratakv.tiers.settings import readers
 from stratakv.tiers.settings.option import flag_of

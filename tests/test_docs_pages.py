@@ -23,9 +23,9 @@ import pytest
 from stratakv.connector.vllm.settings import read_settings
 from stratakv.engine.cli.args import Parser
 from stratakv.engine.cli.main import COMMANDS, main
-from stratakv.engine.settings.cache_server import read_options
-from stratakv.engine.settings.environment import OTHER_VARIABLES
-from stratakv.engine.settings.schema import SCHEMA, variable_of
+from stratakv.engine.config.cache_server_options import read_options
+from stratakv.engine.config.environment import OTHER_VARIABLES
+from stratakv.engine.config.schema import SCHEMA, variable_of
 
 from .pages import NOT_RUN, ROOT, Block, Reader, blocks, find_block
 

@@ -130,7 +130,7 @@ def test_the_table_of_engine_rooms_has_no_arrow_up_and_none_too_many() -> None:
         ("engine/scheduler/example.py", "from .. import llm"),
         ("engine/models/example.py", "def f():\n    from ..config import EngineConfig"),
         ("engine/models/checkpoint/example.py", "from ...core import engine_core"),
-        ("engine/config.py", "from .options import engine_config"),
+        ("engine/config/engine_config.py", "from .options import engine_config"),
         ("engine/unknown/example.py", "from ..request import Request"),
     ],
 )

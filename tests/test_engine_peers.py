@@ -16,7 +16,7 @@ import pytest
 
 from stratakv.engine.client.process import ProcessClient
 from stratakv.engine.llm import LLM
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.sampling_params import SamplingParams
 
 from .free_ports import free_ports
 from .tiny_models import make_llama
@@ -162,7 +162,10 @@ def _kill_serving(llm: LLM) -> int:
     assert isinstance(client, ProcessClient)
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            is_serving = b"stratakv.tiers.peers.process" in (path / "cmdline").read_bytes()
+            is_serving = (
+                b"stratakv.tiers.cache_server.slab_serving.process"
+                in (path / "cmdline").read_bytes()
+            )
             if is_serving and _parent(int(path.name)) == client.pid:
                 os.kill(int(path.name), signal.SIGKILL)
                 killed += 1

@@ -17,10 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from stratakv.engine.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.wire import AddRequest, TokenOutput
+from stratakv.engine.request.messages import AddRequest, TokenOutput
+from stratakv.engine.request.sampling_params import SamplingParams
 
 from .leftovers import settle
 from .offload_config import offload_config

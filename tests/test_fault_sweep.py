@@ -22,16 +22,16 @@ from stratakv.connector.economics import Choice
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.connector.transfer import CopySignal
-from stratakv.engine.config import SchedulerConfig
+from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.scheduler.scheduler import RETRY_SECONDS
 from stratakv.tiers.base import Answer, Stored, StoreTier
-from stratakv.tiers.fault_injection.plan import FaultPlan, parse_faults
-from stratakv.tiers.fault_injection.store import FaultyStore
 from stratakv.tiers.hierarchy.guarded_store import BreakerState
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.memory import MemoryStore
 from stratakv.tiers.ssd.store import SsdStore
 from stratakv.tiers.tag import Proof, Proofs
+from stratakv.tiers.testing.fault_plan import FaultPlan, parse_faults
+from stratakv.tiers.testing.faulty_store import FaultyStore
+from stratakv.tiers.testing.memory_store import MemoryStore
 
 from .engine.scheduler.conftest import SIZE, reference
 from .random_life import SSD_BASE_BYTES

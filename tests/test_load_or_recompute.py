@@ -12,8 +12,8 @@ import pytest
 from stratakv.connector.economics import STORE_PRIOR
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.tiers import assemble
-from stratakv.tiers.fault_injection.plan import parse_faults
-from stratakv.tiers.fault_injection.store import FaultyStore
+from stratakv.tiers.testing.fault_plan import parse_faults
+from stratakv.tiers.testing.faulty_store import FaultyStore
 
 from .leftovers import check_nothing_left, is_busy
 from .test_exactness import ask, documents, prompt, running_core

@@ -16,12 +16,17 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from stratakv.engine.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.logprobs import PositionLogprobs, PromptLogprobs
-from stratakv.engine.request import pack_token_ids
-from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.wire import AddRequest, TokenOutput
+from stratakv.engine.request.logprobs import PositionLogprobs, PromptLogprobs
+from stratakv.engine.request.messages import AddRequest, TokenOutput
+from stratakv.engine.request.request import pack_token_ids
+from stratakv.engine.request.sampling_params import SamplingParams
 
 from .checked_logprobs import check_logprobs
 from .offload_config import offload_config

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import stratakv
-from stratakv.engine.extras import explain_missing_module
+from stratakv.engine.config.optional_packages import explain_missing_module
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -196,7 +196,7 @@ def test_a_missing_package_of_an_extra_is_told_with_its_extra() -> None:
     assert {"torch", "h11", "cupy"} <= missing
     for name in missing:
         said = explain_missing_module(ModuleNotFoundError(f"No module named {name!r}", name=name))
-        assert "pip install" in said, f"engine/extras.py does not know {name}"
+        assert "pip install" in said, f"engine/config/optional_packages.py does not know {name}"
 
 
 def test_lower_floors_import_without_torch_and_numpy() -> None:

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stratakv.engine.config.offload_config import OffloadConfig
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.offload_config import OffloadConfig
-from stratakv.tiers.fault_injection.plan import FaultPlan, parse_faults
-from stratakv.tiers.fault_injection.store import FaultyStore
 from stratakv.tiers.ssd.store import SsdStore
+from stratakv.tiers.testing.fault_plan import FaultPlan, parse_faults
+from stratakv.tiers.testing.faulty_store import FaultyStore
 
 from .faulty_parts import Mischief, patch_tiers
 from .nursery_site.nursery_client import Nursery

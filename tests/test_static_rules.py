@@ -411,9 +411,11 @@ def test_arrows_run_down() -> None:
 # engine's options is below what reads them from flags, environment and files.
 BELOW = (
     ("tiers/settings", "stratakv.tiers", "stratakv.tiers.settings"),
-    ("engine/options.py", "stratakv.engine.settings", None),
-    ("engine/offload_config.py", "stratakv.engine.settings", None),
-    ("engine/config.py", "stratakv.engine.settings", None),
+    *(
+        (f"engine/config/{options}.py", f"stratakv.engine.config.{reader}", None)
+        for options in ("engine_options", "offload_config", "engine_config")
+        for reader in ("schema", "resolve", "environment", "vllm_aliases", "server_options")
+    ),
 )
 
 
@@ -438,8 +440,8 @@ def test_settings_stand_below_what_has_options() -> None:
     [
         ("tiers/settings/example.py", "from ..block import BlockLayout"),
         ("tiers/settings/example.py", "from .. import block"),
-        ("engine/options.py", "from .settings import readers"),
-        ("engine/options.py", "def f():\n    from .settings.resolve import resolve"),
+        ("engine/config/engine_options.py", "from .settings import readers"),
+        ("engine/config/engine_options.py", "def f():\n    from .settings.resolve import resolve"),
     ],
 )
 def test_the_rule_of_settings_sees_each_form(
@@ -455,7 +457,7 @@ def test_the_rule_of_settings_sees_each_form(
         ("tiers/example.py", "from ..connector.base import KVConnector"),
         ("tiers/example.py", "from .. import engine"),
         ("tiers/policies/example.py", "from ...engine import config"),
-        ("tiers/example.py", "def f():\n    import stratakv.engine.config"),
+        ("tiers/example.py", "def f():\n    import stratakv.engine.config.engine_config"),
         ("connector/example.py", "from ..engine.config import EngineConfig"),
         ("engine/api/example.py", "from ...benchmarks import report"),
         ("kernels/example.py", "from ..tiers.block import BlockLayout"),

@@ -18,7 +18,7 @@ import grpc
 import pytest
 
 from stratakv.engine.llm import LLM
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.cache_server.access.tenants import token_digest
 

@@ -13,8 +13,8 @@ import pytest
 
 from stratakv.engine.cli.main import main
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.request import Request
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.request import Request
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.tiers.block import ALIGNMENT, pack_key
 from stratakv.tiers.record import decode_header
 from stratakv.tiers.settings.values import ConfigError

@@ -24,7 +24,7 @@ import trustme
 
 from stratakv.engine.llm import LLM
 from stratakv.engine.offline.outputs import RequestOutput
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.sampling_params import SamplingParams
 
 from .tiers.cache_server.rig import WAIT_SECONDS, Client, token_of
 from .tiny_models import VOCAB

@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING
 from .admission import AdmissionFilter, WriteBudget, make_filter
 from .base import StoreTier
 from .block import BlockLayout
+from .cache_server.slab_serving.serving import SlabServing
 from .codecs.choice import CodecFactory, make_codec
-from .cpu import CpuSlab
 from .errors import TierConfigError, TierDown
 from .mac_key import MacKey, read_mac_key
-from .peers.serving import SlabServing
 from .policies.choice import policy_factory
 from .registry import TierRequest, open_tier
-from .ssd.several_disks import Disk, SeveralDisks
+from .reopening_store import open_or_wait
+from .slab.cpu_slab import CpuSlab
+from .ssd.disk_array import Disk, SeveralDisks
 from .ssd.store import SsdStore
 from .ssd.watched import WatchedStore
-from .standby import open_or_wait
 from .tier_settings import CpuSettings, SsdSettings, TierSettings
 
 if TYPE_CHECKING:
-    from .peers.peer_tier import PeerTier
     from .remote.address import ServerAddress
+    from .remote.peer_tier import PeerTier
     from .remote.remote_store import RemoteStore
 
 # Blocks waiting to be read or written; more are refused, and stores are dropped before loads.
@@ -196,7 +196,7 @@ def _open_remote(layout: BlockLayout, settings: TierSettings, namespace: bytes) 
 
 
 def _open_peers(layout: BlockLayout, settings: TierSettings, namespace: bytes) -> StoreTier:
-    from .peers.peer_tier import PeerTier
+    from .remote.peer_tier import PeerTier
     from .remote.settings import RemoteSettings
 
     # No key for tags: who has these blocks is an engine, which would have it too.

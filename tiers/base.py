@@ -3,7 +3,7 @@
 
 Two kinds of tier keep blocks. The *slab* (`SlabTier`) is memory the copy engine can reach; blocks
 pass through it on their way up and down. A *store* (`StoreTier`) lies below it and is asked in
-batches: the SSD, later the network. `tiers/memory.py` is the simplest store, and the test double.
+batches: the SSD, or the network. `tiers/testing/memory_store.py` is the simplest store.
 
 A caller may rely on this:
 - `lookup` reads memory only, never blocks and changes nothing.

@@ -26,10 +26,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 from stratakv.engine.llm import LLM
 from stratakv.engine.models.spec import load_model_spec
-from stratakv.engine.options import EMBEDDED_MODEL
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.text.tokenizer import Tokenizer
 
 PROMPT_TOKENS = 600

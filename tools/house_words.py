@@ -137,10 +137,9 @@ NOW = Rules(
     Rule("read up", "promote"),
     # The flag --kv-fault-injection and classes such as FaultyStore keep their names.
     Rule(
-        "drill|faulty|fault_plan",
-        "a module of fault_injection/",
+        "drill|faulty",
+        "a module of tiers/testing/",
         exact=True,
-        but=("fault_injection",),
         kinds=_MODULES,
     ),
     # `shown` as a variable holds what was shown. Meant are the functions that format values.

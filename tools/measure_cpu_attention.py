@@ -28,7 +28,7 @@ import numpy as np  # noqa: E402 - the variables come first
 import torch  # noqa: E402
 
 from stratakv.engine.models.spec import load_model_spec  # noqa: E402
-from stratakv.engine.sampling_params import SamplingParams  # noqa: E402
+from stratakv.engine.request.sampling_params import SamplingParams  # noqa: E402
 from stratakv.engine.scheduler.output import (  # noqa: E402
     CachedRequestData,
     NewRequestData,

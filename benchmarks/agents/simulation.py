@@ -40,9 +40,9 @@ from ...connector.base import (
 )
 from ...engine.cache.block_hash import make_block_hasher
 from ...engine.cache.kv_cache_manager import KVCacheManager
-from ...engine.config import SchedulerConfig
-from ...engine.request import Request
-from ...engine.sampling_params import SamplingParams
+from ...engine.config.engine_config import SchedulerConfig
+from ...engine.request.request import Request
+from ...engine.request.sampling_params import SamplingParams
 from ...engine.scheduler import places, scheduler
 from ...engine.scheduler.output import ModelRunnerOutput
 from ...engine.scheduler.scheduler import Scheduler

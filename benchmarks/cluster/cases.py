@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...engine.options import EMBEDDED_MODEL
+from ...engine.config.engine_options import EMBEDDED_MODEL
 from ...tiers.settings.values import ConfigError
 from ..harness.comparison import WrongWork
 from ..harness.load_client import StreamedAnswer, ask

@@ -13,10 +13,10 @@ import numpy as np
 
 from ...engine.cache.block_hash import make_block_hasher
 from ...engine.cache.kv_cache_manager import KVCacheManager
-from ...engine.config import SchedulerConfig
+from ...engine.config.engine_config import SchedulerConfig
 from ...engine.models.layer_attention import LayerAttention, full, window
-from ...engine.request import BlockHasher, Request, TokenArray
-from ...engine.sampling_params import SamplingParams
+from ...engine.request.request import BlockHasher, Request, TokenArray
+from ...engine.request.sampling_params import SamplingParams
 from ...engine.scheduler.output import ModelRunnerOutput
 from ...engine.scheduler.scheduler import Scheduler
 from ...tiers.block import DIGEST_BYTES, Identity

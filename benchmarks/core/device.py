@@ -21,13 +21,13 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from ...engine.config.engine_options import engine_config
 from ...engine.core import engine_core
 from ...engine.core.engine_core import EngineCore
 from ...engine.core.executor import InProcessExecutor, StepHandle
-from ...engine.options import engine_config
-from ...engine.sampling_params import SamplingParams
+from ...engine.request.messages import AddRequest
+from ...engine.request.sampling_params import SamplingParams
 from ...engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from ...engine.wire import AddRequest
 from ...engine.worker.model_runner import ModelRunner
 
 DEVICE_SECONDS = 0.010

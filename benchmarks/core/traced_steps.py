@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from ...connector.base import NullConnector
-from ...engine.config import SchedulerConfig
+from ...engine.config.engine_config import SchedulerConfig
 from ...engine.observer import GuardedObservers
 from ...engine.trace.step_trace import StepTrace
 from ..harness.comparison import Gate, quartiles

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...engine.extras import install_extra
+from ...engine.config.optional_packages import install_extra
 
 WIDTH_INCHES, DPI = 8.0, 100  # 800 pixels wide
 MET, MISSED, PLAIN, GATE = "#2b6cb0", "#c53030", "#8a8f98", "#b7791f"

@@ -30,9 +30,9 @@ from ...tiers.admission import DEFAULT_FILTER
 from ...tiers.base import Stored, StoreTier
 from ...tiers.block import BlockLayout, pack_key
 from ...tiers.contract import make_buffers
-from ...tiers.fault_injection.plan import FaultPlan, Rule
-from ...tiers.fault_injection.store import FaultyStore
 from ...tiers.ssd.store import SsdStore
+from ...tiers.testing.fault_plan import FaultPlan, Rule
+from ...tiers.testing.faulty_store import FaultyStore
 from ..harness.peer import Child, answerer
 from ..harness.report import median
 from .scale import (

@@ -27,13 +27,13 @@ from unittest.mock import patch
 
 import numpy as np
 
+from ...engine.config.engine_options import engine_config
 from ...engine.core import offload
 from ...engine.core.collector import settle_collector
 from ...engine.core.engine_core import EngineCore
 from ...engine.models.spec import load_model_spec
-from ...engine.options import engine_config
-from ...engine.sampling_params import SamplingParams
-from ...engine.wire import AddRequest, TokenOutput
+from ...engine.request.messages import AddRequest, TokenOutput
+from ...engine.request.sampling_params import SamplingParams
 from ...tiers.base import StoreTier
 from ..harness.comparison import quartiles
 from ..harness.report import median

@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...engine.config.engine_options import EMBEDDED_MODEL, engine_config
 from ...engine.core.engine_core import EngineCore
-from ...engine.options import EMBEDDED_MODEL, engine_config
-from ...engine.request import pack_token_ids
-from ...engine.sampling_params import SamplingParams
-from ...engine.structured_params import StructuredOutputsParams
+from ...engine.request.messages import AddRequest, TokenOutput
+from ...engine.request.request import pack_token_ids
+from ...engine.request.sampling_params import SamplingParams
+from ...engine.request.structured_params import StructuredOutputsParams
 from ...engine.text.tokenizer import Tokenizer
-from ...engine.wire import AddRequest, TokenOutput
 from ..harness.comparison import Comparison, Outcome, WrongWork, take_rounds
 from ..harness.report import Report, median, ratios
 from .timer import Timer

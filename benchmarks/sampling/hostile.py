@@ -21,10 +21,10 @@ from itertools import count
 from typing import Any
 
 from ...engine.core.engine_core import EngineCore
-from ...engine.request import pack_token_ids
-from ...engine.sampling_params import SamplingParams
-from ...engine.structured_params import StructuredOutputsParams
-from ...engine.wire import AddRequest, TokenOutput
+from ...engine.request.messages import AddRequest, TokenOutput
+from ...engine.request.request import pack_token_ids
+from ...engine.request.sampling_params import SamplingParams
+from ...engine.request.structured_params import StructuredOutputsParams
 from ...tiers.processes.python_command import python_command
 from ..harness.comparison import Comparison, WrongWork, take_rounds
 from ..harness.report import Report, median, percentile, ratios

@@ -24,7 +24,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ...engine.options import EMBEDDED_MODEL
+from ...engine.config.engine_options import EMBEDDED_MODEL
 from ...tiers.settings.values import ConfigError
 from ..core.vllm_cases import interpreter
 from ..harness import plots

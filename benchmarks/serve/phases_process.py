@@ -55,9 +55,9 @@ class StrataKvSide:
         import numpy as np
 
         from ... import __version__
+        from ...engine.config.engine_options import engine_config
         from ...engine.core.engine_core import EngineCore
-        from ...engine.options import engine_config
-        from ...engine.wire import AddRequest
+        from ...engine.request.messages import AddRequest
         from ..offload.workbench import greedy
 
         self.version, options = __version__, dict(arguments)

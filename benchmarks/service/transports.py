@@ -39,7 +39,7 @@ from ...tiers.remote.membership import StaticMembership
 from ...tiers.remote.remote_store import RemoteStore
 from ...tiers.remote.server_link import ServerLink
 from ...tiers.remote.settings import RemoteSettings
-from ...tiers.shared_memory import SharedMemory
+from ...tiers.slab.shared_memory import SharedMemory
 from ...tiers.wire.frames import MAX_BLOCKS, State, pack_keys
 from ..harness.comparison import WrongWork
 from ..tiers.scale import MIB, layout_of

@@ -18,7 +18,7 @@ from typing import Any
 from ...tiers.errors import TierError
 from ...tiers.settings import readers
 from ...tiers.settings.values import ConfigError
-from ...tiers.shared_memory import HUGE_PAGE_BYTES
+from ...tiers.slab.shared_memory import HUGE_PAGE_BYTES
 from ...tiers.tier_settings import DURABILITIES
 from ..harness import plots
 from ..harness.comparison import COMPARISON_COLUMNS, Gate, WrongWork, comparison_row, take_rounds

@@ -34,7 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
 
-from ...tiers.cpu import CpuSlab
+from ...tiers.slab.cpu_slab import CpuSlab
 from ..harness.comparison import WrongWork
 
 QUEUE_DEPTH = 8  # at least

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ...tiers.cpu import CpuSlab
+from ...tiers.slab.cpu_slab import CpuSlab
 from ..harness.comparison import Comparison, WrongWork
 from .scale import MIB, key_of, layout_of
 

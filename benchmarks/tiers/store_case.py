@@ -34,7 +34,7 @@ from ...tiers.block import BlockLayout
 from ...tiers.codecs.base import Codec
 from ...tiers.codecs.choice import CODECS
 from ...tiers.contract import make_buffers
-from ...tiers.cpu import CpuSlab
+from ...tiers.slab.cpu_slab import CpuSlab
 from ...tiers.ssd import SsdStore, reader, record_writer
 from ...tiers.tag import NO_TAG, Proof
 from ..harness.comparison import Comparison, WrongWork

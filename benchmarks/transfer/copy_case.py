@@ -25,7 +25,7 @@ from ...connector.device.cpu import CpuCopyDevice, pool_pages, slab_pages
 from ...connector.offload_worker import OffloadWorker
 from ...connector.transfer import CopySignal
 from ...engine.worker.kv_pool import KvPool
-from ...tiers.cpu import CpuSlab
+from ...tiers.slab.cpu_slab import CpuSlab
 from ..harness.comparison import Comparison, Gate, WrongWork
 from ..harness.report import median, ratios
 from ..tiers.scale import MIB, layout_of

@@ -18,7 +18,6 @@ import grpc
 from ...proto.v1 import cache_service_pb2 as messages
 from ...tiers.assemble import close_stores, make_admission, make_slab, open_stores
 from ...tiers.block import ALIGNMENT, BlockLayout
-from ...tiers.fault_injection.store import Drill
 from ...tiers.hierarchy.hierarchy import Hierarchy
 from ...tiers.remote.address import ServerAddress
 from ...tiers.remote.credentials import Credentials
@@ -26,6 +25,7 @@ from ...tiers.remote.server_link import open_channel
 from ...tiers.settings.sizes import show_size
 from ...tiers.settings.values import ConfigError
 from ...tiers.tag import Tagger
+from ...tiers.testing.faulty_store import Drill
 from ...tiers.tier_settings import TierSettings
 from ...tiers.wire.messages import layout_message
 from ...tiers.wire.rpc import Stub

@@ -22,9 +22,9 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from ...tiers.cpu import CpuSlab
 from ...tiers.hierarchy.hierarchy import Hierarchy, StoreTicket
 from ...tiers.hierarchy.promotions import LoadTicket
+from ...tiers.slab.cpu_slab import CpuSlab
 from ...tiers.tag import Proof, Tagger
 from .failed import FailedChunks
 

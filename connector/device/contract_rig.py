@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ...tiers.block import BlockLayout
-from ...tiers.cpu import CpuSlab
+from ...tiers.slab.cpu_slab import CpuSlab
 from .base import CopyDevice, Event, Stream
 
 # Pages that are shorter than their slots, and pages that fill them, so that neighbours touch.

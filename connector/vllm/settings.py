@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...tiers.errors import TierConfigError
-from ...tiers.fault_injection.store import Drill, parse_drill
 from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
 from ...tiers.settings.option import setting
 from ...tiers.settings.values import ConfigError
+from ...tiers.testing.faulty_store import Drill, parse_drill
 from ..chunks.settings import Host, OwnSettings, Settings
 
 MODULE = "stratakv.connector.vllm"

@@ -28,26 +28,26 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ... import __version__
 from ...tiers.settings.suggestions import did_you_mean
 from ..client.base import UNHEALTHY_FAILED_STEPS, EngineClient, EngineDead
-from ..pooling import Dimensions
-from ..sampling_params import SamplingParams
+from ..request.pooling import Dimensions
+from ..request.sampling_params import SamplingParams
 from ..text.reasoning import ReasoningMarks
 from ..text.tokenizer import Tokenizer
 from ..text.tool_calls.choice import find_tool_parser, make_tool_format
+from .chat_template import ChatTemplate
 from .errors import ENGINE, ApiError, ClientGone, error_response, to_api_error
 from .front import Front
 from .http.auth import HEALTH_PATH, NODE_PATH, ApiKeyMiddleware
 from .http.hosts import HostMiddleware
 from .metrics.metrics import Metrics
-from .openai.body import MAX_QUOTED_CHARACTERS
 from .openai.chat import create_chat_completion
-from .openai.chat_template import ChatTemplate
 from .openai.completions import create_completion
 from .openai.embeddings import create_embeddings
 from .openai.follow import FOLLOW
-from .openai.replies import ModelCard, ModelList, now
-from .openai.token_texts import TokenTexts
+from .openai.request.body import MAX_QUOTED_CHARACTERS
+from .openai.response.replies import ModelCard, ModelList, now
 from .openai.tokenization import detokenize, tokenize
 from .settings import ApiSettings, CrossOrigin
+from .token_texts import TokenTexts
 
 logger = logging.getLogger(__name__)
 

@@ -17,18 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..client.base import EngineClient
-from ..pooling import Dimensions
-from ..sampling_params import SamplingParams
+from ..request.pooling import Dimensions
+from ..request.sampling_params import SamplingParams
 from ..text.reasoning import ReasoningMarks
 from ..text.tokenizer import PromptTooLong, Tokenizer
 from ..text.tool_calls.choice import ToolFormat
+from .chat_template import ChatTemplate
 from .errors import ApiError
 from .metrics.metrics import Metrics
-from .openai.chat_template import ChatTemplate
 from .openai.dropped import DroppedFields
-from .openai.protocol import Prompt
-from .openai.token_texts import TokenTexts
+from .openai.request.protocol import Prompt
 from .settings import ApiSettings
+from .token_texts import TokenTexts
 
 
 class InFlight:

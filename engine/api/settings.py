@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...tiers.settings.values import MIB, ConfigError
-from ..sampling_params import MAX_N
+from ..request.sampling_params import MAX_N
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..request import TokenArray
-from ..sampling_params import SamplingParams
+from ..request.request import TokenArray
+from ..request.sampling_params import SamplingParams
 
 IntArray = npt.NDArray[np.int64]
 

@@ -13,7 +13,7 @@ import cbor2
 import numpy as np
 
 from ...tiers.block import Extra, chain_digests, chain_digests_sha256_cbor, encode_extras
-from ..request import BlockHasher, Request
+from ..request.request import BlockHasher, Request
 
 # Where the chain of `sha256_cbor` starts; routers must be set to the same.
 _CBOR_SEED = "0"

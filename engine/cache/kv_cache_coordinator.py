@@ -19,7 +19,7 @@ from itertools import chain, islice
 
 from ...connector.page_names import group_suffix
 from ..models.layer_attention import LayerAttention
-from ..request import Request
+from ..request.request import Request
 from .block_pool import BlockPool
 from .full_attention_manager import FullAttentionManager
 from .group_manager import GroupManager, num_free

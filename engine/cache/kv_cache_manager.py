@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..models.layer_attention import LayerAttention, full
-from ..request import Request
+from ..request.request import Request
 from .block_pool import BlockPool
 from .group_spec import pages_per_block
 from .kv_block import BlockIds

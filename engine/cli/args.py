@@ -18,14 +18,14 @@ from ...tiers.settings.layers import MODEL
 from ...tiers.settings.option import Option, flag_of
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
-from ..config import EngineConfig
+from ..config.engine_config import EngineConfig
+from ..config.engine_options import OPTIONS, engine_config
+from ..config.resolve import Settings, resolve
+from ..config.schema import SCHEMA, default_text
+from ..config.server_options import SERVER_OPTIONS
+from ..config.unsupported_options import explain_not_built
+from ..config.vllm_aliases import ALIASES
 from ..logs import LOG_LEVELS
-from ..not_built import explain_not_built
-from ..options import OPTIONS, engine_config
-from ..settings.aliases import ALIASES
-from ..settings.resolve import Settings, resolve
-from ..settings.schema import SCHEMA, default_text
-from ..settings.server import SERVER_OPTIONS
 
 # Names of aliases in the namespace, apart from a command's own flags.
 _ALIAS = "alias:"

@@ -27,8 +27,8 @@ from ...tiers.settings import readers
 from ...tiers.settings.format import one_line
 from ...tiers.settings.values import ConfigError, show_size
 from .. import logs
-from ..settings.cache_server import OPTIONS, default_text, read_options, server_settings
-from ..settings.environment import CACHE_SERVER_PREFIX
+from ..config.cache_server_options import OPTIONS, default_text, read_options, server_settings
+from ..config.environment import CACHE_SERVER_PREFIX
 from . import systemd
 from .args import add_options
 

@@ -28,10 +28,10 @@ from ...tiers.settings.layers import MODEL
 from ...tiers.settings.option import Option, flag_of
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import GIB, ConfigError, size_within
-from ..options import engine_config
-from ..settings.resolve import Settings, read_config_settings
-from ..settings.schema import MASK, SCHEMA, default_text, masked, value_in, without_effect
-from ..settings.server import server_config
+from ..config.engine_options import engine_config
+from ..config.resolve import Settings, read_config_settings
+from ..config.schema import MASK, SCHEMA, default_text, masked, value_in, without_effect
+from ..config.server_options import server_config
 from . import serve
 from .args import Parser, naming_origins, settings_of
 

@@ -16,8 +16,8 @@ from ...tiers.settings.format import format_value
 from ...tiers.settings.option import flag_of
 from ...tiers.settings.values import ConfigError
 from ..logs import set_up
+from ..request.sampling_params import SamplingParams
 from ..sampling.loading import InvalidProcessorParams
-from ..sampling_params import SamplingParams
 from .args import (
     add_engine_arguments,
     add_log_level,

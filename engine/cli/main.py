@@ -21,7 +21,7 @@ from ...tiers.settings.format import format_value, one_line
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
 from ..client.base import EngineDead
-from ..extras import explain_missing_module
+from ..config.optional_packages import explain_missing_module
 from ..logs import is_json
 from .args import Parser, naming_origins
 

@@ -2,7 +2,7 @@
 """`stratakv plan`: what a model takes, what fits and when loading pays, before anything is started.
 
 Reads config.json, and of weight files only whether they are there. The arithmetic is in
-`engine/plan.py`, rates come from `plan_rates.py`, and `plan_table.py` prints.
+`engine/plan/memory_plan.py`, rates come from `plan_rates.py`, and `plan_table.py` prints.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any
 
 from ...tiers.block import DTYPE_BYTES, BlockLayout
 from ...tiers.errors import TierConfigError
-from ...tiers.host_memory import available_memory_bytes
 from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
 from ...tiers.settings.option import flag_of
 from ...tiers.settings.readers import Reader
 from ...tiers.settings.sizes import rough_size
 from ...tiers.settings.values import MIB, ConfigError
+from ...tiers.slab.host_memory import available_memory_bytes
 from ...tiers.ssd.disk.space import plan_space
-from .. import plan
 from ..cache.group_spec import CacheGroups, plan_groups
-from ..config import CacheConfig, ModelConfig
+from ..config.engine_config import CacheConfig, ModelConfig
+from ..config.engine_options import model_directory
 from ..models.checkpoint.shards import find_shards
 from ..models.checkpoint.tensor_shapes import expected_tensors
 from ..models.dtypes import planned_dtype
 from ..models.spec import ModelSpec, load_model_spec, resolve_max_model_len
-from ..options import model_directory
-from .plan_rates import OPERATIONS, PLACES, PREFILL_TOKENS, Rate, resolve_rates
+from ..plan import memory_plan as plan
+from ..plan.rates import OPERATIONS, PLACES, PREFILL_TOKENS, Rate, resolve_rates
 
 DESCRIPTION = "Say what a model and its KV cache take, what fits, and when loading pays."
 
@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(made, indent=2, allow_nan=False))
     else:
-        from .plan_table import print_plan
+        from ..plan.table import print_plan
 
         print_plan(made, {name: getattr(args, name) for name in _SIZES if name in given})
     return 0

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ...tiers.settings.option import flag_of
 from ...tiers.settings.values import ConfigError, show_size
 from .. import logs
-from ..extras import install_extra
+from ..config.optional_packages import install_extra
 from ..router.settings import ROUTER_OPTIONS, RouterConfig, read_node
 from .args import add_options
 from .serve import bind

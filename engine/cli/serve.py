@@ -24,12 +24,12 @@ from ...tiers.settings.sizes import rough_size
 from ...tiers.settings.values import ConfigError, show_size
 from .. import logs
 from ..client.base import EngineDead
-from ..config import EngineConfig
-from ..offload_config import PEER, REMOTE, OffloadConfig
-from ..options import model_aliases
+from ..config.engine_config import EngineConfig
+from ..config.engine_options import model_aliases
+from ..config.offload_config import PEER, REMOTE, OffloadConfig
+from ..config.resolve import Settings
+from ..config.server_options import ServerConfig, server_config
 from ..sampling.loading import ParamsCheck, make_params_check
-from ..settings.resolve import Settings
-from ..settings.server import ServerConfig, server_config
 from . import systemd
 from .args import add_engine_arguments, add_server_arguments, engine_config_of, settings_of
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from ..api.settings import ApiSettings
     from ..client.process import ProcessClient
-    from ..wire import Ready
+    from ..request.messages import Ready
 
 DESCRIPTION = "Serve a model over HTTP, in the form of OpenAI's API."
 
@@ -158,7 +158,7 @@ async def _serve(
     model_aliases: Sequence[str],
     check_params: ParamsCheck,
 ) -> int:
-    from ..api.openai.chat_template import ChatTemplate
+    from ..api.chat_template import ChatTemplate
     from ..client.process import ProcessClient
     from ..models.checkpoint.generation_config import load_default_sampling
     from ..text.reasoning import find_marks

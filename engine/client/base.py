@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any
 
-from ..wire import AddRequest, Ready, TokenOutput
+from ..request.messages import AddRequest, Ready, TokenOutput
 
 
 class EngineDead(RuntimeError):

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...tiers.processes.python_command import python_command
-from ..config import EngineConfig
+from ..config.engine_config import EngineConfig
 from ..core.start import CoreStart, encode_start
 
 # The path of a Unix socket has to fit into 107 bytes.

@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from ..wire import (
+from ..request.messages import (
     ABORTED,
     STOPPED,
     AbortRequests,

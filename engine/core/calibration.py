@@ -26,7 +26,7 @@ from ...connector.base import (
     KVConnectorScheduler,
     TierEstimates,
 )
-from ..sampling_params import SamplingParams
+from ..request.sampling_params import SamplingParams
 from ..scheduler.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from .prefill_savings import MIN_PROMPT_TOKENS, PrefillSavings, PromptCost
 

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from ...connector.base import KVConnectorScheduler
+from ..request.messages import ToolCalled
 from ..scheduler.scheduler import Pause, Scheduler
 from ..structured.manager import GrammarManager
-from ..wire import ToolCalled
 from .core_stats import CoreStats
 from .handover import HeldAnswers
 from .request_builder import RequestBuilder, decode_request

@@ -12,7 +12,7 @@ from typing import Any
 from ...connector.rates import PrefillRate
 from ...tiers.block import BlockLayout
 from ...tiers.histogram import Histogram
-from ..config import EngineConfig
+from ..config.engine_config import EngineConfig
 from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
 from .prefill_savings import PrefillSavings, PromptCost
 

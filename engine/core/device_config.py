@@ -10,7 +10,7 @@ import logging
 
 import torch
 
-from ..config import DEFAULT_GPU_SHARE, EngineConfig
+from ..config.engine_config import DEFAULT_GPU_SHARE, EngineConfig
 from ..models.dtypes import choose_dtype
 from ..models.spec import ModelSpec
 from ..worker.runtime.cuda_probe import choose_gpu, probe_cuda

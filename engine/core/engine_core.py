@@ -24,18 +24,12 @@ from ...connector.rates import PrefillRate
 from ...tiers.block import Identity
 from ..cache.block_hash import make_block_hasher
 from ..cache.kv_cache_manager import KVCacheManager
-from ..config import EngineConfig
+from ..config.engine_config import EngineConfig
 from ..models.checkpoint.fingerprint import ModelFiles
 from ..models.dtypes import dtype_name
 from ..models.spec import load_model_spec, resolve_max_model_len
 from ..observer import Observer
-from ..request import BlockHasher, RequestStatus
-from ..sampling.token_mask import TokenMask
-from ..scheduler.output import SchedulerOutput
-from ..scheduler.scheduler import RETRY_SECONDS, Pause, Scheduler
-from ..structured.manager import GrammarManager
-from ..trace.step_trace import NO_CONNECTOR, StepTrace
-from ..wire import (
+from ..request.messages import (
     ABORTED,
     INVALID_GRAMMAR,
     PROTOCOL_VERSION,
@@ -44,6 +38,12 @@ from ..wire import (
     Ready,
     TokenOutput,
 )
+from ..request.request import BlockHasher, RequestStatus
+from ..sampling.token_mask import TokenMask
+from ..scheduler.output import SchedulerOutput
+from ..scheduler.scheduler import RETRY_SECONDS, Pause, Scheduler
+from ..structured.manager import GrammarManager
+from ..trace.step_trace import NO_CONNECTOR, StepTrace
 from ..worker.pool_demand import check_pool_size
 from ..worker.runtime.device_runtime import is_device_lost
 from ..worker.runtime.pool_sizing import context_that_fits
@@ -55,9 +55,9 @@ from .executor import Executor, ExecutorDied, InProcessExecutor, StepHandle, loa
 from .handover import HeldAnswers
 from .model_check import blocks_of_pool, check_backend, demand_of
 from .offload import OpenTiers, describe_identity, open_tiers
-from .process_executor import ProcessExecutor
 from .request_adder import RequestAdder
 from .request_builder import RequestBuilder
+from .worker_process.process_executor import ProcessExecutor
 
 logger = logging.getLogger(__name__)
 

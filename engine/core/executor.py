@@ -30,7 +30,7 @@ from ...connector.base import (
     ConnectorWorkerOutput,
     KVConnectorWorker,
 )
-from ..config import EngineConfig
+from ..config.engine_config import EngineConfig
 from ..models.dtypes import dtype_name
 from ..models.spec import ModelSpec
 from ..sampling.loading import load_processors

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from ...connector.base import KVConnectorScheduler
 from ..cache.kv_cache_manager import KVCacheManager
-from ..handover import Ticket, params_digest
-from ..logprobs import PositionLogprobs
-from ..request import Request
-from ..wire import TokenOutput
+from ..request.handover_ticket import Ticket, params_digest
+from ..request.logprobs import PositionLogprobs
+from ..request.messages import TokenOutput
+from ..request.request import Request
 
 # For blocks to be given to the tiers, which copies of earlier ones can hold up.
 MOST_SECONDS = 10.0

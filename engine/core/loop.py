@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from ..wire import (
+from ..request.messages import (
     AbortRequests,
     AddRequest,
     Call,

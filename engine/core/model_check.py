@@ -8,17 +8,17 @@ torch takes seconds. The core asks again, with a GPU's memory at hand.
 
 from __future__ import annotations
 
-from ...tiers.host_memory import available_memory_bytes
 from ...tiers.settings.values import ConfigError
+from ...tiers.slab.host_memory import available_memory_bytes
 from ..cache.group_spec import plan_groups
-from ..config import DEFAULT_POOL_BYTES, EngineConfig
+from ..config.engine_config import DEFAULT_POOL_BYTES, EngineConfig
+from ..config.offload_config import has_tier
 from ..models.checkpoint.fingerprint import check_headers
 from ..models.checkpoint.stored_tensors import StoredTensors
 from ..models.checkpoint.tensor_shapes import expected_tensors, name_of
 from ..models.dtypes import choose_dtype, kv_dtype_name
 from ..models.spec import ModelSpec, load_model_spec, resolve_max_model_len
-from ..offload_config import has_tier
-from ..plan import activation_bytes, weight_bytes
+from ..plan.memory_plan import activation_bytes, weight_bytes
 from ..worker.pool_demand import PoolDemand, check_pool_size, num_blocks_in
 from ..worker.runtime.pool_sizing import HostMemory, host_pool_blocks, longest_context
 

@@ -23,9 +23,9 @@ from ...tiers.errors import TierConfigError, TierDown
 from ...tiers.mac_key import MacKey
 from ...tiers.settings.values import ConfigError, show_size
 from ..cache.group_spec import CacheGroups
-from ..config import EngineConfig
+from ..config.engine_config import EngineConfig
+from ..config.offload_config import OffloadConfig
 from ..models.layer_attention import LayerAttention, full
-from ..offload_config import OffloadConfig
 
 logger = logging.getLogger(__name__)
 

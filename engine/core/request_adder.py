@@ -12,13 +12,13 @@ from collections.abc import Callable
 from functools import partial
 
 from ...connector.base import Elsewhere, KVConnectorScheduler
-from ..handover import Ticket
-from ..request import Request
+from ..request.handover_ticket import Ticket
+from ..request.messages import INVALID_GRAMMAR, OVERLOADED, AddRequest, TokenOutput
+from ..request.request import Request
 from ..scheduler.limits import QueueFull
 from ..scheduler.scheduler import Scheduler
 from ..structured.compiler import TooManyGrammars
 from ..structured.manager import GrammarManager, Waiting
-from ..wire import INVALID_GRAMMAR, OVERLOADED, AddRequest, TokenOutput
 from .handover import HeldAnswers
 from .request_builder import RequestBuilder, context_of
 

@@ -17,12 +17,12 @@ from ...connector.base import Elsewhere
 from ...tiers.block import tenant_salt
 from ...tiers.context import NO_CONTEXT, RequestContext
 from ...tiers.settings.format import format_value
-from ..config import MEAN, POOLINGS
-from ..embeds import EmbedArray, read_embeds
-from ..handover import Ticket, fits, is_possible
-from ..request import BYTES_PER_TOKEN, BlockHasher, Request, TokenArray, job_key
-from ..sampling_params import SamplingParams, check_params_for_embeds
-from ..wire import NO_EXTRAS, AddRequest, RequestExtras, ToolCalled, check_priority
+from ..config.engine_config import MEAN, POOLINGS
+from ..request.handover_ticket import Ticket, fits, is_possible
+from ..request.messages import NO_EXTRAS, AddRequest, RequestExtras, ToolCalled, check_priority
+from ..request.prompt_embeds import EmbedArray, read_embeds
+from ..request.request import BYTES_PER_TOKEN, BlockHasher, Request, TokenArray, job_key
+from ..request.sampling_params import SamplingParams, check_params_for_embeds
 
 logger = logging.getLogger(__name__)
 

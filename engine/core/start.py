@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from ..config import EngineConfig
+from ..config.engine_config import EngineConfig
 
 _LENGTH = struct.Struct("<I")
 MAX_BYTES = 1 << 20

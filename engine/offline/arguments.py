@@ -13,7 +13,7 @@ from typing import Any
 import numpy.typing as npt
 
 from ...tiers.settings.format import format_value
-from ..sampling_params import SamplingParams
+from ..request.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | npt.NDArray[Any]
 Conversation = Sequence[Mapping[str, Any]]

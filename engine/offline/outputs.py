@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TextIO
 
-from ..logprobs import PositionLogprobs, PromptLogprobs
-from ..pooling import finish_vector
+from ..request.logprobs import PositionLogprobs, PromptLogprobs
+from ..request.pooling import finish_vector
 from ..text.output_processor import TextOutput
 
 # Calls that take no longer write no line; the others write it again as often.

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import msgspec
 
 from ..client.base import EngineClient, EngineDead
-from ..request import unpack_token_ids
-from ..sampling_params import child_params
+from ..request.messages import AddRequest
+from ..request.request import unpack_token_ids
+from ..request.sampling_params import child_params
 from ..text.output_processor import generate_text
 from ..text.reasoning import ReasoningMarks, Thoughts
 from ..text.tokenizer import Tokenizer
-from ..wire import AddRequest
 from .outputs import CompletionOutput, ProgressLine, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class PromptRunner:
     def name_logprobs(self, answers: Sequence[RequestOutput]) -> None:
         """Make the maps by token of the choices that have log-probabilities. Takes some time for
         many, so it is no work for an event loop."""
-        from ..api.openai.token_texts import TokenTexts
+        from ..api.token_texts import TokenTexts
 
         texts = TokenTexts(self._tokenizer)
 

@@ -29,8 +29,8 @@ from ...tiers.settings.values import MIB, ConfigError
 from ...tiers.wire.listen import host_in
 from ..api.errors import ApiError, ClientGone, error_response, to_api_error
 from ..api.http.hosts import check_host, hosts_to_check
-from ..api.openai.body import read_body
-from ..api.openai.streaming import until_disconnect
+from ..api.openai.request.body import read_body
+from ..api.openai.response.streaming import until_disconnect
 from ..api.settings import ApiSettings
 from .metrics import CLIENT, RouterMetrics
 from .node_tls import make_node_tls

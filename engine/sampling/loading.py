@@ -22,7 +22,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...tiers.settings.values import ConfigError
-from ..sampling_params import SamplingParams, UnreadExtraArgs
+from ..request.sampling_params import SamplingParams, UnreadExtraArgs
 
 if TYPE_CHECKING:
     from .processors.base import LogitsProcessor

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..logprobs import PositionLogprobs
+from ..request.logprobs import PositionLogprobs
 from .copies import to_host
 from .row_parts import row_parts
 

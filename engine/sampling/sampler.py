@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ...tiers.settings.values import ConfigError
 from ..batch.batch_update import BatchUpdate, IntArray
-from ..logprobs import PositionLogprobs
+from ..request.logprobs import PositionLogprobs
 from .copies import HostCopies, begin_to_host, to_device
 from .loading import LoadedProcessor
 from .logprobs import position_entries, position_tensors, raw_logprobs

@@ -14,9 +14,9 @@ from enum import Enum
 
 from ...connector.base import Match, MatchKind
 from ..cache.kv_cache_coordinator import GroupBlocks
-from ..config import SchedulerConfig
+from ..config.engine_config import SchedulerConfig
 from ..observer import Decision, Obstacle
-from ..request import Progress, Request, RequestStatus
+from ..request.request import Progress, Request, RequestStatus
 from .loading import count_reused
 from .places import Places
 from .policies import RequestQueue

@@ -12,10 +12,10 @@ from ...connector.base import (
     ConnectorWorkerOutput,
     EvictedBlock,
 )
-from ..config import SchedulerConfig
+from ..config.engine_config import SchedulerConfig
 from ..observer import Decision
-from ..request import RequestStatus
-from ..wire import TokenOutput
+from ..request.messages import TokenOutput
+from ..request.request import RequestStatus
 from .output import OutputWriter
 from .places import Places
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from ...tiers.settings.sizes import show_size
 from ...tiers.settings.values import ConfigError
 from ..cache.kv_cache_manager import KVCacheManager
-from ..config import SchedulerConfig
-from ..request import Request
+from ..config.engine_config import SchedulerConfig
+from ..request.request import Request
 
 # Of the prompt embeddings of all unfinished requests.
 MAX_EMBED_BYTES = 1 << 30

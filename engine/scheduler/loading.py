@@ -31,7 +31,7 @@ from ..cache.kv_block import page_tables
 from ..cache.kv_cache_coordinator import GroupBlocks
 from ..cache.kv_cache_manager import KVCacheManager
 from ..observer import Observer
-from ..request import Progress, Request, RequestStatus
+from ..request.request import Progress, Request, RequestStatus
 
 _log = logging.getLogger(__name__)
 

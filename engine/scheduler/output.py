@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from ...connector.base import ConnectorMetadata, ConnectorWorkerOutput
 from ..cache.kv_block import BlockIds
-from ..embeds import EmbedArray
-from ..logprobs import PositionLogprobs, PromptLogprobs
-from ..request import Progress, Request, RequestStatus, TokenArray
-from ..sampling_params import SamplingParams
-from ..wire import NOT_FINITE, PROCESSOR_FAILED, TokenOutput
+from ..request.logprobs import PositionLogprobs, PromptLogprobs
+from ..request.messages import NOT_FINITE, PROCESSOR_FAILED, TokenOutput
+from ..request.prompt_embeds import EmbedArray
+from ..request.request import Progress, Request, RequestStatus, TokenArray
+from ..request.sampling_params import SamplingParams
 from .places import Places
 from .stop import check_stop, stop_reason
 

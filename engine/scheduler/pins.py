@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from ...connector.base import KVConnectorScheduler
 from ..cache.kv_cache_manager import KVCacheManager
-from ..request import Request
+from ..request.request import Request
 
 logger = logging.getLogger(__name__)
 

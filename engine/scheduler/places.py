@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from ...connector.base import KVConnectorScheduler, NullConnector
 from ..cache.kv_cache_manager import KVCacheManager
 from ..observer import Decision, Observer, Obstacle
-from ..request import Progress, Request, RequestStatus
+from ..request.request import Progress, Request, RequestStatus
 from .loading import LoadingRequests
 from .pins import Pins
 from .policies import FCFSPolicy, SchedulingPolicy

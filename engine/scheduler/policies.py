@@ -23,7 +23,7 @@ from typing import Any
 from ...tiers.errors import TierConfigError
 from ...tiers.registry import find_entry
 from ...tiers.settings.values import ConfigError
-from ..request import Request
+from ..request.request import Request
 
 ENTRY_POINTS = "stratakv.scheduling_policies"
 

@@ -22,8 +22,8 @@ from collections.abc import Iterable
 
 from ..cache.kv_cache_coordinator import GroupBlocks
 from ..cache.kv_cache_manager import KVCacheManager
-from ..config import SchedulerConfig
-from ..request import Request
+from ..config.engine_config import SchedulerConfig
+from ..request.request import Request
 from .places import Places
 
 

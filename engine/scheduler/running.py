@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from ..config import SchedulerConfig
-from ..request import Request
+from ..config.engine_config import SchedulerConfig
+from ..request.request import Request
 from .places import Places
 from .pressure import MemoryPressure
 from .step import StepBuilder

@@ -35,10 +35,10 @@ from ...connector.base import (
 )
 from ...tiers.context import NO_CONTEXT, RequestContext
 from ..cache.kv_cache_manager import KVCacheManager
-from ..config import SchedulerConfig
+from ..config.engine_config import SchedulerConfig
 from ..observer import GuardedObservers, Observer, StepMade, StepSnapshot
-from ..request import Progress, Request, RequestStatus
-from ..wire import NOT_FINITE, TokenOutput
+from ..request.messages import NOT_FINITE, TokenOutput
+from ..request.request import Progress, Request, RequestStatus
 from .admission import Admission
 from .exchange import ConnectorExchange
 from .limits import QueueFull, check_config, check_embeds, check_request

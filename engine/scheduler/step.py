@@ -17,7 +17,7 @@ from ...connector.base import ConnectorMetadata
 from ..cache.kv_block import BlockIds
 from ..cache.kv_cache_coordinator import GroupBlocks
 from ..cache.kv_cache_manager import KVCacheManager
-from ..request import Request, RequestStatus
+from ..request.request import Request, RequestStatus
 from .output import CachedRequestData, NewRequestData, SchedulerOutput
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..request import Request, RequestStatus
+from ..request.request import Request, RequestStatus
 
 
 def end_token_ids(request: Request, eos_token_ids: frozenset[int]) -> frozenset[int]:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..reasoning import Mark
-from ..request import Request
+from ..request.reasoning_marks import Mark
+from ..request.request import Request
 from .base import BITS
 from .masks import Follower
 from .vocabulary import Vocabulary

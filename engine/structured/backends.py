@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..structured_params import GrammarSpec, Kind
+from ..request.structured_params import GrammarSpec, Kind
 from .base import Backend, Form, Grammar, GrammarError
 from .vocabulary import Vocabulary
 from .xgrammar_scope import why_unsupported, why_untamed

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..structured_params import GrammarSpec
+from ..request.structured_params import GrammarSpec
 
 BITS = 32
 LARGE_BYTES = 1024**2  # of a grammar: to free one takes long, 10 ms for 25 MB

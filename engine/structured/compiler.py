@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from ..structured_params import GrammarSpec
+from ..request.structured_params import GrammarSpec
 from .base import BITS, Backend, Grammar, GrammarError, NotNow, Words
 from .fair_queue import FairQueue, Shares
 from .followed_apart import GrammarApart

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..structured_params import GrammarSpec
+from ..request.structured_params import GrammarSpec
 from .backends import open_backend
 from .base import BITS, Backend, Grammar, GrammarError, Matcher, follow_forced
 from .messages import (

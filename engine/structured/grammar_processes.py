@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...tiers.processes.python_command import python_command
-from ..structured_params import GrammarSpec
+from ..request.structured_params import GrammarSpec
 from .base import Form, GrammarError, NotNow
 from .limited_thread import Limit
 from .messages import (

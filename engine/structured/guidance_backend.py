@@ -17,7 +17,7 @@ from typing import Any
 import llguidance
 import numpy as np
 
-from ..structured_params import MOST_WHITESPACE, GrammarSpec, Kind
+from ..request.structured_params import MOST_WHITESPACE, GrammarSpec, Kind
 from .base import (
     BITS,
     LARGE_BYTES,

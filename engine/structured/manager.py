@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..request import Request
+from ..request.messages import AddRequest
+from ..request.request import Request
+from ..request.structured_params import Kind
 from ..sampling.token_mask import TokenMask
-from ..structured_params import Kind
-from ..wire import AddRequest
 from .answers import Thought, White, any_of, write_bits
 from .backends import open_backend
 from .base import BITS, LARGE_BYTES, Backend, Grammar

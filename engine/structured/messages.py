@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..structured_params import Kind
+from ..request.structured_params import Kind
 from .base import Form
 
 _LENGTH = struct.Struct("<I")

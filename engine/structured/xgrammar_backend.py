@@ -11,7 +11,7 @@ from typing import Any
 import tvm_ffi
 import xgrammar
 
-from ..structured_params import MOST_WHITESPACE, GrammarSpec, Kind
+from ..request.structured_params import MOST_WHITESPACE, GrammarSpec, Kind
 from .base import Backend, Form, Grammar, GrammarError, Matcher, Rows, Words
 from .vocabulary import Vocabulary
 from .xgrammar_scope import text_of, why_unsupported, why_untamed

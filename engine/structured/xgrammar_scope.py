@@ -15,7 +15,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from ..json_schemas import ANNOTATIONS, FORMATS
-from ..structured_params import GrammarSpec, Kind
+from ..request.structured_params import GrammarSpec, Kind
 from .structural_tags import as_format, schemas_in
 
 # Compiling takes time with the square of the optional properties, and 0.1 ms for each text of an

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from ..client.base import EngineClient
-from ..handover import Ticket
-from ..logprobs import PositionLogprobs, PromptLogprobs
-from ..request import BYTES_PER_TOKEN, unpack_token_ids
-from ..sampling_params import SamplingParams
-from ..wire import AddRequest, TokenOutput
+from ..request.handover_ticket import Ticket
+from ..request.logprobs import PositionLogprobs, PromptLogprobs
+from ..request.messages import AddRequest, TokenOutput
+from ..request.request import BYTES_PER_TOKEN, unpack_token_ids
+from ..request.sampling_params import SamplingParams
 from .detokenizer import Decoder, IncrementalDetokenizer
 from .reasoning import Thoughts
 from .tool_calls.base import CallPiece

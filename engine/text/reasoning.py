@@ -3,7 +3,7 @@
 
 The marks are those that somebody named, or well-known ones that the tokenizer has as tokens of
 their own. Texts are split by text, so that a mark is found however its tokens are cut; budgets and
-counts go by the marks' token ids (`engine/reasoning.py`).
+counts go by the marks' token ids (`engine/request/reasoning_marks.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import msgspec
 
 from ...tiers.settings.format import format_value
 from ...tiers.settings.values import ConfigError
-from ..reasoning import Mark, ThoughtCounter, is_part
-from ..sampling_params import MAX_REASONING_MARK_TOKENS, SamplingParams
+from ..request.reasoning_marks import Mark, ThoughtCounter, is_part
+from ..request.sampling_params import MAX_REASONING_MARK_TOKENS, SamplingParams
 from .detokenizer import Decoder, HidingDecoder
 from .tokenizer import Tokenizer
 

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from ...tiers.settings.values import ConfigError
 from ..models.checkpoint.files import is_there
 from ..models.checkpoint.json_fields import read_json
-from ..sampling_params import MAX_BAD_SEQUENCE_TOKENS, SamplingParams
+from ..request.sampling_params import MAX_BAD_SEQUENCE_TOKENS, SamplingParams
 from .special_tokens import add_tokens, read_settings
 
 # Any text would do; tokenizers that mark the start of a text mark this one instead of the space.

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import msgspec
 
 from ...connector.base import KVConnectorScheduler
-from ..config import SchedulerConfig
+from ..config.engine_config import SchedulerConfig
 from ..observer import Decision, Observer, StepMade, StepSnapshot
-from ..request import Request
+from ..request.request import Request
 from .records import (
     VERSION,
     EncodedDecision,

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from ..batch.batch_update import AddedRow, BatchUpdate, BatchUpdateBuilder, IntArray
 from ..cache.kv_block import BlockIds
-from ..request import TokenArray
-from ..sampling_params import SamplingParams
+from ..request.request import TokenArray
+from ..request.sampling_params import SamplingParams
 from .block_table import MultiGroupBlockTable
 
 _KNOWN = -1

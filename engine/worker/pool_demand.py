@@ -6,9 +6,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from ...tiers.host_memory import available_memory_bytes
 from ...tiers.settings.sizes import rough_size
 from ...tiers.settings.values import MAX_BLOCKS, MIB, ConfigError
+from ...tiers.slab.host_memory import available_memory_bytes
 from ..cache.group_spec import CacheGroups
 
 SHARE_FLAG = "--gpu-memory-utilization"

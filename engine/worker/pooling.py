@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..batch.batch_update import IntArray
-from ..config import MEAN
+from ..config.engine_config import MEAN
 from ..sampling.copies import HostCopies, begin_to_host
 from ..scheduler.output import ModelRunnerOutput
 from .input_batch import InputBatch, WorkerRequest

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..batch.batch_update import IntArray
-from ..embeds import EmbedArray
+from ..request.prompt_embeds import EmbedArray
 from ..scheduler.output import NewRequestData
 from .forward.forward import HostEmbeds
 from .input_batch import InputBatch

@@ -22,7 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from ..batch.batch_update import IntArray
-from ..logprobs import PromptLogprobs
+from ..request.logprobs import PromptLogprobs
 from ..sampling.copies import to_device
 from ..sampling.logprobs import prompt_logprobs
 from ..scheduler.output import ModelRunnerOutput

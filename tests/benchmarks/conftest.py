@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.engine.options import EMBEDDED_MODEL
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 
 
 @pytest.fixture(scope="session")

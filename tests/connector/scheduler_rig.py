@@ -21,9 +21,9 @@ from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.transfer import CopySignal
 from stratakv.tiers.base import StoreTier
 from stratakv.tiers.block import BlockLayout, pack_key
-from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.memory import MemoryStore
+from stratakv.tiers.slab.cpu_slab import CpuSlab
+from stratakv.tiers.testing.memory_store import MemoryStore
 
 LAYOUT = BlockLayout(1, 4, 1, 8, "float32")
 WAIT_SECONDS = 10.0

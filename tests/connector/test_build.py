@@ -15,10 +15,10 @@ from stratakv.connector.base import EvictedBlock, LoadReport
 from stratakv.connector.build import OffloadSettings, build_offload
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierConfigError
-from stratakv.tiers.fault_injection.plan import FaultPlan
-from stratakv.tiers.fault_injection.store import FaultyStore
 from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.ssd.folder.identity import read_note, unpack
+from stratakv.tiers.testing.fault_plan import FaultPlan
+from stratakv.tiers.testing.faulty_store import FaultyStore
 from stratakv.tiers.tier_settings import CpuSettings, SsdSettings
 
 LAYOUT = BlockLayout(2, 4, 2, 80, "bfloat16")  # 5120 bytes: more than a page, not a whole number

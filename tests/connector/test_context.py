@@ -14,12 +14,12 @@ from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.transfer import CopySignal
 from stratakv.tiers.base import StoreTier
 from stratakv.tiers.context import NO_CONTEXT, RequestContext
-from stratakv.tiers.cpu import CpuSlab
-from stratakv.tiers.fault_injection.plan import FaultPlan
-from stratakv.tiers.fault_injection.store import FaultyStore
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.memory import MemoryStore
+from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.tag import Proof
+from stratakv.tiers.testing.fault_plan import FaultPlan
+from stratakv.tiers.testing.faulty_store import FaultyStore
+from stratakv.tiers.testing.memory_store import MemoryStore
 
 from .scheduler_rig import LAYOUT, WAIT_SECONDS, FakeRequest, digest, pack_key, request
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from stratakv.connector import kept_turns as module
-from stratakv.tiers import cpu as cpu_module
 from stratakv.tiers.base import Answer
 from stratakv.tiers.block import pack_key
+from stratakv.tiers.slab import cpu_slab as cpu_module
 
 from ..clock import Clock
 from .scheduler_rig import Rig, digest

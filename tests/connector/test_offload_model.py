@@ -29,10 +29,10 @@ from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.connector.transfer import CopySignal
 from stratakv.tiers.block import BlockLayout
-from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import TierBusy, TierError
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.memory import MemoryStore
+from stratakv.tiers.slab.cpu_slab import CpuSlab
+from stratakv.tiers.testing.memory_store import MemoryStore
 
 LAYOUT = BlockLayout(1, 2, 1, 4, "float32")  # 64 bytes
 WAIT_SECONDS = 20.0

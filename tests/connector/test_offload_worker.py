@@ -16,7 +16,7 @@ from stratakv.connector.device.cpu import CpuCopyDevice, CpuEvent
 from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.connector.transfer import CopySignal
 from stratakv.tiers.block import BlockLayout
-from stratakv.tiers.cpu import CpuSlab
+from stratakv.tiers.slab.cpu_slab import CpuSlab
 
 LAYOUT = BlockLayout(1, 4, 1, 8, "float32")
 WAIT_SECONDS = 10.0

@@ -14,9 +14,9 @@ from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.transfer import CopySignal
 from stratakv.tiers.base import Answer
 from stratakv.tiers.block import pack_key
-from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.memory import MemoryStore
+from stratakv.tiers.slab.cpu_slab import CpuSlab
+from stratakv.tiers.testing.memory_store import MemoryStore
 
 from ..tiers.hierarchy.prefetching_store import PrefetchingStore
 from .test_offload_scheduler import LAYOUT, WAIT_SECONDS, digest, evicted, request

@@ -14,8 +14,8 @@ from stratakv.connector.build import OffloadSettings, build_offload
 from stratakv.connector.economics import Choice
 from stratakv.connector.parts import Parts
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
-from stratakv.engine.request import Request
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.request import Request
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.tiers.block import key_suffix, pack_key
 from stratakv.tiers.errors import TierConfigError
 

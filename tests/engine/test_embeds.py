@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from stratakv.engine.embeds import MAX_HEADER_BYTES, EmbedsError, read_embeds
+from stratakv.engine.request.prompt_embeds import MAX_HEADER_BYTES, EmbedsError, read_embeds
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, MOST = 6, 9

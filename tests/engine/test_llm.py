@@ -19,7 +19,7 @@ import pytest
 
 from stratakv.engine import LLM, SamplingParams
 from stratakv.engine.client.base import EngineDead
-from stratakv.engine.logprobs import PositionLogprobs
+from stratakv.engine.request.logprobs import PositionLogprobs
 from stratakv.tiers.settings.values import ConfigError
 
 from ..tiers.store_contract import wait_until
@@ -373,7 +373,8 @@ def test_an_engine_left_open_is_closed_with_python(tiny_model: Path, tmp_path: P
 
 def test_the_import_is_light() -> None:
     code = (
-        "import sys, stratakv.engine, stratakv.engine.options, stratakv.engine.cli.main\n"
+        "import sys, stratakv.engine, stratakv.engine.cli.main\n"
+        "import stratakv.engine.config.engine_options\n"
         "print([n for n in ('torch', 'numpy', 'zmq', 'tokenizers', 'fastapi') if n in sys.modules])"
     )
     done = subprocess.run(

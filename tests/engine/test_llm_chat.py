@@ -17,7 +17,7 @@ import pytest
 
 from stratakv.engine import LLM, CompletionOutput, RequestOutput, SamplingParams
 from stratakv.engine.offline import outputs
-from stratakv.engine.sampling_params import MAX_N
+from stratakv.engine.request.sampling_params import MAX_N
 
 from ..tiers.store_contract import wait_until
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from stratakv.engine import LLM, SamplingParams
+from stratakv.engine.config.engine_options import engine_config
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.options import engine_config
-from stratakv.engine.request import pack_token_ids
-from stratakv.engine.wire import PROCESSOR_FAILED, AddRequest, TokenOutput
+from stratakv.engine.request.messages import PROCESSOR_FAILED, AddRequest, TokenOutput
+from stratakv.engine.request.request import pack_token_ids
 from stratakv.tiers.settings.values import ConfigError
 
 from ..processor_package import MODULE, SOURCE, install, packages_in

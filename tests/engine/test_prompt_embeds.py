@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save
 
 from stratakv.engine import LLM, SamplingParams
-from stratakv.engine.embeds import read_embeds, write_embeds
+from stratakv.engine.request.prompt_embeds import read_embeds, write_embeds
 
 OPTIONS: dict[str, Any] = {"dtype": "float64", "num_blocks": 100, "max_num_batched_tokens": 32,
                            "max_num_seqs": 8, "num_threads": 1, "block_size": 8}  # fmt: skip

@@ -190,7 +190,7 @@ def test_marks_that_cannot_be(options: dict[str, Any], words: str) -> None:
 
 
 def test_marks_may_have_line_breaks() -> None:
-    from stratakv.engine.options import engine_config
+    from stratakv.engine.config.engine_options import engine_config
 
     given = {"reasoning_start": "<a>\n", "reasoning_end": "\n</a>\n\n"}
     model = engine_config(None, given).model

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,7 +163,11 @@ class Nursery:
         return pid
 
     def ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> Any:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        answer = b""
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
+            suppress(ConnectionError),
+        ):
             connection.connect(self.path)
             socket.send_fds(connection, [json.dumps(request).encode()], list(descriptors))
             answer = connection.recv(MOST_BYTES)
@@ -210,6 +215,8 @@ class OwnNursery(Nursery):
                 stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
             )  # fmt: skip
         self._theirs.close()
+        self._process.wait()
+        self._listener.close()  # questions that it has not taken fail in place of waiting
 
 
 def popen(command: Sequence[str], **options: Any) -> Any:

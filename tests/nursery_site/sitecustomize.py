@@ -19,7 +19,7 @@ STARTERS = (
     "stratakv.benchmarks.harness.served",
     "stratakv.engine.api.openai.templates.process",
     "stratakv.engine.client.launcher",
-    "stratakv.engine.core.process_executor",
+    "stratakv.engine.core.worker_process.process_executor",
     "stratakv.engine.structured.grammar_processes",
 )
 

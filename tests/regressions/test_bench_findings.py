@@ -22,8 +22,8 @@ from stratakv.benchmarks.harness.report import environment, median
 from stratakv.benchmarks.tiers import disk_limit
 from stratakv.benchmarks.tiers.scale import MIB, QUICK, layout_of
 from stratakv.benchmarks.tiers.store_case import StoreCase
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL, engine_config
 from stratakv.engine.core.offload import offload_settings
-from stratakv.engine.options import EMBEDDED_MODEL, engine_config
 from stratakv.tiers.admission import make_filter
 from stratakv.tiers.admission.base import AdmissionFilter
 from stratakv.tiers.admission.choice import FILTERS
@@ -33,7 +33,6 @@ from stratakv.tiers.cache_server.access.tenants import Quota
 from stratakv.tiers.cache_server.tenant_store import TenantStore
 from stratakv.tiers.cache_server.tenant_stores import StoreSettings, TenantStores
 from stratakv.tiers.contract import ContractBroken
-from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.policies.adaptive import AdaptivePolicy
 from stratakv.tiers.policies.base import EvictionPolicy
@@ -41,6 +40,7 @@ from stratakv.tiers.policies.choice import POLICIES, policy_factory
 from stratakv.tiers.policies.contract import check_policy_contract
 from stratakv.tiers.policies.lru import LruPolicy
 from stratakv.tiers.settings.values import ConfigError
+from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.ssd.disk.slot_file import SlotFile
 from stratakv.tiers.ssd.store import SsdStore
 from stratakv.tiers.wire.status import NotReady

@@ -15,17 +15,17 @@ from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.cache_server.key_salt import KeySalt
 from stratakv.tiers.cache_server.tenant_store import FORGET_SECONDS, TenantStore
 from stratakv.tiers.contract import make_keys, payload_of
-from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import TierDown
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.memory import MemoryStore
 from stratakv.tiers.remote.address import ServerAddress
 from stratakv.tiers.remote.remote_store import RemoteStore, open_remote
 from stratakv.tiers.remote.settings import RemoteSettings
+from stratakv.tiers.reopening_store import StandbyStore
+from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.index.slot_index import Entry, SlotIndex
-from stratakv.tiers.standby import StandbyStore
 from stratakv.tiers.tag import Proof, Tagger
+from stratakv.tiers.testing.memory_store import MemoryStore
 from stratakv.tiers.wire.frames import State
 
 from ..tiers.cache_server.rig import LAYOUT, SECRET, WAIT_SECONDS, proof_of, running_server

@@ -21,13 +21,13 @@ from stratakv.tiers.base import Stored
 from stratakv.tiers.cache_server import tenant_store as tenant_store_module
 from stratakv.tiers.cache_server.access.shares import Shares
 from stratakv.tiers.contract import make_buffers, make_keys
-from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.remote.address import ServerAddress
 from stratakv.tiers.remote.block_connection import Refused
 from stratakv.tiers.remote.data_client import DataConnection
 from stratakv.tiers.remote.memory_client import MemoryConnection
 from stratakv.tiers.remote.remote_store import open_remote
 from stratakv.tiers.remote.settings import RemoteSettings
+from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.wire.frames import (
     WELCOME,
     State,
@@ -154,7 +154,12 @@ def test_t02_a_client_that_refuses_memory_takes_the_socket(
 
 def test_t02_huge_pages_are_sealed_too() -> None:
     """Where the host has them; the kernel takes seals of such a memfd whether or not it does."""
-    from stratakv.tiers.shared_memory import _MFD_HUGE_2MB, HUGE_PAGE_BYTES, _make, has_fixed_size
+    from stratakv.tiers.slab.shared_memory import (
+        _MFD_HUGE_2MB,
+        HUGE_PAGE_BYTES,
+        _make,
+        has_fixed_size,
+    )
 
     try:
         fd, memory = _make("huge", os.MFD_HUGETLB | _MFD_HUGE_2MB, HUGE_PAGE_BYTES, 1, None)

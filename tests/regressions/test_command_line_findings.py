@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.engine.options import engine_config
+from stratakv.engine.config.engine_options import engine_config
 
 from .refusals import refused
 

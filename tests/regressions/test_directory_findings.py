@@ -14,8 +14,8 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers
 
-from stratakv.engine.api.openai.conversation import ConversationRenderer
-from stratakv.engine.options import EMBEDDED_MODEL
+from stratakv.engine.api.openai.request.conversation import ConversationRenderer
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 from stratakv.engine.text.tokenizer import Tokenizer
 from stratakv.tiers.settings.values import ConfigError
 

@@ -19,7 +19,7 @@ from stratakv.connector.economics import Choice, Plan
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.connector.transfer import CopySignal
-from stratakv.engine.config import SchedulerConfig
+from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.core.engine_core import MAX_FAILED_STEPS, EngineCore
 from stratakv.engine.worker.block_table import BlockTable, MultiGroupBlockTable
 from stratakv.engine.worker.input_batch import InputBatch
@@ -27,7 +27,7 @@ from stratakv.engine.worker.runtime.device_runtime import is_device_lost
 from stratakv.kernels.copy.copy_engine import CudaError
 from stratakv.tiers.base import Answer
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.memory import MemoryStore
+from stratakv.tiers.testing.memory_store import MemoryStore
 
 from ..engine import conftest as engine_conftest
 from ..engine.core.conftest import config_of, finish, prompt_of, request, run
@@ -340,7 +340,7 @@ def test_e04_requests_that_the_failed_step_had_not_keep_what_is_theirs() -> None
 
 
 def _worker_request(name: str, token: int) -> Any:
-    from stratakv.engine.sampling_params import SamplingParams
+    from stratakv.engine.request.sampling_params import SamplingParams
     from stratakv.engine.worker.input_batch import WorkerRequest
 
     return WorkerRequest(name, np.full(3, token, np.int32), SamplingParams())

@@ -31,11 +31,18 @@ from stratakv.engine.client.process import ProcessClient
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.loop import CoreLoop
 from stratakv.engine.core.process import CoreServer
-from stratakv.engine.request import pack_token_ids
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.messages import (
+    AddRequest,
+    Outputs,
+    Reply,
+    TokenOutput,
+    encoder,
+    refuse,
+)
+from stratakv.engine.request.request import pack_token_ids
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.text.output_processor import generate_text
 from stratakv.engine.text.tokenizer import Tokenizer
-from stratakv.engine.wire import AddRequest, Outputs, Reply, TokenOutput, encoder, refuse
 
 from ..engine import conftest as engine_conftest
 from ..engine.client.test_process import config_of

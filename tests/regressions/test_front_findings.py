@@ -38,10 +38,10 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from stratakv.engine.api.http.server import make_server, make_tls_context
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL
+from stratakv.engine.config.server_options import ServerConfig
 from stratakv.engine.llm import LLM
-from stratakv.engine.options import EMBEDDED_MODEL
-from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.settings.server import ServerConfig
+from stratakv.engine.request.sampling_params import SamplingParams
 
 from ..nursery_site import nursery_client
 from .refusals import refused

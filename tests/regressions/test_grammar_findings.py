@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 
 from stratakv.engine.json_schemas import ignored_formats, prepared
-from stratakv.engine.structured.answers import MOST_WHITE, White
-from stratakv.engine.structured.backends import open_backend
-from stratakv.engine.structured.base import Backend, GrammarError
-from stratakv.engine.structured.masks import Follower
-from stratakv.engine.structured.xgrammar_scope import why_unsupported, why_untamed
-from stratakv.engine.structured_params import (
+from stratakv.engine.request.structured_params import (
     MAX_CHOICES,
     MAX_GRAMMAR_BYTES,
     MOST_WHITESPACE,
     StructuredOutputsParams,
 )
+from stratakv.engine.structured.answers import MOST_WHITE, White
+from stratakv.engine.structured.backends import open_backend
+from stratakv.engine.structured.base import Backend, GrammarError
+from stratakv.engine.structured.masks import Follower
+from stratakv.engine.structured.xgrammar_scope import why_unsupported, why_untamed
 
 from ..engine.structured.vocabularies import embedded, say, words
 

@@ -17,9 +17,9 @@ from stratakv.engine.router import node_tls
 from stratakv.engine.router.node_tls import NodeTls
 from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.cache_server.access.tls import TlsFiles
+from stratakv.tiers.cache_server.slab_serving import process
+from stratakv.tiers.cache_server.slab_serving.served_files import ServedFiles
 from stratakv.tiers.errors import TierConfigError
-from stratakv.tiers.peers import process
-from stratakv.tiers.peers.served_files import ServedFiles
 from stratakv.tiers.remote.address import ServerAddress
 from stratakv.tiers.remote.credentials import Credentials
 from stratakv.tiers.remote.server_link import ServerLink, open_channel
@@ -27,7 +27,7 @@ from stratakv.tiers.remote.settings import RemoteSettings
 from stratakv.tiers.wire.rpc import Stub
 
 from ..tiers.cache_server.rig import LAYOUT, WAIT_SECONDS, running_server
-from ..tiers.peers.rig import wait_for
+from ..tiers.cache_server.slab_serving.rig import wait_for
 
 pytestmark = pytest.mark.regression
 

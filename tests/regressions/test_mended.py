@@ -17,18 +17,18 @@ from stratakv.connector.economics import Choice
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.transfer import CopySignal
 from stratakv.engine.cli.serve import _tell_start
-from stratakv.engine.options import EMBEDDED_MODEL, engine_config
-from stratakv.engine.settings.server import ServerConfig
-from stratakv.engine.wire import PROTOCOL_VERSION, Ready
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL, engine_config
+from stratakv.engine.config.server_options import ServerConfig
+from stratakv.engine.request.messages import PROTOCOL_VERSION, Ready
 from stratakv.tiers.admission import AdmissionFilter
 from stratakv.tiers.base import Answer
 from stratakv.tiers.block import BlockLayout, pack_key
-from stratakv.tiers.cpu import CpuSlab
-from stratakv.tiers.fault_injection.plan import parse_faults
-from stratakv.tiers.fault_injection.store import FaultyStore
 from stratakv.tiers.hierarchy.guarded_store import LATE_ANSWERS
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.memory import MemoryStore
+from stratakv.tiers.slab.cpu_slab import CpuSlab
+from stratakv.tiers.testing.fault_plan import parse_faults
+from stratakv.tiers.testing.faulty_store import FaultyStore
+from stratakv.tiers.testing.memory_store import MemoryStore
 
 from ..connector.order_checker import RecordingDevice
 from ..connector.order_walk import LAYOUT, Role, Walk

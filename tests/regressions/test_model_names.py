@@ -19,16 +19,16 @@ from safetensors.torch import load_file, save_file
 
 from stratakv.connector.chunks.model_name import HostModel, name_model
 from stratakv.engine import LLM
-from stratakv.engine.api.openai.chat_template import ChatTemplate
+from stratakv.engine.api.chat_template import ChatTemplate
 from stratakv.engine.cache.block_hash import make_block_hasher
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 from stratakv.engine.core import engine_core
 from stratakv.engine.models.checkpoint.fingerprint import ModelFiles
 from stratakv.engine.models.checkpoint.generation_config import load_default_sampling
 from stratakv.engine.models.checkpoint.weights import expected_tensors
 from stratakv.engine.models.spec import load_model_spec
-from stratakv.engine.options import EMBEDDED_MODEL
-from stratakv.engine.request import Request
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.request import Request
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.text.tokenizer import Tokenizer
 from stratakv.tiers.block import Identity
 from stratakv.tiers.identity.digest_cache import DigestCache

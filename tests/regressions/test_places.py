@@ -12,7 +12,7 @@ from typing import NoReturn
 import pytest
 
 from stratakv.engine.cli.main import main
-from stratakv.engine.options import EMBEDDED_MODEL, engine_config
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL, engine_config
 from stratakv.tiers.cache_server.transports import memory_server
 from stratakv.tiers.cache_server.transports.memory_server import MemoryServer
 from stratakv.tiers.cache_server.transports.session_server import SessionSettings

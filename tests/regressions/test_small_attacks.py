@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from stratakv.engine.api.http.server import MAX_HEADER_BYTES, _BoundedHeads
-from stratakv.engine.embeds import EmbedsError, read_embeds, write_embeds
-from stratakv.engine.settings.cache_server import read_options, server_settings
+from stratakv.engine.config.cache_server_options import read_options, server_settings
+from stratakv.engine.request.prompt_embeds import EmbedsError, read_embeds, write_embeds
 from stratakv.engine.trace.records import DroppedRecord
 from stratakv.engine.trace.writer import TraceWriter
 from stratakv.tiers.errors import TierConfigError

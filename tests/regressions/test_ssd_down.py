@@ -13,10 +13,10 @@ import pytest
 
 from stratakv.connector.economics import Economics, in_words
 from stratakv.engine.cli.serve import _tell_start
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL, engine_config
+from stratakv.engine.config.server_options import ServerConfig
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.options import EMBEDDED_MODEL, engine_config
-from stratakv.engine.settings.server import ServerConfig
-from stratakv.engine.wire import PROTOCOL_VERSION, Ready
+from stratakv.engine.request.messages import PROTOCOL_VERSION, Ready
 from stratakv.tiers.settings.values import ConfigError
 
 from ..nursery_site import nursery_client

@@ -14,16 +14,16 @@ from stratakv.tiers import contract
 from stratakv.tiers.base import StoreTier
 from stratakv.tiers.cache_server.tenant_store import TenantStore
 from stratakv.tiers.contract import fetch, filled_buffers, make_buffers, make_keys, payload_of
-from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.mac_key import MacKey
-from stratakv.tiers.memory import MemoryStore
 from stratakv.tiers.remote.address import ServerAddress
 from stratakv.tiers.remote.block_connection import BlockConnection
 from stratakv.tiers.remote.memory_client import MemoryConnection
 from stratakv.tiers.remote.remote_store import RemoteStore, open_remote
+from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.tag import Proof, Tagger
+from stratakv.tiers.testing.memory_store import MemoryStore
 from stratakv.tiers.wire.frames import State, Verb, encode_request
 
 from ..tiers.cache_server import data_plane

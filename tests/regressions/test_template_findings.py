@@ -18,20 +18,20 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.api.openai import chat_template
-from stratakv.engine.api.openai.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
-from stratakv.engine.api.openai.conversation import (
+from stratakv.engine.api import chat_template
+from stratakv.engine.api.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
+from stratakv.engine.api.openai.request.conversation import (
     ChatOptions,
     ConversationRenderer,
     as_template_orders,
 )
-from stratakv.engine.api.openai.outputs.tools import template_tools_of
-from stratakv.engine.api.openai.protocol import CalledFunction, ChatMessage, MadeCall
+from stratakv.engine.api.openai.request.protocol import CalledFunction, ChatMessage, MadeCall
+from stratakv.engine.api.openai.response.tools import template_tools_of
 from stratakv.engine.api.openai.templates import probe, process
 from stratakv.engine.api.openai.templates.probe import CallForm
 from stratakv.engine.cli import serve
-from stratakv.engine.options import EMBEDDED_MODEL, engine_config
-from stratakv.engine.settings.server import server_config
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL, engine_config
+from stratakv.engine.config.server_options import server_config
 from stratakv.engine.text.tokenizer import Tokenizer
 from stratakv.tiers.settings.values import ConfigError
 

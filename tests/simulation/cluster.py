@@ -23,14 +23,14 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from stratakv.connector.handover import LEASE_SECONDS
-from stratakv.connector.handover import MOST_SECONDS as MOVE_SECONDS
-from stratakv.connector.prefill_waits import MOST_SECONDS as WAIT_SECONDS
+from stratakv.connector.prefill_decode.hand_overs import LEASE_SECONDS
+from stratakv.connector.prefill_decode.hand_overs import MOST_SECONDS as MOVE_SECONDS
+from stratakv.connector.prefill_decode.prefill_waits import MOST_SECONDS as WAIT_SECONDS
 from stratakv.engine.core.handover import MOST_SECONDS as GIVE_SECONDS
-from stratakv.engine.handover import Ticket
-from stratakv.engine.request import Request
-from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.wire import AddRequest, RequestExtras, TokenOutput
+from stratakv.engine.request.handover_ticket import Ticket
+from stratakv.engine.request.messages import AddRequest, RequestExtras, TokenOutput
+from stratakv.engine.request.request import Request
+from stratakv.engine.request.sampling_params import SamplingParams
 
 from ..engine.scheduler.conftest import HASHER, NO_WISHES, SIZE, fingerprint, reference
 from ..engine.scheduler.test_random_lives import check_invariants

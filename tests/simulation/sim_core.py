@@ -15,7 +15,7 @@ from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.connector.rates import PrefillRate
 from stratakv.connector.transfer import CopySignal
-from stratakv.engine.config import SchedulerConfig
+from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.core.calls import CoreCalls
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.executor import StepHandle

@@ -10,10 +10,10 @@ import mmap
 import os
 from unittest import mock
 
-from stratakv.tiers import cpu
 from stratakv.tiers.block import BlockLayout
-from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.policies.base import EvictionPolicy
+from stratakv.tiers.slab import cpu_slab as cpu
+from stratakv.tiers.slab.cpu_slab import CpuSlab
 
 
 class _Memory:

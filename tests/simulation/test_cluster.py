@@ -18,7 +18,7 @@ import pytest
 
 from stratakv.connector.base import Match
 from stratakv.connector.offload_scheduler import OffloadScheduler
-from stratakv.connector.prefill_waits import End, PrefillWaits, WaitLimit
+from stratakv.connector.prefill_decode.prefill_waits import End, PrefillWaits, WaitLimit
 from stratakv.engine.core import request_builder
 from stratakv.engine.core.handover import HeldAnswers
 from stratakv.engine.scheduler.output import SchedulerOutput

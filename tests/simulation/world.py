@@ -22,7 +22,7 @@ from stratakv.connector.offload_scheduler import CLOSE_SECONDS, OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.connector.parts import Parts as KeyParts
 from stratakv.connector.transfer import CopySignal
-from stratakv.engine.config import SchedulerConfig
+from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
 from stratakv.engine.scheduler.exchange import LOAD_FAILED
 from stratakv.engine.scheduler.output import SchedulerOutput

@@ -16,13 +16,13 @@ import pytest
 
 from stratakv.tiers.base import Stored
 from stratakv.tiers.block import BlockLayout, pack_key
-from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.hierarchy.guarded_store import Traffic
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.hierarchy.promotions import LoadTicket
-from stratakv.tiers.memory import MemoryStore
 from stratakv.tiers.policies.base import EvictionPolicy
+from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.tag import Proof, Proofs
+from stratakv.tiers.testing.memory_store import MemoryStore
 
 LAYOUT = BlockLayout(1, 4, 1, 8, "float32")
 WAIT_SECONDS = 10.0

@@ -10,9 +10,9 @@ import pytest
 
 from stratakv.tiers.base import Answer, Stored, TierStats
 from stratakv.tiers.contract import ContractBroken, check_slab_contract, check_store_contract
-from stratakv.tiers.cpu import CpuSlab
-from stratakv.tiers.memory import MemoryStore
+from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.tag import Proof, Proofs
+from stratakv.tiers.testing.memory_store import MemoryStore
 
 from .blocks import ODD
 

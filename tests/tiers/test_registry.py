@@ -18,7 +18,7 @@ from .blocks import ODD, SMALL
 MODULE = """
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierConfigError
-from stratakv.tiers.memory import MemoryStore
+from stratakv.tiers.testing.memory_store import MemoryStore
 
 def open_tier(request):
     if "blocks" not in request.options:

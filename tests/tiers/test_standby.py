@@ -16,9 +16,9 @@ from stratakv.tiers.base import Answer, Stored, StoreTier
 from stratakv.tiers.contract import check_store_contract
 from stratakv.tiers.errors import TierConfigError, TierDown
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.memory import MemoryStore
+from stratakv.tiers.reopening_store import StandbyStore, open_or_wait
 from stratakv.tiers.ssd.store import SsdStore
-from stratakv.tiers.standby import StandbyStore, open_or_wait
+from stratakv.tiers.testing.memory_store import MemoryStore
 
 from ..simulation.small_slab import small_slab
 from .blocks import ODD

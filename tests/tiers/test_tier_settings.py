@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.engine.offload_config import OffloadConfig
-from stratakv.engine.options import OPTIONS
+from stratakv.engine.config.engine_options import OPTIONS
+from stratakv.engine.config.offload_config import OffloadConfig
 from stratakv.tiers.remote.credentials import Credentials
 from stratakv.tiers.settings import readers
 from stratakv.tiers.settings.option import check_options, options_of
@@ -42,7 +42,7 @@ tier_settings.SsdSettings = Wider
 
 from stratakv.engine.cli.main import main
 from stratakv.engine.core.offload import offload_settings
-from stratakv.engine.options import engine_config
+from stratakv.engine.config.engine_options import engine_config
 from stratakv.tiers.block import BlockLayout
 
 def printed(*words):

@@ -22,9 +22,9 @@ from collections.abc import Collection, Sequence
 
 from ..admission import AdmissionFilter
 from ..base import Answer, StoreTier, TierStats
-from ..cpu import CpuSlab
 from ..errors import TierClosed
 from ..hierarchy.hierarchy import Hierarchy
+from ..slab.cpu_slab import CpuSlab
 from ..tag import Proof, Proofs, payload_digest
 from ..wire.frames import State
 from ..wire.status import TooMuch

@@ -33,9 +33,9 @@ from ..base import StoreTier
 from ..block import LAYOUT_VERSION, BlockLayout
 from ..errors import InvalidBlock, TierClosed, TierConfigError, TierDown
 from ..mac_key import MacKey
+from ..reopening_store import open_or_wait
 from ..settings.sizes import show_size
 from ..ssd.folder.inventory import StoreEntry, find_stores, remove
-from ..standby import open_or_wait
 from ..tier_settings import SERVER_SSD, CpuSettings, SsdSettings
 from ..wire.limits import Limits
 from ..wire.status import (

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from ..block import BlockLayout
 from ..native.library import PART_BYTES, copy_and_digest
-from ..shared_memory import has_fixed_size
+from ..slab.shared_memory import has_fixed_size
 from ..tag import TAG_BYTES, Hashed, Proof, Proofs
 from ..wire.frames import (
     MAX_LEASE_SECONDS,

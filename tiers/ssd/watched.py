@@ -28,7 +28,7 @@ from typing import TypeVar
 
 from ..base import Answer, ReadSample, Stored, StoreTier, TierStats
 from ..errors import TierClosed, TierConfigError, TierDown
-from ..standby import FIRST_PAUSE_SECONDS, StandbyStore
+from ..reopening_store import FIRST_PAUSE_SECONDS, StandbyStore
 from ..tag import Proof, Proofs
 from .store import SsdStore
 

@@ -18,7 +18,7 @@ import torch
 from ....connector.device.base import CopyDevice, Event, Stream
 from ....connector.device.choice import make_device
 from ....tiers.block import BlockLayout
-from ....tiers.cpu import CpuSlab
+from ....tiers.slab.cpu_slab import CpuSlab
 from ...harness.report import median
 from ..section import Place, Results, Row, Section, Target, WrongResult
 from .methods import BLOCKS, DIRECTIONS, ONE_WAY, SEED, Direction

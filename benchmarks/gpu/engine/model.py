@@ -16,7 +16,7 @@ from typing import Any
 
 from ....engine.models.checkpoint.tensor_shapes import EMBEDDING, expected_tensors
 from ....engine.models.spec import ModelSpec
-from ....engine.plan import num_elements
+from ....engine.plan.memory_plan import num_elements
 from ....engine.worker.runtime.device_config import with_index
 from ..section import Place
 

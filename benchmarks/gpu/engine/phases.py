@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ....engine.models.spec import load_model_spec
-from ....engine.sampling_params import SamplingParams
+from ....engine.request.sampling_params import SamplingParams
 from ...harness.report import median
 from ...offload.workbench import MeasuredEngine
 from ..plots import draw_phases

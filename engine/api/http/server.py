@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ....tiers.settings.values import ConfigError
-from ...settings.server import ServerConfig
+from ...config.server_options import ServerConfig
 from ..errors import ApiError, encode_error
 
 

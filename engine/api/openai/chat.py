@@ -15,20 +15,26 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from ...request import BYTES_PER_TOKEN
+from ...request.request import BYTES_PER_TOKEN
+from ...text.reasoning import ReasoningMarks, Thoughts
 from ...text.tool_calls.base import CallPiece
 from ..front import Front
-from .answer import Answer, Part, UsageField, kv_params_of
-from .body import decode_body, read_body
-from .checks import check_chat
-from .conversation import render
 from .follow import follow
-from .generation import Task, job_of, make_generations, tenant_of
-from .logprobs_form import chat_logprobs, prompt_logprobs
-from .outputs.reasoning import thoughts_of
-from .outputs.tools import ToolUse, tools_of
-from .protocol import ChatRequest
-from .replies import (
+from .request.body import decode_body, read_body
+from .request.checks import check_chat
+from .request.conversation import render
+from .request.protocol import ChatRequest
+from .request.sampling import (
+    default_max_tokens,
+    fit_logprobs,
+    fit_max_tokens,
+    num_kept_tokens,
+    sampling_params,
+)
+from .response.answer import Answer, Part, UsageField, kv_params_of
+from .response.generation import Task, job_of, make_generations, tenant_of
+from .response.logprobs_form import chat_logprobs, prompt_logprobs
+from .response.replies import (
     AssistantMessage,
     ChatChoice,
     ChatChunk,
@@ -43,13 +49,7 @@ from .replies import (
     ToolCallDelta,
     Usage,
 )
-from .sampling import (
-    default_max_tokens,
-    fit_logprobs,
-    fit_max_tokens,
-    num_kept_tokens,
-    sampling_params,
-)
+from .response.tools import ToolUse, tools_of
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 
@@ -222,3 +222,16 @@ async def _prompt(front: Front, request: ChatRequest, text: str, max_tokens: int
         param="messages",
     )
     return front.check_ids(ids, "messages", keep_last, is_text=True)
+
+
+def thoughts_of(marks: ReasoningMarks | None, request: ChatRequest, prompt: str) -> Thoughts | None:
+    """What splits the thoughts of one answer to this prompt off; None: they stay in the text."""
+    if marks is None or request.separate_reasoning is False:
+        return None
+    goes_on = bool(request.continue_final_message)
+    return Thoughts(
+        marks,
+        is_inside=marks.is_open(prompt, goes_on=goes_on),
+        included=request.include_reasoning is not False,
+        streamed=request.stream_reasoning is not False,
+    )

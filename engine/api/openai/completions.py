@@ -18,26 +18,26 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from ...embeds import read_embeds
-from ...request import BYTES_PER_TOKEN, unpack_token_ids
-from ...sampling_params import check_params_for_embeds
+from ...request.prompt_embeds import read_embeds
+from ...request.request import BYTES_PER_TOKEN, unpack_token_ids
+from ...request.sampling_params import check_params_for_embeds
 from ..errors import ApiError
 from ..front import Front, as_list
-from .answer import Answer, Part, UsageField, kv_params_of
-from .body import decode_body, read_body
-from .checks import check_completion
 from .follow import follow
-from .generation import Task, job_of, make_generations, tenant_of
-from .logprobs_form import CompletionForm, prompt_logprobs
-from .protocol import CompletionRequest
-from .replies import Completion, CompletionChoice, CompletionLogprobs, PromptTokens, Usage
-from .sampling import (
+from .request.body import decode_body, read_body
+from .request.checks import check_completion
+from .request.protocol import CompletionRequest
+from .request.sampling import (
     default_max_tokens,
     fit_logprobs,
     fit_max_tokens,
     num_kept_tokens,
     sampling_params,
 )
+from .response.answer import Answer, Part, UsageField, kv_params_of
+from .response.generation import Task, job_of, make_generations, tenant_of
+from .response.logprobs_form import CompletionForm, prompt_logprobs
+from .response.replies import Completion, CompletionChoice, CompletionLogprobs, PromptTokens, Usage
 
 DEFAULT_COMPLETION_TOKENS = 16
 

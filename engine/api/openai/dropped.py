@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from .protocol import (
+from .request.protocol import (
     CalledFunction,
     ChatMessage,
     ContentPart,

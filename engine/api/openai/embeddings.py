@@ -19,17 +19,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from ...pooling import EMBEDDING_PARAMS, Vector, finish_vector, with_pooling
-from ...wire import AddRequest
+from ...request.messages import AddRequest
+from ...request.pooling import EMBEDDING_PARAMS, Vector, finish_vector, with_pooling
 from ..errors import ENGINE, ApiError
 from ..front import Front
-from .body import decode_body, read_body
-from .checks import check_ids_of_request
-from .generation import Generation, Tally, run_all, tenant_of
-from .protocol import EmbeddingRequest
-from .replies import Usage, now
-from .sampling import num_kept_tokens
-from .streaming import until_disconnect
+from .request.body import decode_body, read_body
+from .request.checks import check_ids_of_request
+from .request.protocol import EmbeddingRequest
+from .request.sampling import num_kept_tokens
+from .response.generation import Generation, Tally, run_all, tenant_of
+from .response.replies import Usage, now
+from .response.streaming import until_disconnect
 
 _decoder = msgspec.json.Decoder(EmbeddingRequest)
 _encoder = msgspec.json.Encoder()

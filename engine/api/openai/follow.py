@@ -16,8 +16,8 @@ from starlette.types import ASGIApp
 
 from ..errors import ApiError
 from ..front import Front
-from .body import JSON
-from .generation import Generation
+from .request.body import JSON
+from .response.generation import Generation
 
 FOLLOW = "/follow"  # before the path of the request
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from ..errors import ApiError
-from .protocol import ChatMessage, ContentPart
+from .request.protocol import ChatMessage, ContentPart
 
 # Kinds of parts that hold text, each with the field that holds it. The first is that of chats, the
 # next two are the names of the same in OpenAI's newer API.

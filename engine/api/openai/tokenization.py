@@ -13,11 +13,11 @@ from starlette.types import ASGIApp
 
 from ..errors import ApiError
 from ..front import Front
-from .body import decode_body, read_body
-from .conversation import render
-from .outputs.tools import template_tools
-from .protocol import DetokenizeRequest, TokenizeRequest
-from .replies import DetokenizedPrompt, Tokens
+from .request.body import decode_body, read_body
+from .request.conversation import render
+from .request.protocol import DetokenizeRequest, TokenizeRequest
+from .response.replies import DetokenizedPrompt, Tokens
+from .response.tools import template_tools
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from ....tiers.cache_server.access.tls import WARN_DAYS, TlsFiles
 from ....tiers.errors import TierConfigError
-from ....tiers.host_memory import MEMINFO
 from ....tiers.settings.sizes import rough_size
 from ....tiers.settings.values import ConfigError
+from ....tiers.slab.host_memory import MEMINFO
 from ....tiers.tier_settings import SsdSettings
 from ....tiers.wire.listen import check_free
 from .base import Check, Finding, ok, problem, warning

@@ -10,9 +10,9 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from ....tiers.host_memory import MEMINFO, available_memory_bytes
 from ....tiers.settings.sizes import rough_size
-from ....tiers.shared_memory import HUGE_PAGE_BYTES
+from ....tiers.slab.host_memory import MEMINFO, available_memory_bytes
+from ....tiers.slab.shared_memory import HUGE_PAGE_BYTES
 from .base import Finding, ok, problem, warning
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where engines make their regions

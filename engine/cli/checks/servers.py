@@ -14,7 +14,7 @@ from ....tiers.settings.format import format_name
 from ....tiers.settings.sizes import rough_size
 from ....tiers.settings.values import ConfigError
 from ....tiers.tier_settings import TierSettings
-from ..cache_client import CacheClient, NoAnswer
+from ..tiers.cache_client import CacheClient, NoAnswer
 from .base import Finding, ok, problem, warning
 
 FLAG = "--remote-"

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...batch.batch_update import AddedRow, IntArray
-from ...sampling_params import SamplingParams
+from ...request.sampling_params import SamplingParams
 from .base import Drafts, RowsFailed, StatefulProcessor, drafted
 
 RequestLogitsProcessor = (

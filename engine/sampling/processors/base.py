@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ...batch.batch_update import AddedRow, BatchUpdate, IntArray
-from ...sampling_params import SamplingParams
+from ...request.sampling_params import SamplingParams
 from ..copies import to_device
 from ..row_states import RowStates
 

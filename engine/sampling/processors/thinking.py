@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ...batch.batch_update import AddedRow, IntArray
-from ...reasoning import Mark, ThoughtTracker
-from ...request import TokenArray
+from ...request.reasoning_marks import Mark, ThoughtTracker
+from ...request.request import TokenArray
 from ..copies import to_device
 from .base import Drafts, StatefulProcessor, drafted
 

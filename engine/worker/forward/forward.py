@@ -23,10 +23,10 @@ from ....kernels.cpu.network import CpuNetwork
 from ....tiers.block import BlockLayout
 from ...batch.batch_update import IntArray
 from ...cache.group_spec import CacheGroups
-from ...embeds import EmbedArray
 from ...models.attention import PagedAttention
 from ...models.checkpoint.checkpoint import CPU
 from ...models.decoder import Attention, AuxStates, Decoder, Embeds, Plan
+from ...request.prompt_embeds import EmbedArray
 from ...sampling.copies import to_device
 from ..block_table import BlockTable
 from .attention_metadata import AttentionPlanner

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ....kernels.attention.gathered_prefill import LIBRARIES
-from ...config import DEFAULT_GPU_SHARE
+from ...config.engine_config import DEFAULT_GPU_SHARE
 from ...models.checkpoint.checkpoint import CPU
 from ...models.dtypes import FP8_KV
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from ....tiers.settings.sizes import rough_size
 from ....tiers.settings.values import MAX_BLOCKS, MIB, ConfigError
-from ...config import DEFAULT_POOL_BYTES
+from ...config.engine_config import DEFAULT_POOL_BYTES
 from ..pool_demand import SHARE_FLAG, PoolDemand
 
 # Kernels that split a context keep partial sums, libraries load code when first called, and every

@@ -26,7 +26,7 @@ from ...models.decoder import Decoder
 from ...models.dtypes import FP8_KV, dtype_name
 from ...models.layers import Elementwise
 from ...models.spec import ModelSpec
-from ...plan import weight_bytes
+from ...plan.memory_plan import weight_bytes
 from ...sampling.logprobs import raw_logprobs
 from ..forward.forward import GatherForward, StepForward
 from ..forward.in_place_forward import InPlaceForward, reason_against_in_place

@@ -17,9 +17,9 @@ from stratakv.benchmarks.gpu.engine import step as engine_step
 from stratakv.benchmarks.gpu.engine.phases import PHASES
 from stratakv.benchmarks.gpu.section import Place, WrongResult
 from stratakv.benchmarks.offload.workbench import MeasuredEngine, Run
+from stratakv.engine.config.engine_options import engine_config
 from stratakv.engine.models.dtypes import compute_dtype, kv_dtype_name, pool_dtype
 from stratakv.engine.models.spec import load_model_spec
-from stratakv.engine.options import engine_config
 from stratakv.engine.worker.forward.kernel_attention import choose_kernels
 from stratakv.engine.worker.model_runner import ModelRunner
 from stratakv.kernels import choice, pool_checks

@@ -15,7 +15,7 @@ from stratakv.benchmarks.harness.workloads import (
     PromptSession,
     make_sessions,
 )
-from stratakv.engine.options import EMBEDDED_MODEL
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 from stratakv.engine.text.tokenizer import Tokenizer
 
 BLOCK = 16

@@ -35,11 +35,11 @@ from stratakv.benchmarks.offload.workbench import (
 from stratakv.benchmarks.offload.workbench import _Threads as Threads
 from stratakv.connector.device import cpu
 from stratakv.engine.cli.main import main
-from stratakv.engine.options import EMBEDDED_MODEL
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 from stratakv.tiers.base import StoreTier
-from stratakv.tiers.fault_injection.plan import parse_faults
-from stratakv.tiers.fault_injection.store import FaultyStore
 from stratakv.tiers.settings.values import ConfigError
+from stratakv.tiers.testing.fault_plan import parse_faults
+from stratakv.tiers.testing.faulty_store import FaultyStore
 
 TINY = dataclasses.replace(
     QUICK_COSTS,

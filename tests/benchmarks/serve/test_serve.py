@@ -19,7 +19,7 @@ from stratakv.benchmarks.serve import command as serve
 from stratakv.benchmarks.serve.command import Plan
 from stratakv.benchmarks.serve.report import fill_comparison, load_figures
 from stratakv.engine.cli.main import main
-from stratakv.engine.options import EMBEDDED_MODEL
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 
 PEER_FILE = "stratakv.benchmarks.serve.engine_peer"
 

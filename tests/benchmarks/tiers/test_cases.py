@@ -25,7 +25,7 @@ from stratakv.benchmarks.tiers.scale import MIB, QUICK, SIZES, key_of, layout_of
 from stratakv.benchmarks.tiers.slab_case import SlabCase, footprint_bytes
 from stratakv.benchmarks.tiers.store_case import StoreCase
 from stratakv.tiers import record
-from stratakv.tiers.cpu import CpuSlab
+from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.ssd import SsdStore, reader, record_writer
 
 

@@ -16,7 +16,7 @@ from stratakv.benchmarks.tiers import command, disk_limit
 from stratakv.benchmarks.tiers.scale import MIB, layout_of
 from stratakv.benchmarks.tiers.store_case import StoreCase
 from stratakv.engine.cli.main import main
-from stratakv.tiers.cpu import CpuSlab
+from stratakv.tiers.slab.cpu_slab import CpuSlab
 
 pytestmark = pytest.mark.regression
 

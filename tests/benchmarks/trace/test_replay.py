@@ -18,8 +18,8 @@ from stratakv.benchmarks.trace.replay import (
 )
 from stratakv.tiers.block import KEY_BYTES as PRODUCT_KEY_BYTES
 from stratakv.tiers.block import BlockLayout
-from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.policies.lru import LruPolicy
+from stratakv.tiers.slab.cpu_slab import CpuSlab
 
 from .tiny_traces import random_trace, trace_of
 

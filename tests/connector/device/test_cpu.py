@@ -16,8 +16,8 @@ from stratakv.connector.device import cpu
 from stratakv.connector.device.base import DeviceError, Stream
 from stratakv.connector.device.cpu import CpuCopyDevice, CpuEvent
 from stratakv.tiers.block import BlockLayout
-from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import InvalidBlock
+from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.tag import payload_digest
 
 WAIT_SECONDS = 10.0

@@ -17,9 +17,9 @@ from stratakv.connector.device.contract_rig import WHOLE_PAGES
 from stratakv.connector.device.copy_plan import Way
 from stratakv.connector.device.cpu import CpuEvent
 from stratakv.connector.device.cuda import CudaCopyDevice
-from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import InvalidBlock
 from stratakv.tiers.settings.sizes import show_size
+from stratakv.tiers.slab.cpu_slab import CpuSlab
 
 from .fake_cuda import FakeCuda
 from .surroundings import BATCHED, KERNEL, SINGLE, random_pool

@@ -25,7 +25,7 @@ from stratakv.connector.device.cuda import QUICK_BLOCKS, CudaCopyDevice
 from stratakv.connector.device.cuda_runtime import TorchRuntime
 from stratakv.kernels.copy.copy_engine import cuda_library
 from stratakv.tiers.block import BlockLayout
-from stratakv.tiers.cpu import CpuSlab
+from stratakv.tiers.slab.cpu_slab import CpuSlab
 
 from .surroundings import host_gate, random_pool
 

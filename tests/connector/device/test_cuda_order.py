@@ -15,7 +15,7 @@ import torch
 from stratakv.connector.device.base import Event, Stream
 from stratakv.connector.device.contract_rig import WHOLE_PAGES
 from stratakv.connector.device.cuda import CudaCopyDevice
-from stratakv.tiers.cpu import CpuSlab
+from stratakv.tiers.slab.cpu_slab import CpuSlab
 
 from .fake_cuda import Choose, FakeCuda
 from .surroundings import random_pool

@@ -7,7 +7,7 @@ The commands of vllm_process.py with "fault" in them come here:
                                               has struck
     {"fault": "clear", "tiers": [names]}      these tiers forget every block
     {"fault": "unlearn"}                      the client of cache servers forgets what they have
-    {"fault": "drill", "tier": …, "plan": …}  a plan of tiers/fault_injection/plan.py
+    {"fault": "drill", "tier": …, "plan": …}  a plan of tiers/testing/fault_plan.py
     {"fault": "disk", "call": …, "way": …}    calls to the disk fail, or hang until this is lifted
     {"fault": "slab_damage", "way": …}               bytes of every slot change
     {"fault": "room", "way": …}               the slab has no room
@@ -111,8 +111,8 @@ class Planter:
         self._planted.close()
 
     def _drill(self, tier: str, plan: str) -> None:
-        from stratakv.tiers.fault_injection.plan import FaultPlan, parse_faults
-        from stratakv.tiers.fault_injection.store import InjectedFault
+        from stratakv.tiers.testing.fault_plan import FaultPlan, parse_faults
+        from stratakv.tiers.testing.faulty_store import InjectedFault
 
         store = self._store(tier)
         store.plan = parse_faults(plan)

@@ -23,13 +23,18 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from stratakv.engine.api.app import create_app
+from stratakv.engine.api.chat_template import ChatTemplate
 from stratakv.engine.api.http.server import make_server
-from stratakv.engine.api.openai.chat_template import ChatTemplate
 from stratakv.engine.api.settings import ApiSettings
 from stratakv.engine.client.in_process import InProcessClient
-from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from stratakv.engine.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from stratakv.engine.config.offload_config import OffloadConfig
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.offload_config import OffloadConfig
 from stratakv.engine.sampling.loading import make_params_check
 from stratakv.engine.text.reasoning import find_marks
 from stratakv.engine.text.tokenizer import Tokenizer

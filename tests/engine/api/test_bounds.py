@@ -19,10 +19,10 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from stratakv.engine.api.errors import ApiError
 from stratakv.engine.api.http import server as http_server
-from stratakv.engine.api.openai.body import decode_body
-from stratakv.engine.api.openai.protocol import CompletionRequest
+from stratakv.engine.api.openai.request.body import decode_body
+from stratakv.engine.api.openai.request.protocol import CompletionRequest
 from stratakv.engine.api.settings import ApiSettings
-from stratakv.engine.sampling_params import SamplingParams, child_params
+from stratakv.engine.request.sampling_params import SamplingParams, child_params
 
 from .conftest import until
 

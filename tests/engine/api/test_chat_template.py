@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.engine.api.openai.chat_template import (
+from stratakv.engine.api.chat_template import (
     MAX_TEMPLATE_CHARACTERS,
     ChatTemplate,
     TemplateRefused,

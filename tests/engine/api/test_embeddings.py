@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from transformers import LlamaForCausalLM
 
 from stratakv.engine import LLM
-from stratakv.engine.pooling import Dimensions, finish_vector
+from stratakv.engine.request.pooling import Dimensions, finish_vector
 from stratakv.engine.text.tokenizer import Tokenizer
 
 from .conftest import MAX_MODEL_LEN, VOCAB_SIZE, LiveServer

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from stratakv.engine.api.openai.chat import _answered_tool
-from stratakv.engine.api.openai.protocol import ChatMessage, ChatRequest
+from stratakv.engine.api.openai.request.protocol import ChatMessage, ChatRequest
 from stratakv.engine.api.settings import ApiSettings
 
 from .conftest import MODEL_NAME, LiveServer

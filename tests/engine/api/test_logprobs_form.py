@@ -10,9 +10,13 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from stratakv.engine.api.openai.logprobs_form import CompletionForm, chat_logprobs, prompt_logprobs
-from stratakv.engine.api.openai.token_texts import TokenTexts
-from stratakv.engine.logprobs import PositionLogprobs
+from stratakv.engine.api.openai.response.logprobs_form import (
+    CompletionForm,
+    chat_logprobs,
+    prompt_logprobs,
+)
+from stratakv.engine.api.token_texts import TokenTexts
+from stratakv.engine.request.logprobs import PositionLogprobs
 from stratakv.engine.text.tokenizer import Tokenizer
 
 TEXTS = ["hello world", "grüße €", "日本 語", "a  b\n\tc", "naïve 🙂 end"]

@@ -17,7 +17,7 @@ from stratakv.connector.counters import OffloadCounters
 from stratakv.engine.api.metrics.metrics import Metrics
 from stratakv.engine.cache.block_pool import BlockPool
 from stratakv.engine.client.base import EngineClient
-from stratakv.engine.config import EngineConfig, ModelConfig
+from stratakv.engine.config.engine_config import EngineConfig, ModelConfig
 from stratakv.engine.core.core_stats import CoreStats
 from stratakv.engine.core.handover import HandOverCounts
 from stratakv.tiers.base import TierStats

@@ -20,12 +20,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from stratakv.engine.api.metrics.metrics import Metrics, Watch
 from stratakv.engine.client.base import EngineClient
+from stratakv.engine.config.engine_options import engine_config
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.options import engine_config
-from stratakv.engine.request import pack_token_ids
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.messages import AddRequest
+from stratakv.engine.request.request import pack_token_ids
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.text.output_processor import OutputProcessor
-from stratakv.engine.wire import AddRequest
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 SIZE = 8

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.api.openai.chat_template import ChatTemplate
-from stratakv.engine.api.openai.conversation import ChatOptions, ConversationRenderer
-from stratakv.engine.api.openai.outputs.tools import template_tools_of
+from stratakv.engine.api.chat_template import ChatTemplate
+from stratakv.engine.api.openai.request.conversation import ChatOptions, ConversationRenderer
+from stratakv.engine.api.openai.response.tools import template_tools_of
 from stratakv.engine.text.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers")

@@ -14,7 +14,7 @@ import msgspec
 import openai
 import pytest
 
-from stratakv.engine.api.openai.protocol import ChatRequest, CompletionRequest
+from stratakv.engine.api.openai.request.protocol import ChatRequest, CompletionRequest
 from stratakv.engine.api.settings import ApiSettings
 
 from .conftest import until

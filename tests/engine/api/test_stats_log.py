@@ -12,11 +12,11 @@ import pytest
 
 from stratakv.engine.api.metrics.stats_log import StatsLog, describe
 from stratakv.engine.client.in_process import InProcessClient
+from stratakv.engine.config.engine_options import engine_config
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.options import engine_config
-from stratakv.engine.request import pack_token_ids
-from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.wire import AddRequest
+from stratakv.engine.request.messages import AddRequest
+from stratakv.engine.request.request import pack_token_ids
+from stratakv.engine.request.sampling_params import SamplingParams
 
 IDLE: dict[str, Any] = {
     "scheduler": {"num_running": 0, "num_waiting": 0, "num_parked": 0, "pool_usage": 0.0},

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stratakv.engine.batch.batch_update import AddedRow, BatchUpdateBuilder, MovedRow
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.sampling_params import SamplingParams
 
 
 def added(row: int) -> AddedRow:

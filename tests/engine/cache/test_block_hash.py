@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratakv.engine.cache.block_hash import make_block_hasher
-from stratakv.engine.request import BlockHasher, Request
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.request import BlockHasher, Request
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.tiers.block import Identity
 
 ROOT = Identity("model", "", "float32", "float32", 4).root()

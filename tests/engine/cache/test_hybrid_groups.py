@@ -12,8 +12,8 @@ import pytest
 from stratakv.engine.cache.block_hash import make_block_hasher
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
-from stratakv.engine.request import Request
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.request import Request
+from stratakv.engine.request.sampling_params import SamplingParams
 
 SIZE = 4
 HASHER = make_block_hasher(b"r" * 32, SIZE)

@@ -13,8 +13,8 @@ from stratakv.engine.cache.kv_block import page_ids
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
 from stratakv.engine.observer import Observer
-from stratakv.engine.request import Request
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.request import Request
+from stratakv.engine.request.sampling_params import SamplingParams
 
 
 def digest(number: int) -> bytes:

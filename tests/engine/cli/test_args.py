@@ -17,8 +17,12 @@ import pytest
 import stratakv
 from stratakv.engine.cli.args import Parser, add_engine_arguments, engine_config_of
 from stratakv.engine.cli.main import main
-from stratakv.engine.config import EngineConfig
-from stratakv.engine.options import EMBEDDED_MODEL, OPTIONS, engine_config
+from stratakv.engine.config.engine_config import EngineConfig
+from stratakv.engine.config.engine_options import (
+    EMBEDDED_MODEL,
+    OPTIONS,
+    engine_config,
+)
 from stratakv.tiers.settings.format import format_value
 from stratakv.tiers.settings.option import flag_of
 from stratakv.tiers.settings.values import MIB, ConfigError

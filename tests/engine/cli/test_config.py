@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from stratakv.engine.cli.main import main
-from stratakv.engine.options import engine_config
-from stratakv.engine.settings.resolve import read_config_settings
-from stratakv.engine.settings.schema import SCHEMA
+from stratakv.engine.config.engine_options import engine_config
+from stratakv.engine.config.resolve import read_config_settings
+from stratakv.engine.config.schema import SCHEMA
 from stratakv.tiers.settings.values import MIB
 
 KEY, SECRET = "key-that-nobody-sees", "secret-that-nobody-sees"

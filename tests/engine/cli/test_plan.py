@@ -14,7 +14,7 @@ import pytest
 from stratakv.engine.cli import plan as command
 from stratakv.engine.cli.args import Parser
 from stratakv.engine.cli.main import main
-from stratakv.engine.cli.plan_table import show_bytes, show_rate, show_seconds
+from stratakv.engine.plan.table import show_bytes, show_rate, show_seconds
 from stratakv.tiers.settings.sizes import rough_size
 
 LARGE = {
@@ -252,7 +252,7 @@ def test_a_disk_that_cannot_be_measured(
     def full(directory: Path) -> float:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("stratakv.engine.probes.disk_read_bytes_per_second", full)
+    monkeypatch.setattr("stratakv.engine.config.machine_probes.disk_read_bytes_per_second", full)
     assert "No space left on device); give --ssd-bandwidth" in refused(large, "--memory", "400GB")
 
 

@@ -14,12 +14,12 @@ import pytest
 
 from stratakv.engine.client.base import EngineDead
 from stratakv.engine.client.in_process import InProcessClient
+from stratakv.engine.config.engine_options import engine_config
 from stratakv.engine.core import loop as core_loop
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.options import engine_config
-from stratakv.engine.request import pack_token_ids
-from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.wire import AddRequest, TokenOutput
+from stratakv.engine.request.messages import AddRequest, TokenOutput
+from stratakv.engine.request.request import pack_token_ids
+from stratakv.engine.request.sampling_params import SamplingParams
 
 
 @asynccontextmanager

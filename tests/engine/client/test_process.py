@@ -20,12 +20,12 @@ import pytest
 from stratakv.engine.client import launcher
 from stratakv.engine.client.base import EngineDead
 from stratakv.engine.client.process import ProcessClient
-from stratakv.engine.config import EngineConfig
+from stratakv.engine.config.engine_config import EngineConfig
+from stratakv.engine.config.engine_options import engine_config
 from stratakv.engine.llm import EventLoopThread
-from stratakv.engine.options import engine_config
-from stratakv.engine.request import pack_token_ids
-from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.wire import AddRequest, TokenOutput
+from stratakv.engine.request.messages import AddRequest, TokenOutput
+from stratakv.engine.request.request import pack_token_ids
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.tiers.settings.values import ConfigError
 
 VOCAB = 257
@@ -289,9 +289,9 @@ PARENT = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from stratakv.engine.client.process import ProcessClient
-from stratakv.engine.options import engine_config
-from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.wire import AddRequest
+from stratakv.engine.config.engine_options import engine_config
+from stratakv.engine.request.sampling_params import SamplingParams
+from stratakv.engine.request.messages import AddRequest
 
 async def run():
     config = engine_config(sys.argv[1], {"num_blocks": 600, "num_threads": 1})

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.config import EngineConfig
+from stratakv.engine.config.engine_config import EngineConfig
+from stratakv.engine.config.engine_options import engine_config
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.options import engine_config
-from stratakv.engine.request import pack_token_ids
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.messages import AddRequest, TokenOutput
+from stratakv.engine.request.request import pack_token_ids
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.structured import limited_thread
-from stratakv.engine.wire import AddRequest, TokenOutput
 from stratakv.tiers.remote import settings
 
 from ...stepping import step_outputs

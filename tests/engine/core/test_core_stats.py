@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 
 from stratakv.connector.base import ConnectorWorkerOutput
-from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig
+from stratakv.engine.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+)
+from stratakv.engine.config.offload_config import OffloadConfig
 from stratakv.engine.core.core_stats import CoreStats
-from stratakv.engine.offload_config import OffloadConfig
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.scheduler.output import (
     CachedRequestData,
     ModelRunnerOutput,

@@ -21,10 +21,10 @@ import torch
 
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.executor import InProcessExecutor
+from stratakv.engine.request.messages import AddRequest, TokenOutput
+from stratakv.engine.request.structured_params import StructuredOutputsParams
 from stratakv.engine.sampling.sampler import Choice
 from stratakv.engine.sampling.token_mask import TokenMask
-from stratakv.engine.structured_params import StructuredOutputsParams
-from stratakv.engine.wire import AddRequest, TokenOutput
 
 from ...processor_package import MODULE, SOURCE, packages_in
 from .conftest import VOCAB, config_of, prompt_of, request, run

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from stratakv.engine.core.engine_core import MAX_FAILED_STEPS, EngineCore
-from stratakv.engine.request import pack_token_ids
-from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.wire import OVERLOADED, AddRequest
+from stratakv.engine.request.messages import OVERLOADED, AddRequest
+from stratakv.engine.request.request import pack_token_ids
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.tiers.settings.values import ConfigError
 
 from .conftest import VOCAB, MakeCore, Reference, config_of, finish, prompt_of, request, run

@@ -22,13 +22,13 @@ import torch
 
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.models.decoder import Decoder
+from stratakv.engine.request.messages import INVALID_GRAMMAR, AddRequest, TokenOutput
+from stratakv.engine.request.structured_params import GrammarSpec, StructuredOutputsParams
 from stratakv.engine.structured.base import Backend, Grammar, GrammarError, Matcher, Words
 from stratakv.engine.structured.compiler import POLL_SECONDS
 from stratakv.engine.structured.limited_thread import Limit
 from stratakv.engine.structured.manager import GrammarManager
-from stratakv.engine.structured_params import GrammarSpec, StructuredOutputsParams
 from stratakv.engine.text.tokenizer import Tokenizer
-from stratakv.engine.wire import INVALID_GRAMMAR, AddRequest, TokenOutput
 from stratakv.kernels.cpu.library import Missing, cpu_library
 
 from .conftest import (

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from stratakv.engine.core.loop import CoreLoop
-from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.wire import AddRequest, TokenOutput
+from stratakv.engine.request.messages import AddRequest, TokenOutput
+from stratakv.engine.request.sampling_params import SamplingParams
 
 NUM_REQUESTS = 20
 ADD_SECONDS = 0.01

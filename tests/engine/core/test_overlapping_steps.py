@@ -17,10 +17,10 @@ import pytest
 
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.executor import InProcessExecutor
-from stratakv.engine.logprobs import PositionLogprobs
+from stratakv.engine.request.logprobs import PositionLogprobs
+from stratakv.engine.request.messages import TokenOutput
 from stratakv.engine.sampling import truncation
 from stratakv.engine.sampling.sampler import Choice
-from stratakv.engine.wire import TokenOutput
 from stratakv.engine.worker.input_batch import ExpectedTokens, InputBatch
 
 from .conftest import config_of, prompt_of, request, run

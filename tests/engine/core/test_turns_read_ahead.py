@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.wire import AddRequest, RequestExtras
-from stratakv.tiers.cpu import HELD_SHARE
+from stratakv.engine.request.messages import AddRequest, RequestExtras
+from stratakv.tiers.slab.cpu_slab import HELD_SHARE
 
 from ...stepping import WAIT_SECONDS
 from .conftest import MakeCore, Reference, prompt_of, request, run

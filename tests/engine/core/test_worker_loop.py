@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
-from stratakv.engine.core.worker_messages import (
+from stratakv.engine.core.worker_process.worker_messages import (
     Begin,
     Call,
     Done,
@@ -23,7 +23,7 @@ from stratakv.engine.core.worker_messages import (
     decode_from_worker,
     encode,
 )
-from stratakv.engine.core.worker_process import WorkerServer
+from stratakv.engine.core.worker_process.worker_process import WorkerServer
 from stratakv.engine.scheduler.output import CachedRequestData, ModelRunnerOutput, SchedulerOutput
 from stratakv.engine.worker.model_runner import BegunStep
 

@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 from stratakv.engine.models.checkpoint.fingerprint import ModelFiles, fingerprint
-from stratakv.engine.options import EMBEDDED_MODEL
 from stratakv.tiers.settings.values import ConfigError
 
 

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 from stratakv.engine.models.checkpoint import generation_config
 from stratakv.engine.models.checkpoint.generation_config import load_default_sampling
-from stratakv.engine.options import EMBEDDED_MODEL
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.tiers.settings.values import ConfigError
 
 # The form that Qwen3's has.

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from stratakv.engine.cli.main import main
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL, engine_config
+from stratakv.engine.config.resolve import resolve
 from stratakv.engine.models.checkpoint.hub import is_hub_id
-from stratakv.engine.options import EMBEDDED_MODEL, engine_config
-from stratakv.engine.settings.resolve import resolve
 
 from ...nursery_site import nursery_client
 from ...tiny_models import make_model
@@ -27,7 +27,8 @@ pytestmark = pytest.mark.timeout(600)
 ID = "acme/tiny-llama"
 SECONDS = 120  # of one process, on a machine that is busy
 STRATAKV = [sys.executable, "-m", "stratakv.engine.cli.main"]
-FETCH = "from stratakv.engine.options import model_directory; print(model_directory(*{words!r}))"
+FETCH = """from stratakv.engine.config.engine_options import model_directory
+print(model_directory(*{words!r}))"""
 NEVER = {
     "modeling_evil.py": b"raise SystemExit('ran')",
     "pytorch_model.bin": b"pickle",
@@ -275,6 +276,6 @@ def test_settings_are_shown_without_a_download(
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("asked for")
 
-    monkeypatch.setattr("stratakv.engine.options.fetch_model", fail)
+    monkeypatch.setattr("stratakv.engine.config.engine_options.fetch_model", fail)
     assert main(["config", "show", ID]) == 0
     assert f"model: {ID}" in capsys.readouterr().out

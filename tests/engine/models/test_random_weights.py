@@ -8,10 +8,10 @@ import shutil
 import pytest
 import torch
 
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 from stratakv.engine.models.checkpoint.fingerprint import fingerprint
 from stratakv.engine.models.checkpoint.weights import load_weights, random_weights
 from stratakv.engine.models.spec import load_model_spec
-from stratakv.engine.options import EMBEDDED_MODEL
 
 
 def test_they_have_the_shapes_of_a_checkpoint_and_are_the_same_every_time():

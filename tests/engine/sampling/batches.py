@@ -12,10 +12,10 @@ import numpy as np
 from torch import Tensor
 
 from stratakv.engine.batch.batch_update import AddedRow, BatchUpdate, MovedRow
-from stratakv.engine.logprobs import PositionLogprobs
+from stratakv.engine.request.logprobs import PositionLogprobs
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.sampling.copies import to_host
 from stratakv.engine.sampling.logprobs import position_entries, position_tensors
-from stratakv.engine.sampling_params import SamplingParams
 
 VOCAB = 12
 

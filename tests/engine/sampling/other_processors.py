@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stratakv.engine.batch.batch_update import BatchUpdate
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.sampling.processors.adapter import (
     AdapterLogitsProcessor,
     RequestLogitsProcessor,
@@ -20,7 +21,6 @@ from stratakv.engine.sampling.processors.base import (
     StatefulProcessor,
     drafted,
 )
-from stratakv.engine.sampling_params import SamplingParams
 
 
 def arg(params: SamplingParams, name: str) -> Any:

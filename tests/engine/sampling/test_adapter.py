@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.sampling.loading import LoadedProcessor
 from stratakv.engine.sampling.processors.adapter import AdapterLogitsProcessor
 from stratakv.engine.sampling.processors.base import ProcessorContext, RowsFailed
 from stratakv.engine.sampling.sampler import LogitsRows, ProcessorSet
-from stratakv.engine.sampling_params import SamplingParams
 
 from .batches import VOCAB, added, row_of
 from .other_processors import Callables

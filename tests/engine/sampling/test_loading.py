@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from stratakv.engine.options import engine_config
+from stratakv.engine.config.engine_options import engine_config
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.sampling.loading import (
     InvalidProcessorParams,
     load_processors,
     make_params_check,
 )
-from stratakv.engine.sampling_params import SamplingParams
 from stratakv.tiers.settings.values import ConfigError
 
 from ...processor_package import install, packages_in

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.tiers.settings.format import format_value
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from stratakv.engine.batch.batch_update import AddedRow, BatchUpdate, MovedRow
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.sampling import row_parts, truncation
 from stratakv.engine.sampling.sampler import Sampled, Sampler, highest, uniform_of
 from stratakv.engine.sampling.truncation import FIRST_CANDIDATES
-from stratakv.engine.sampling_params import SamplingParams
 
 from .batches import VOCAB, added, row_of
 from .chi_square import assert_follows

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.sampling import row_parts
 from stratakv.engine.sampling.sampler import Sampler
-from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.worker.block_table import BlockTable, MultiGroupBlockTable
 from stratakv.engine.worker.input_batch import InputBatch, WorkerRequest
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from stratakv.engine.batch.batch_update import BatchUpdate
-from stratakv.engine.reasoning import Mark, ThoughtCounter, ThoughtTracker
+from stratakv.engine.request.reasoning_marks import Mark, ThoughtCounter, ThoughtTracker
 from stratakv.engine.sampling.processors.base import ProcessorContext
 from stratakv.engine.sampling.processors.thinking import FORCED_LOGIT, ThinkingBudget
 from stratakv.engine.sampling.sampler import Sampler

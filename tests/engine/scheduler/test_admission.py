@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stratakv.connector.base import EvictedBlock, LoadReport, Match, MatchKind, RequestView
-from stratakv.engine.request import RequestStatus
+from stratakv.engine.request.request import RequestStatus
 from stratakv.engine.scheduler.admission import MOST_DEFERRED
 
 Make = Any

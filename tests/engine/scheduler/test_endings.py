@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.logprobs import PositionLogprobs
-from stratakv.engine.request import RequestStatus
+from stratakv.engine.request.logprobs import PositionLogprobs
+from stratakv.engine.request.request import RequestStatus
 from stratakv.engine.scheduler.output import ModelRunnerOutput
 
 Make = Any

@@ -32,8 +32,8 @@ from stratakv.connector.page_names import group_suffix
 from stratakv.engine.cache.kv_block import KVCacheBlock
 from stratakv.engine.cache.kv_cache_coordinator import GroupBlocks
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
-from stratakv.engine.request import Request
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.request import Request
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.scheduler import places as places_module
 from stratakv.engine.scheduler import scheduler as scheduler_module
 from stratakv.engine.scheduler.output import SchedulerOutput

@@ -9,8 +9,8 @@ import random
 import pytest
 
 from stratakv.engine.observer import Decision, Observer
-from stratakv.engine.request import Request
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.request import Request
+from stratakv.engine.request.sampling_params import SamplingParams
 
 from ...recorder import Recorder
 from .conftest import HASHER, MakeEngine, reference

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.request import RequestStatus
+from stratakv.engine.request.request import RequestStatus
 
 Make = Any
 PROMPT = 43  # ten blocks, and three tokens more

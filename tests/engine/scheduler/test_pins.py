@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from stratakv.engine.request import Request
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.request import Request
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.scheduler import pins as pins_module
 from stratakv.engine.scheduler import places as places_module
 from stratakv.engine.scheduler import scheduler as scheduler_module

@@ -9,8 +9,8 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from stratakv.engine.request import Request
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.request import Request
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.scheduler import policies
 from stratakv.engine.scheduler.policies import (
     FCFSPolicy,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.config import SchedulerConfig
+from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.tiers.settings.values import ConfigError
 
 SIZE = 4

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from stratakv.engine.request import Request
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.request import Request
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.scheduler.policies import FCFSQueue
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from stratakv.engine.sampling_params import RepetitionDetection, SamplingParams
+from stratakv.engine.request.sampling_params import RepetitionDetection, SamplingParams
 from stratakv.engine.scheduler.stop import repeats
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stratakv.connector.base import Match, MatchKind, RequestView
-from stratakv.engine.request import Progress
+from stratakv.engine.request.request import Progress
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

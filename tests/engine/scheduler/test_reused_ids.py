@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from stratakv.engine.logprobs import PositionLogprobs
+from stratakv.engine.request.logprobs import PositionLogprobs
+from stratakv.engine.request.messages import TokenOutput
 from stratakv.engine.scheduler.output import ModelRunnerOutput, add_figures
-from stratakv.engine.wire import TokenOutput
 
 
 def test_an_end_without_tokens_gets_no_logprobs_of_who_had_its_id() -> None:

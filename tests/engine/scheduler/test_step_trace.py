@@ -12,9 +12,9 @@ from typing import ClassVar
 import pytest
 
 from stratakv.connector.base import NullConnector
-from stratakv.engine.config import SchedulerConfig
+from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.observer import Decision, Obstacle, StepMade
-from stratakv.engine.request import Request
+from stratakv.engine.request.request import Request
 from stratakv.engine.trace.explain import explain
 from stratakv.engine.trace.records import DecisionRecord, SnapshotRecord, read_records
 from stratakv.engine.trace.step_trace import StepTrace

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from stratakv.connector.base import NullConnector
-from stratakv.engine.config import SchedulerConfig
+from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
 from stratakv.engine.observer import StepMade
-from stratakv.engine.request import RequestStatus
+from stratakv.engine.request.request import RequestStatus
 from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from stratakv.engine.scheduler.step import StepBuilder
 from stratakv.engine.trace.records import DecisionRecord, read_records

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from stratakv.engine.request import Request, RequestStatus
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.request import Request, RequestStatus
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.scheduler.stop import check_stop, end_token_ids, stop_reason
 
 EOS = frozenset({2, 3})

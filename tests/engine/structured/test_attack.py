@@ -13,13 +13,13 @@ from types import ModuleType
 
 import pytest
 
-from stratakv.engine.options import EMBEDDED_MODEL
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL
+from stratakv.engine.request.structured_params import StructuredOutputsParams
 from stratakv.engine.structured import compiler as compiler_module
 from stratakv.engine.structured.backends import open_backend
 from stratakv.engine.structured.compiler import Compilation, GrammarCompiler
 from stratakv.engine.structured.grammar_processes import GrammarProcesses
 from stratakv.engine.structured.limited_thread import Limit
-from stratakv.engine.structured_params import StructuredOutputsParams
 
 from .vocabularies import END, VOCAB, embedded
 from .waiting import wait_for

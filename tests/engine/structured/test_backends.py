@@ -14,14 +14,18 @@ import pytest
 import torch
 
 from stratakv.engine.batch.batch_update import AddedRow, BatchUpdate
+from stratakv.engine.request.sampling_params import SamplingParams
+from stratakv.engine.request.structured_params import (
+    GrammarSpec,
+    Kind,
+    StructuredOutputsParams,
+)
 from stratakv.engine.sampling.sampler import Sampler
 from stratakv.engine.sampling.token_mask import TokenMask, banned_on, banned_on_host
-from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.structured import guidance_backend
 from stratakv.engine.structured.backends import open_backend
 from stratakv.engine.structured.base import BITS, Backend, GrammarError, fill_drafts
 from stratakv.engine.structured.xgrammar_scope import why_unsupported, why_untamed
-from stratakv.engine.structured_params import GrammarSpec, Kind, StructuredOutputsParams
 
 from .vocabularies import END, VOCAB, allowed, embedded, say, walk, words
 

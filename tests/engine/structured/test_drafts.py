@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stratakv.engine.options import EMBEDDED_MODEL
-from stratakv.engine.request import Request, pack_token_ids
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL
+from stratakv.engine.request.messages import AddRequest
+from stratakv.engine.request.request import Request, pack_token_ids
+from stratakv.engine.request.sampling_params import SamplingParams
+from stratakv.engine.request.structured_params import StructuredOutputsParams
 from stratakv.engine.structured.guidance_backend import GuidanceBackend
 from stratakv.engine.structured.manager import GrammarManager
 from stratakv.engine.structured.vocabulary import Vocabulary
-from stratakv.engine.structured_params import StructuredOutputsParams
-from stratakv.engine.wire import AddRequest
 
 from .vocabularies import END, VOCAB, embedded
 from .waiting import wait_for

@@ -12,8 +12,8 @@ import jsonschema
 import pytest
 
 from stratakv.engine.llm import LLM
-from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.structured_params import StructuredOutputsParams
+from stratakv.engine.request.sampling_params import SamplingParams
+from stratakv.engine.request.structured_params import StructuredOutputsParams
 
 from .schemas import schema_of
 

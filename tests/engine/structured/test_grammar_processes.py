@@ -17,7 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stratakv.engine.options import EMBEDDED_MODEL
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL
+from stratakv.engine.request.structured_params import (
+    GrammarSpec,
+    Kind,
+    StructuredOutputsParams,
+)
 from stratakv.engine.structured import compiler as compiler_module
 from stratakv.engine.structured import grammar_process, grammar_processes, messages
 from stratakv.engine.structured.backends import open_backend
@@ -26,7 +31,6 @@ from stratakv.engine.structured.compiler import COMPILE_LIMIT, Compilation, Gram
 from stratakv.engine.structured.followed_apart import GrammarApart
 from stratakv.engine.structured.grammar_processes import GrammarProcesses, TooSlow
 from stratakv.engine.structured.limited_thread import Limit
-from stratakv.engine.structured_params import GrammarSpec, Kind, StructuredOutputsParams
 from stratakv.tiers.processes.python_command import python_command
 
 from .vocabularies import END, VOCAB, allowed, embedded, walk

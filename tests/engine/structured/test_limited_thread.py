@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.engine.request import Request, RequestStatus, pack_token_ids
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.messages import AddRequest
+from stratakv.engine.request.request import Request, RequestStatus, pack_token_ids
+from stratakv.engine.request.sampling_params import SamplingParams
+from stratakv.engine.request.structured_params import GrammarSpec, StructuredOutputsParams
 from stratakv.engine.structured import limited_thread
 from stratakv.engine.structured.base import LARGE_BYTES, Backend, Form, Grammar, Matcher
 from stratakv.engine.structured.compiler import GrammarCompiler
@@ -26,8 +28,6 @@ from stratakv.engine.structured.guidance_backend import (
 )
 from stratakv.engine.structured.limited_thread import Job, Limit, LimitedThread
 from stratakv.engine.structured.manager import GrammarManager
-from stratakv.engine.structured_params import GrammarSpec, StructuredOutputsParams
-from stratakv.engine.wire import AddRequest
 
 from .test_limits import Spinner, spec
 from .vocabularies import allowed, embedded

@@ -11,6 +11,12 @@ from typing import Any
 import pytest
 
 from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.request.structured_params import (
+    MAX_GRAMMAR_BYTES,
+    GrammarSpec,
+    Kind,
+    StructuredOutputsParams,
+)
 from stratakv.engine.structured.backends import open_backend, why_missing
 from stratakv.engine.structured.base import (
     Backend,
@@ -32,12 +38,6 @@ from stratakv.engine.structured.compiler import (
 from stratakv.engine.structured.fair_queue import FairQueue, Shares
 from stratakv.engine.structured.grammar_processes import GrammarProcesses, TooLate, TooSlow, Tried
 from stratakv.engine.structured.limited_thread import Limit
-from stratakv.engine.structured_params import (
-    MAX_GRAMMAR_BYTES,
-    GrammarSpec,
-    Kind,
-    StructuredOutputsParams,
-)
 from stratakv.tiers.settings.values import ConfigError
 
 from ..conftest import Reference

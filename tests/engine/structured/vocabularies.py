@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 
-from stratakv.engine.options import EMBEDDED_MODEL
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 from stratakv.engine.structured.base import BITS, Grammar, Matcher
 from stratakv.engine.structured.vocabulary import Vocabulary
 

@@ -10,9 +10,10 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from stratakv.engine.request import pack_token_ids
-from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.structured_params import StructuredOutputsParams
+from stratakv.engine.request.messages import TokenOutput
+from stratakv.engine.request.request import pack_token_ids
+from stratakv.engine.request.sampling_params import SamplingParams
+from stratakv.engine.request.structured_params import StructuredOutputsParams
 from stratakv.engine.text.output_processor import OutputProcessor, TextOutput
 from stratakv.engine.text.reasoning import (
     WELL_KNOWN_MARKS,
@@ -23,7 +24,6 @@ from stratakv.engine.text.reasoning import (
     with_reasoning_marks,
 )
 from stratakv.engine.text.tokenizer import Tokenizer
-from stratakv.engine.wire import TokenOutput
 from stratakv.tiers.settings.values import ConfigError
 
 from .small_tokenizers import TOKENIZERS, byte_level

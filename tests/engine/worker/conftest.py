@@ -19,7 +19,7 @@ import torch
 
 from stratakv.connector.base import KVConnectorWorker
 from stratakv.engine.models.spec import load_model_spec
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.scheduler.output import (
     CachedRequestData,
     ModelRunnerOutput,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratakv.engine.batch.batch_update import BatchUpdate
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.worker.block_table import BlockTable, MultiGroupBlockTable
 from stratakv.engine.worker.input_batch import InputBatch, WorkerRequest
 

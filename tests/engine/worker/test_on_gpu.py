@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from stratakv.engine.config.engine_options import engine_config
 from stratakv.engine.core.device_config import placement_of
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.options import engine_config
-from stratakv.engine.request import pack_token_ids
-from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.wire import AddRequest
+from stratakv.engine.request.messages import AddRequest
+from stratakv.engine.request.request import pack_token_ids
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.worker.pool_demand import PoolDemand
 from stratakv.engine.worker.runtime.cuda_probe import choose_gpu, probe_cuda
 from stratakv.engine.worker.runtime.device_config import Placement

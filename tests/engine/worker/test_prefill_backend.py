@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from stratakv.engine.cache.group_spec import plan_groups
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 from stratakv.engine.models.layer_attention import full, window
 from stratakv.engine.models.spec import load_model_spec
-from stratakv.engine.options import EMBEDDED_MODEL
 from stratakv.engine.worker.forward.forward import step_order
 from stratakv.engine.worker.forward.kernel_attention import (
     Chunks,

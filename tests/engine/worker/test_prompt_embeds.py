@@ -10,8 +10,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from stratakv.engine.core.worker_messages import Begin, decode_to_worker, encode
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.core.worker_process.worker_messages import (
+    Begin,
+    decode_to_worker,
+    encode,
+)
+from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from stratakv.engine.worker.runtime.device_config import KERNELS, Placement
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from stratakv.engine.logprobs import PositionLogprobs, PromptLogprobs
+from stratakv.engine.request.logprobs import PositionLogprobs, PromptLogprobs
 from stratakv.engine.scheduler.output import ModelRunnerOutput
 from stratakv.engine.worker import prompt_logprobs
 

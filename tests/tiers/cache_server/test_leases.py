@@ -10,8 +10,8 @@ import pytest
 from stratakv.tiers.base import Answer
 from stratakv.tiers.cache_server import leases
 from stratakv.tiers.cache_server.leases import MAX_SECONDS, Lease, Leases, PinnedBlocks
-from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import InvalidBlock, TierBusy
+from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.wire.status import TooMuch
 
 from ...clock import Clock

@@ -27,7 +27,7 @@ import grpc
 import pytest
 import trustme
 
-from stratakv.engine.settings.cache_server import read_options, server_settings
+from stratakv.engine.config.cache_server_options import read_options, server_settings
 from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.cache_server.access.shares import Shares
 from stratakv.tiers.cache_server.access.tenants import Tenant, Tenants, token_digest

@@ -15,11 +15,11 @@ import pytest
 from stratakv.tiers.cache_server.key_salt import KeySalt
 from stratakv.tiers.cache_server.tenant_store import TenantStore
 from stratakv.tiers.contract import filled_buffers, make_keys, payload_of
-from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import InvalidBlock, TierClosed
-from stratakv.tiers.memory import MemoryStore
+from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.ssd.store import SsdStore
 from stratakv.tiers.tag import Proof
+from stratakv.tiers.testing.memory_store import MemoryStore
 from stratakv.tiers.wire.frames import State
 from stratakv.tiers.wire.status import TooMuch
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 from stratakv.tiers.base import Answer
 from stratakv.tiers.errors import TierError
-from stratakv.tiers.memory import MemoryStore
+from stratakv.tiers.testing.memory_store import MemoryStore
 
 
 class PrefetchingStore(MemoryStore):

@@ -9,10 +9,10 @@ import pytest
 
 from stratakv.tiers.admission import AdmissionFilter
 from stratakv.tiers.base import Answer
-from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.memory import MemoryStore
 from stratakv.tiers.policies.lru import LruPolicy
+from stratakv.tiers.slab.cpu_slab import CpuSlab
+from stratakv.tiers.testing.memory_store import MemoryStore
 
 from ..rig import LAYOUT, Rig, key, keys, with_rig
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from stratakv.tiers.base import Answer
-from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import TierBusy, TierClosed
 from stratakv.tiers.hierarchy.hierarchy import FIRST_BLOCKS, Hierarchy, Prefix
+from stratakv.tiers.slab.cpu_slab import CpuSlab
 
 from ..rig import LAYOUT, WAIT_SECONDS, Rig, keys, with_rig
 

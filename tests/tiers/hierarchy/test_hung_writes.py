@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from stratakv.tiers.cpu import CpuSlab
-from stratakv.tiers.fault_injection.plan import FaultPlan, parse_faults
-from stratakv.tiers.fault_injection.store import FaultyStore
 from stratakv.tiers.hierarchy.guarded_store import MAX_PROBES, GuardedStore, Traffic
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.hierarchy.writes import LATE_SHARE, STALL_SECONDS, Writes
 from stratakv.tiers.mailbox import Mailbox
-from stratakv.tiers.memory import MemoryStore
+from stratakv.tiers.slab.cpu_slab import CpuSlab
+from stratakv.tiers.testing.fault_plan import FaultPlan, parse_faults
+from stratakv.tiers.testing.faulty_store import FaultyStore
+from stratakv.tiers.testing.memory_store import MemoryStore
 
 from ..rig import LAYOUT, WAIT_SECONDS, HeldStore, Rig, keys, with_rig
 

@@ -10,10 +10,10 @@ from concurrent.futures import Future
 import pytest
 
 from stratakv.tiers.base import Answer
-from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import TierBusy, TierError
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.memory import MemoryStore
+from stratakv.tiers.slab.cpu_slab import CpuSlab
+from stratakv.tiers.testing.memory_store import MemoryStore
 
 from ..rig import LAYOUT, content, keys
 

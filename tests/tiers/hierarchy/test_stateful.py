@@ -32,14 +32,14 @@ from hypothesis.stateful import (
 
 from stratakv.tiers.block import BlockLayout, pack_key
 from stratakv.tiers.contract import payload_of
-from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import TierError
-from stratakv.tiers.fault_injection.plan import FaultPlan, parse_faults
-from stratakv.tiers.fault_injection.store import FaultyStore
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy, StoreTicket
 from stratakv.tiers.hierarchy.promotions import LoadTicket
+from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.check import check_store
+from stratakv.tiers.testing.fault_plan import FaultPlan, parse_faults
+from stratakv.tiers.testing.faulty_store import FaultyStore
 
 LAYOUT = BlockLayout(1, 4, 1, 8, "float32")
 CAPACITY = 800_000

@@ -10,13 +10,13 @@ import pytest
 
 from stratakv.tiers.admission import AdmissionFilter
 from stratakv.tiers.base import Answer
-from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import TierBusy
 from stratakv.tiers.hierarchy.guarded_store import DAMAGED
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.hierarchy.write_back import BATCHES_IN_FLIGHT
-from stratakv.tiers.memory import MemoryStore
+from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.tag import Proof, payload_digest
+from stratakv.tiers.testing.memory_store import MemoryStore
 
 from ..rig import LAYOUT, WAIT_SECONDS, Rig, content, key, keys, with_rig
 

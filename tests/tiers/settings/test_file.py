@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.engine.settings.resolve import read_config_settings
+from stratakv.engine.config.resolve import read_config_settings
 from stratakv.tiers.settings.file import MAX_BYTES, read_file
 from stratakv.tiers.settings.values import ConfigError
 

@@ -22,8 +22,8 @@ from stratakv.tiers.contract import check_store_contract, make_keys, payload_of
 from stratakv.tiers.errors import TierError
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.disk.slot_file import SlotFile
+from stratakv.tiers.ssd.disk_array import Disk, SeveralDisks
 from stratakv.tiers.ssd.index.index_file import IndexFile
-from stratakv.tiers.ssd.several_disks import Disk, SeveralDisks
 from stratakv.tiers.ssd.watched import GONE, WatchedStore
 
 from ..blocks import SMALL

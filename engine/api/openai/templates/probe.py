@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..chat_template import ChatTemplate
+from ...chat_template import ChatTemplate
 from .sandbox import TemplateRefused
 
 Seen = dict[str, Any]  # a message as the template sees it

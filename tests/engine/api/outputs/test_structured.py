@@ -13,7 +13,7 @@ import openai
 import pydantic
 import pytest
 
-from stratakv.engine.api.openai.outputs import structured
+from stratakv.engine.api.openai.request import structured
 
 from ....nursery_site.nursery_client import Nursery
 

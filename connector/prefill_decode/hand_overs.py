@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that other engines are about to load: written where those look, and kept for a while.
+
+    begin ──► moving ──(the shared store has them, as far as is known)──► leasing ──► ended
+
+What is known may be old, so the lease decides: the store says which blocks it has, and evicts none
+of them until the lease is over. A hand-over that takes too long ends with what is missing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...tiers.base import Answer
+from ...tiers.hierarchy.hierarchy import Hierarchy
+from ...tiers.mailbox import Alarm
+from ..base import HandedOver
+
+# From the prefill node's answer to the load on the decode node, through a router under load.
+LEASE_SECONDS = 30.0
+# Many times what the blocks of one prompt take on the slowest link worth having.
+MOST_SECONDS = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class _HandOver:
+    """One request's blocks."""
+
+    request_id: str
+    keys: list[bytes]
+    give_up_at: float  # monotonic
+    num_there: int = 0  # leading blocks that the store has, as far as is known
+    version: tuple[int, int] | None = None  # of the hierarchy, when it was looked at last
+    is_leasing: bool = False
+
+
+class HandOvers:
+    """The hand-overs of one connector. `shards`, one for each rank, complete the pool's keys.
+    `alarm` wakes the engine where a hand-over is to be given up."""
+
+    def __init__(self, hierarchy: Hierarchy, shards: Sequence[bytes], alarm: Alarm) -> None:
+        self._hierarchy = hierarchy
+        self._shards = tuple(shards)
+        self._alarm = alarm
+        self._moving: dict[str, _HandOver] = {}  # by request id, those that lease among them
+        self._ended: list[HandedOver] = []
+
+    def __len__(self) -> int:
+        """Hand-overs under way."""
+        return len(self._moving)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `take` has something."""
+        return bool(self._ended)
+
+    def begin(self, request_id: str, keys: Sequence[bytes]) -> None:
+        """See `KVConnectorScheduler.hand_over`."""
+        give_up_at = time.monotonic() + MOST_SECONDS
+        named = [key + shard for key in keys for shard in self._shards]
+        self._moving[request_id] = hand_over = _HandOver(request_id, named, give_up_at)
+        self._hierarchy.shared(named, write=True)
+        self._alarm.at(give_up_at)
+        self._look_at(hand_over)
+
+    def forget(self, request_id: str) -> None:
+        """Nobody waits for it any longer."""
+        if self._moving.pop(request_id, None) is None:  # it may have ended since
+            self._ended = [ended for ended in self._ended if ended.request_id != request_id]
+
+    def collect(self) -> None:
+        """Look which have got further, and give up those that take too long."""
+        now = time.monotonic() if self._moving else 0.0
+        for hand_over in list(self._moving.values()):
+            self._look_at(hand_over)
+            if now >= hand_over.give_up_at and hand_over.request_id in self._moving:
+                self._end(hand_over, hand_over.keys[hand_over.num_there :])
+
+    def take(self) -> list[HandedOver]:
+        """Those that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _look_at(self, hand_over: _HandOver) -> None:
+        version = self._hierarchy.shared_version
+        if hand_over.is_leasing or hand_over.version == version:
+            return
+        hand_over.version = version
+        # Mostly it is the first that is waited for: what is written together comes together.
+        size = 1
+        while hand_over.num_there < len(hand_over.keys):
+            there = hand_over.num_there
+            answers = self._hierarchy.shared(hand_over.keys[there : there + size])
+            moved = next((i for i, a in enumerate(answers) if a is not Answer.HIT), None)
+            hand_over.num_there = there + (len(answers) if moved is None else moved)
+            if moved is not None and answers[moved] is Answer.PENDING:
+                return
+            if moved is not None:
+                # This one will not come; others may.
+                if Answer.PENDING in self._hierarchy.shared(hand_over.keys[there:]):
+                    return
+                break
+            size = 4 * size
+        hand_over.is_leasing = True
+
+        def leased(kept: list[bool]) -> None:
+            pairs = zip(hand_over.keys, kept, strict=True)
+            self._end(hand_over, [key for key, is_kept in pairs if not is_kept])
+
+        self._hierarchy.lease(hand_over.keys, LEASE_SECONDS, leased)
+
+    def _end(self, hand_over: _HandOver, missing: list[bytes]) -> None:
+        if self._moving.get(hand_over.request_id) is not hand_over:
+            return  # given up, or forgotten
+        del self._moving[hand_over.request_id]
+        end = -len(self._shards[0])
+        names = dict.fromkeys(key[:end] for key in missing)  # lost where one rank's part is
+        self._ended.append(HandedOver(hand_over.request_id, list(names)))

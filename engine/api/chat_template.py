@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chat template of a model: a conversation becomes one prompt text.
+
+Templates come with the model from elsewhere, so they are treated as hostile: compiled and rendered
+in Jinja's sandbox without access to Python's internals, in a process of its own that ends beyond
+its time and its memory, limited in source and output size and in how many run at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+from ...tiers.settings.values import MIB, ConfigError
+from .openai.templates.process import Asking, Broken, Limits
+from .openai.templates.sandbox import TemplateRefused
+
+MAX_TEMPLATE_CHARACTERS = 1 * MIB
+MAX_CONFIG_BYTES = 64 * MIB
+MAX_CONCURRENT_RENDERINGS = 4
+MAX_NAMED_TEMPLATES = 64
+COMPILE_SECONDS = 10.0  # of a processor
+TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
+SPECIAL_TOKENS = (
+    "bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token",
+)  # fmt: skip
+# The names that transformers gives templates; those of others are never asked for.
+DEFAULT, TOOL_USE = "default", "tool_use"
+# Variables that the server sets, and a client may not.
+RESERVED_VARIABLES = frozenset(
+    {"messages", "add_generation_prompt", "tools", "documents", *SPECIAL_TOKENS}
+)
+
+_NO_VARIABLES: Mapping[str, object] = MappingProxyType({})
+
+
+class SpecialTokens(Protocol):
+    """The part of a tokenizer that templates need."""
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+    def special_token(self, name: str) -> str | None: ...
+
+
+class ChatTemplate:
+    """One compiled template. Raises ConfigError where it cannot be compiled. `tool_use` is the
+    source of the model's other template, for conversations that offer tools."""
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        origin: str,
+        tool_use: str | None = None,
+    ) -> None:
+        if len(source) > MAX_TEMPLATE_CHARACTERS:
+            raise ConfigError(
+                f"the chat template in {origin} has {len(source)} characters and at most "
+                f"{MAX_TEMPLATE_CHARACTERS} are read; take the model's own one"
+            )
+        self._key = hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()
+        try:
+            Asking(self._key, source, None, Limits(COMPILE_SECONDS, 0)).run()
+        except (Broken, TemplateRefused) as error:
+            raise ConfigError(
+                f"the chat template in {origin} cannot be compiled ({error}); correct it or "
+                "take the model's own one"
+            ) from error
+        except OSError as error:
+            raise ConfigError(
+                f"the chat template in {origin} cannot be tried: {error}; see to it that this user "
+                "may start processes"
+            ) from error
+        self.source = source
+        self._special_tokens = dict(special_tokens)
+        sources = [source] if tool_use is None else [source, tool_use]
+        whole = json.dumps([*sources, self._special_tokens], sort_keys=True)
+        self.digest = hashlib.sha256(whole.encode()).hexdigest()  # equal where all prompts are
+        self._running = asyncio.Semaphore(MAX_CONCURRENT_RENDERINGS)
+        self._tool_use = None
+        if tool_use is not None:
+            self._tool_use = ChatTemplate(tool_use, special_tokens, f"{origin} ({TOOL_USE})")
+
+    @classmethod
+    def load(cls, model_path: Path, tokenizer: SpecialTokens) -> ChatTemplate | None:
+        """The template of a Hugging Face directory: of `chat_template.jinja`, or else of
+        `tokenizer_config.json`; None where it has none. The one named `tool_use` stands in
+        `additional_chat_templates/`, or in the list of the configuration."""
+        sources, origin = _sources_in(model_path, tokenizer)
+        if DEFAULT not in sources:
+            return None
+        return cls(sources[DEFAULT], _texts_of(tokenizer), origin, sources.get(TOOL_USE))
+
+    @classmethod
+    def read(cls, path: Path, tokenizer: SpecialTokens) -> ChatTemplate:
+        """The template of a file, in place of the model's own. Raises ConfigError."""
+        return cls.of(read_template(path), tokenizer, str(path))
+
+    @classmethod
+    def of(cls, source: str, tokenizer: SpecialTokens, origin: str) -> ChatTemplate:
+        """The template of this source, with the special tokens of the model."""
+        return cls(source, _texts_of(tokenizer), origin)
+
+    def for_tools(self, tools: Sequence[object] | None) -> ChatTemplate:
+        """The one that is for a conversation with these tools."""
+        return self if self._tool_use is None or not tools else self._tool_use
+
+    @property
+    def tools_source(self) -> str:
+        """The source of the template that shows how the model calls tools."""
+        return self.source if self._tool_use is None else self._tool_use.source
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool,
+        max_characters: int,
+        timeout_seconds: float,
+        variables: Mapping[str, object] = _NO_VARIABLES,
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> str:
+        """The prompt text. `variables` are plain JSON values that the template may ask for, none
+        of RESERVED_VARIABLES; `tools` are in the form of OpenAI's API. Raises TemplateRefused, with
+        the template's own words where it has some, also when the output grows too long or the time
+        is up."""
+        context = {
+            **variables,
+            **self._special_tokens,
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,
+            "documents": None,
+        }
+
+        limits = Limits(timeout_seconds, max_characters)
+        asking = Asking(self._key, self.source, context, limits)
+        async with self._running:
+            try:
+                return await asyncio.to_thread(asking.run)
+            except asyncio.CancelledError:
+                asking.cancel()
+                raise
+            except OSError as error:
+                raise TemplateRefused(f"the chat template was not rendered: {error}") from None
+
+
+def read_template(path: Path) -> str:
+    """The source in a file. Raises ConfigError where it cannot be one."""
+    return _read_text(path, 4 * MAX_TEMPLATE_CHARACTERS)
+
+
+def _texts_of(tokenizer: SpecialTokens) -> dict[str, str]:
+    found = {name: tokenizer.special_token(name) for name in SPECIAL_TOKENS}
+    return {name: text for name, text in found.items() if text}
+
+
+def _sources_in(model_path: Path, tokenizer: SpecialTokens) -> tuple[dict[str, str], str]:
+    """The templates of a directory by name, and where they are from. Files go before the
+    configuration, as in transformers."""
+    path, folder = model_path / TEMPLATE_FILE, model_path / TEMPLATE_FOLDER
+    config = model_path / "tokenizer_config.json"
+    sources: dict[str, str] = {}
+    origin = str(path)
+    if path.is_file():
+        sources[DEFAULT] = read_template(path)
+    elif tokenizer.chat_template is not None:
+        sources[DEFAULT], origin = tokenizer.chat_template, str(config)
+    else:
+        sources, origin = _named(config), str(config)
+    more = folder / f"{TOOL_USE}.jinja"
+    if more.is_file():
+        sources[TOOL_USE] = read_template(more)
+    return sources, origin
+
+
+def _read_text(path: Path, max_bytes: int) -> str:
+    try:
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise ConfigError(
+                f"{path} has {size} bytes and at most {max_bytes} are read; take the model's own"
+            )
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} cannot be read ({error}); copy it from the model") from error
+
+
+def _named(path: Path) -> dict[str, str]:
+    """The templates where the configuration holds several: a list of them with names, or an
+    object."""
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(_read_text(path, MAX_CONFIG_BYTES))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is no JSON file ({error}); copy it from the model") from error
+    entries = config.get("chat_template") if isinstance(config, dict) else None
+    if isinstance(entries, list):
+        dicts = [each for each in entries[:MAX_NAMED_TEMPLATES] if isinstance(each, dict)]
+        entries = {str(each.get("name")): each.get("template") for each in dicts}
+    if not isinstance(entries, dict):
+        return {}
+    return {name: text for name, text in entries.items() if isinstance(text, str)}

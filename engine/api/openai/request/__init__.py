@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An OpenAI request's body: parsed, checked, turned into prompts and parameters."""

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be refused before any work is done: fields that are out of bounds, that contradict each
+other, or that ask for what is not built.
+"""
+
+from __future__ import annotations
+
+from ....request.logprobs import MAX_LOGPROBS
+from ....request.messages import check_priority
+from ...errors import ApiError
+from ...front import Front
+from ...settings import ApiSettings
+from ..messages import check_parts
+from .protocol import (
+    NEUTRAL_IN_MESSAGES,
+    NEUTRAL_VALUES,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    SamplingFields,
+    refuse_unsupported,
+)
+
+MAX_CACHE_SALT_CHARACTERS = 256
+MAX_REQUEST_ID_CHARACTERS = 128
+
+
+def check_completion(front: Front, request: CompletionRequest) -> None:
+    """Raises ApiError for the first field that cannot be followed."""
+    _check_shared(front, request)
+    n, best_of = request.n or 1, request.best_of
+    if best_of is not None and best_of != n:
+        cure = "must be at least `n`" if best_of < n else "beyond `n` is not supported"
+        raise _invalid("best_of", f"`best_of` is {best_of} and `n` is {n}; `best_of` {cure}")
+    if request.echo:
+        front.need_tokenizer("echo", "ask for `return_token_ids` in place of `echo`")
+    if request.max_tokens == 0:
+        if not request.echo:
+            message = "`max_tokens` must be at least 1, got 0; 0 is for `echo: true`"
+            raise _invalid("max_tokens", message)
+        if request.min_tokens:
+            message = f"`min_tokens` is {request.min_tokens} and `max_tokens` is 0; leave it out"
+            raise _invalid("min_tokens", message)
+
+
+def check_chat(front: Front, request: ChatRequest) -> None:
+    """The same for chats, but for the messages."""
+    _check_shared(front, request)
+    top = request.top_logprobs
+    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+        message = f"`top_logprobs` must be between 0 and {MAX_LOGPROBS}, got {top}"
+        raise _invalid("top_logprobs", message)
+    if top and not request.logprobs:
+        raise _invalid("top_logprobs", "`top_logprobs` needs `logprobs: true`; send it as well")
+    old, new = request.max_tokens, request.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        message = (
+            f"`max_tokens` is {old} and `max_completion_tokens`, its newer name, is {new}; "
+            "send one of them"
+        )
+        raise _invalid("max_completion_tokens", message)
+
+
+def check_messages(settings: ApiSettings, messages: list[ChatMessage]) -> None:
+    """Raises ApiError naming the first message that the template cannot be given."""
+    most = settings.max_messages_per_request
+    if not 1 <= len(messages) <= most:
+        message = f"`messages` must hold 1 to {most} messages, not {len(messages)}"
+        raise _invalid("messages", message)
+    for index, each in enumerate(messages):
+        place = f"messages[{index}]"
+        if each.role == "function":
+            message = f"`{place}.role` is function, the older form of tool; send tool"
+            raise ApiError(message, param=f"{place}.role", code="unsupported_parameter")
+        refuse_unsupported(each, NEUTRAL_IN_MESSAGES, f"{place}.")
+        check_parts(each, place)
+        _check_tools_in(each, place)
+        # An assistant's message without any text is what clients keep of an empty answer.
+        if each.content is None and each.role != "assistant":
+            message = f"`{place}` has no `content`; add a text, or leave the message out"
+            raise ApiError(message, param=f"{place}.content", code="missing_field")
+
+
+def check_ids_of_request(cache_salt: str | None, request_id: str | None) -> None:
+    """Raises ApiError for one that is too long."""
+    if len(cache_salt or "") > MAX_CACHE_SALT_CHARACTERS:
+        message = (
+            f"`cache_salt` has more than {MAX_CACHE_SALT_CHARACTERS} characters; send a digest"
+        )
+        raise _invalid("cache_salt", message)
+    if len(request_id or "") > MAX_REQUEST_ID_CHARACTERS:
+        message = f"`request_id` has more than {MAX_REQUEST_ID_CHARACTERS} characters"
+        raise _invalid("request_id", f"{message}; send a shorter one")
+
+
+def _check_tools_in(message: ChatMessage, place: str) -> None:
+    """Calls belong to the assistant, and what they answer to a tool."""
+    for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        if getattr(message, name) and message.role != role:
+            words = f"`{place}.{name}` is for messages of the role {role}, not {message.role}"
+            raise _invalid(f"{place}.{name}", f"{words}; leave it out")
+    if message.role == "tool" and not message.tool_call_id:
+        words = f"`{place}` has no `tool_call_id`; add the `id` of the call that it answers"
+        raise ApiError(words, param=f"{place}.tool_call_id", code="missing_field")
+
+
+def _check_shared(front: Front, request: SamplingFields) -> None:
+    front.check_model(request.model)
+    refuse_unsupported(request, NEUTRAL_VALUES)
+    most = front.settings.max_n
+    if request.n is not None and not 1 <= request.n <= most:
+        raise _invalid("n", f"`n` must be between 1 and {most}, got {request.n}")
+    if request.stream_options is not None and not request.stream:
+        message = "`stream_options` is for streams; send `stream: true` with it"
+        raise _invalid("stream_options", message)
+    if request.stream and request.prompt_logprobs is not None:
+        message = "`prompt_logprobs` come with whole answers only; leave out `stream`"
+        raise _invalid("prompt_logprobs", message)
+    check_ids_of_request(request.cache_salt, request.request_id)
+    try:
+        check_priority(request.priority or 0, front.client.ready.takes_priority)
+    except ValueError as error:
+        raise _invalid("priority", f"`priority` cannot be used: {error}") from error
+
+
+def _invalid(param: str, message: str) -> ApiError:
+    return ApiError(message, param=param, code="invalid_value")

@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The messages of a request become one prompt text, by the model's chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import replace as replace_field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from msgspec.structs import replace
+
+from .....tiers.settings.format import format_value
+from ....text.tokenizer import Tokenizer
+from ...chat_template import RESERVED_VARIABLES, ChatTemplate
+from ...errors import ApiError
+from ...settings import ApiSettings
+from ..messages import text_of, thought_of
+from ..templates.probe import ABSENT, NULL, CallForm, Seen, in_parts, probe_of
+from ..templates.sandbox import TemplateRefused
+from .checks import check_messages
+from .protocol import ChatMessage, MadeCall
+
+_ROLES_OF_RULES = {"system", "developer"}
+_NO_ARGUMENTS = ("", "null", "None")  # as clients write that there are none
+
+
+class TemplateFields(Protocol):
+    """What requests say about the template."""
+
+    @property
+    def add_generation_prompt(self) -> bool | None: ...
+    @property
+    def continue_final_message(self) -> bool | None: ...
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
+    @property
+    def reasoning_effort(self) -> str | None: ...
+
+
+class Renders(Protocol):
+    """What a rendering needs of the HTTP front."""
+
+    @property
+    def template(self) -> ChatTemplate | None: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def settings(self) -> ApiSettings: ...
+
+
+async def render(
+    front: Renders,
+    messages: list[ChatMessage],
+    fields: TemplateFields,
+    tools: Sequence[Mapping[str, object]] | None = None,
+) -> str:
+    """The prompt, with `tools` as the template is to show them. Raises ApiError for messages that
+    are no conversation or that would leave no trace in the prompt, for fields that contradict each
+    other, and where the template refuses."""
+    check_messages(front.settings, messages)
+    if front.template is None:
+        raise _no_template(front)
+    goes_on = bool(fields.continue_final_message)
+    if goes_on and fields.add_generation_prompt:
+        message = (
+            "`continue_final_message` goes on with the last message and `add_generation_prompt` "
+            "begins a new one; send one of them"
+        )
+        raise ApiError(message, param="continue_final_message", code="invalid_value")
+    if goes_on and messages[-1].tool_calls:
+        message = (
+            "`continue_final_message` goes on with a text, and the last message calls tools; leave "
+            "it out"
+        )
+        raise ApiError(message, param="continue_final_message", code="invalid_value")
+    wants_turn = fields.add_generation_prompt
+    rendering = _Rendering(
+        front.template.for_tools(tools),
+        front.settings,
+        not goes_on if wants_turn is None else wants_turn,
+        _variables(front, fields),
+        tools,
+    )
+    try:
+        async with asyncio.timeout(front.settings.request_timeout_seconds):  # others may be before
+            return await rendering.prompt(messages, goes_on=goes_on)
+    except TemplateRefused as error:
+        raise ApiError(str(error), param="messages", code="chat_template_failed") from None
+
+
+def _no_template(front: Renders) -> ApiError:
+    if front.tokenizer is None:
+        message = (
+            "this server has no tokenizer, so it takes no texts: send token ids as `prompt` to "
+            "/v1/completions, or put tokenizer.json into the model's directory"
+        )
+        return ApiError(message, param="messages", code="no_chat_template")
+    message = (
+        "the model has no chat template; use /v1/completions with a prompt, or start the server "
+        "with --chat-template"
+    )
+    return ApiError(message, param="messages", code="no_chat_template")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendering:
+    """What all renderings for one request have in common."""
+
+    template: ChatTemplate
+    settings: ApiSettings
+    opens_turn: bool
+    variables: Mapping[str, object]
+    tools: Sequence[Mapping[str, object]] | None
+    in_parts: bool = False  # contents go as lists of parts
+
+    async def prompt(self, messages: list[ChatMessage], *, goes_on: bool) -> str:
+        probe = probe_of(self.template)
+        if not self.in_parts and await probe.takes_parts(self._plain):
+            return await replace_field(self, in_parts=True).prompt(messages, goes_on=goes_on)
+        form = CallForm()
+        if any(message.tool_calls or message.role == "tool" for message in messages):
+            form = await probe.call_form(self._plain, tools=bool(self.tools))
+        seen: list[Seen] = []
+        origins: list[int] = []
+        for index, message in as_template_orders(messages, form):
+            turns = as_template_sees(message, form, names_developer=probe.names_developer)
+            seen += turns
+            origins += [index] * len(turns)
+        for one, other in set(_rules_in_a_row(seen)):
+            if not await probe.takes_both(self._plain, one, other):
+                seen, origins = _join_rules(seen, origins)
+                break
+        # Where the last message ends in the prompt is only known to the template.
+        mark = f"end-{uuid.uuid4().hex}" if goes_on else ""
+        if goes_on:  # a blank behind it, which goes where the template trims
+            seen[-1]["content"] = f"{seen[-1]['content']}{mark} "
+        text = await self(seen)
+        prompt = _until(mark, text) if goes_on else text
+        shape = (self.opens_turn, bool(self.tools), msgspec.json.encode(self.variables))
+        left_out = await probe.left_out(text, seen, shape, self)
+        if left_out:
+            place = origins[left_out[0]]
+            raise _left_out(place, messages[place])
+        return prompt
+
+    async def __call__(self, seen: Sequence[Seen]) -> str:
+        return await self._render(seen, self.tools, self.opens_turn, self.variables)
+
+    async def _plain(self, seen: Sequence[Seen], tools: Sequence[Any] | None = None) -> str:
+        """Without anything of this request."""
+        return await self._render(seen, tools, False, {})
+
+    async def _render(
+        self,
+        seen: Sequence[Seen],
+        tools: Sequence[Mapping[str, object]] | None,
+        opens_turn: bool,
+        variables: Mapping[str, object],
+    ) -> str:
+        return await self.template.render(
+            [in_parts(message) for message in seen] if self.in_parts else seen,
+            add_generation_prompt=opens_turn,
+            variables=variables,
+            max_characters=self.settings.max_rendered_characters,
+            timeout_seconds=self.settings.template_timeout_seconds,
+            tools=tools,
+        )
+
+
+def _rules_in_a_row(seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
+    """The roles of two messages, one behind the other, that say how to answer."""
+    for one, other in pairwise(message["role"] for message in seen):
+        if {one, other} <= _ROLES_OF_RULES:
+            yield one, other
+
+
+def _join_rules(seen: list[Seen], origins: list[int]) -> tuple[list[Seen], list[int]]:
+    """The messages with each row of rules joined into its first one, a paragraph each, and the
+    places of the messages that are left."""
+    joined: list[Seen] = []
+    places: list[int] = []
+    for message, origin in zip(seen, origins, strict=True):
+        if joined and {joined[-1]["role"], message["role"]} <= _ROLES_OF_RULES:
+            content = f"{joined[-1]['content']}\n\n{message['content']}"
+            joined[-1] = {**joined[-1], "content": content}
+        else:
+            joined.append(message)
+            places.append(origin)
+    return joined, places
+
+
+def _left_out(index: int, message: ChatMessage) -> ApiError:
+    what = f"`messages[{index}]`, of the role {message.role},"
+    words = (
+        f"{what} would leave no trace in the prompt, since the model's chat template leaves it out "
+        "there; send what it says in another message, or start the server with a --chat-template "
+        "that shows it"
+    )
+    return ApiError(words, param=f"messages[{index}]", code="message_left_out")
+
+
+def as_template_orders(
+    messages: Sequence[ChatMessage], form: CallForm
+) -> Iterator[tuple[int, ChatMessage]]:
+    """Messages with their places. Where the template shows one call of a message, one that has
+    several becomes as many, each followed by its results. Where it shows no results of tools,
+    those that follow each other become one message of a user."""
+    place = 0
+    while place < len(messages):
+        origin, message = place, messages[place]
+        place += message.role != "tool"
+        results = []
+        while place < len(messages) and messages[place].role == "tool":
+            results.append((place, messages[place]))
+            place += 1
+        calls = message.tool_calls or []
+        if form.is_shown and not form.several and len(calls) > 1:
+            by_call: dict[str | None, list[tuple[int, ChatMessage]]] = {}
+            for each in results:
+                by_call.setdefault(each[1].tool_call_id, []).append(each)
+            for number, call in enumerate(calls):
+                alone = replace(message, tool_calls=[call])
+                if number:
+                    alone = ChatMessage(role=message.role, name=message.name, tool_calls=[call])
+                yield origin, alone
+                own = by_call.pop(call.id, [])
+                if number == len(calls) - 1:
+                    own += [each for rest in by_call.values() for each in rest]
+                yield from own if form.shows_results else _as_users(own)
+            continue
+        if message.role != "tool":
+            yield origin, message
+        yield from results if form.shows_results else _as_users(results)
+
+
+def _as_users(results: Sequence[tuple[int, ChatMessage]]) -> Iterator[tuple[int, ChatMessage]]:
+    texts = [text_of(message) for _, message in results]
+    if texts:
+        yield results[0][0], ChatMessage(role="user", content="\n".join(texts))
+
+
+def as_template_sees(message: ChatMessage, form: CallForm, *, names_developer: bool) -> list[Seen]:
+    """One message as the template knows it: in text, since most templates know nothing else, the
+    parts joined line by line. Calls go in the form that the template has for them. Where it has
+    none they are a part of the text, and where it shows none beside a text they are a message of
+    their own."""
+    is_systems = message.role == "developer" and not names_developer
+    content = text_of(message)
+    seen: Seen = {"role": "system" if is_systems else message.role, "content": content}
+    if message.name is not None:
+        seen["name"] = message.name
+    thought = thought_of(message)
+    if thought:
+        # By the names under which transformers gives it.
+        seen["reasoning_content"] = seen["thinking"] = thought
+        if message.reasoning:
+            seen["reasoning"] = thought
+    if message.tool_call_id is not None:
+        seen["tool_call_id"] = message.tool_call_id
+    calls = message.tool_calls
+    if not calls:
+        return [seen]
+    if not form.is_shown:
+        lines = [_call_as_text(call) for call in calls]
+        seen["content"] = "\n".join([content, *lines] if content else lines)
+        return [seen]
+    of_calls = {**seen, "tool_calls": [_call(each, form) for each in calls]}
+    if content.strip() and form.beside_text:
+        return [of_calls]
+    if form.content == ABSENT:
+        del of_calls["content"]
+    else:
+        of_calls["content"] = None if form.content == NULL else ""
+    if not content.strip():
+        return [of_calls]
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        of_calls.pop(name, None)
+    return [seen, of_calls]
+
+
+def _call(call: MadeCall, form: CallForm) -> Seen:
+    """Arguments as the template writes them out; what is no object as a text, or else as none."""
+    given = call.function.arguments
+    found = _object_in(given)
+    arguments: object = found
+    if found is None:
+        arguments = _plain_text(given) if form.as_text or form.takes_text else {}
+    elif form.as_text:
+        arguments = given if isinstance(given, str) and given.strip()[:1] == "{" else _json(found)
+    function = {"name": call.function.name, "arguments": arguments}
+    seen: Seen = {"type": "function", "function": function}
+    return seen if call.id is None else {"id": call.id, **seen}
+
+
+def _call_as_text(call: MadeCall) -> str:
+    found = _object_in(call.function.arguments)
+    arguments = _plain_text(call.function.arguments) if found is None else found
+    return _json({"name": call.function.name, "arguments": arguments})
+
+
+def _object_in(given: object) -> dict[str, Any] | None:
+    """The arguments of a call; none are what clients write in several ways. None: they are no
+    object, as of an answer that was cut."""
+    if given is None or (isinstance(given, str) and given.strip() in _NO_ARGUMENTS):
+        return {}
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            return None
+    return given if isinstance(given, dict) else None
+
+
+def _plain_text(given: object) -> str:
+    return given if isinstance(given, str) else _json(given)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _variables(front: Renders, fields: TemplateFields) -> Mapping[str, Any]:
+    """The client's own variables, such as `enable_thinking`, and how much it is to think, which
+    templates know by OpenAI's name."""
+    param, given = "chat_template_kwargs", fields.chat_template_kwargs or {}
+    if fields.reasoning_effort is not None:
+        given = {"reasoning_effort": fields.reasoning_effort, **given}
+    taken = RESERVED_VARIABLES.intersection(given)
+    if taken:
+        message = f"`{param}` may not hold {sorted(taken)[0]}, which the server sets; leave it out"
+        raise ApiError(message, param=param, code="invalid_value")
+    size, most = len(msgspec.json.encode(given)), front.settings.max_template_kwargs_bytes
+    if size > most:
+        message = f"`{param}` takes {size} bytes as JSON and at most {most} are taken; send less"
+        raise ApiError(message, param=param, code="invalid_value")
+    return given
+
+
+def _until(mark: str, text: str) -> str:
+    before, found, behind = text.rpartition(mark)
+    if not found:
+        message = (
+            "the chat template leaves out the last message, so nothing can go on from it; leave "
+            "out `continue_final_message`"
+        )
+        raise ApiError(message, param="continue_final_message", code="chat_template_failed")
+    if not behind.startswith(" "):  # trimmed, as the text itself would have been
+        before = before.rstrip()
+    return before.replace(f"{mark} ", "").replace(mark, "")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """The fields of a request that are about the template, for callers without HTTP. Raises
+    ValueError for another type."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("add_generation_prompt", "continue_final_message"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise ValueError(f"{name} takes True or False, not {format_value(value)}")
+        given = self.chat_template_kwargs
+        is_plain = given is None or isinstance(given, dict)
+        try:
+            msgspec.json.encode(given)
+        except (TypeError, ValueError, RecursionError):
+            is_plain = False
+        if not is_plain:
+            raise ValueError(
+                "chat_template_kwargs takes a dict of plain values of JSON, not "
+                f"{format_value(given)}"
+            )
+
+
+class ConversationRenderer:
+    """Renders the conversations of callers without HTTP, under the limits that HTTP has without
+    settings. `source` is a template in place of the model's own one.
+
+    Raises ValueError where there is no template, or one that cannot be compiled.
+    """
+
+    def __init__(self, model_path: Path, tokenizer: Tokenizer, source: str | None = None) -> None:
+        self.settings = ApiSettings()
+        self.tokenizer = tokenizer
+        self.template: ChatTemplate | None
+        if source is None:
+            self.template = ChatTemplate.load(model_path, tokenizer)
+        elif isinstance(source, str):
+            self.template = ChatTemplate.of(source, tokenizer, "chat_template")
+        else:
+            raise ValueError(f"chat_template takes a Jinja template, not {format_value(source)}")
+        if self.template is None:
+            raise ValueError(
+                f"{model_path} has no chat template; give one as chat_template, or use `generate` "
+                "with a prompt"
+            )
+
+    async def render(
+        self,
+        messages: object,
+        options: ChatOptions,
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> str:
+        """The prompt of a list of messages, which are as in HTTP's JSON, with `tools` as the
+        template is to show them. Raises ValueError."""
+        try:
+            return await render(self, msgspec.convert(messages, list[ChatMessage]), options, tools)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"messages cannot be used: {error}") from None
+        except ApiError as error:
+            raise ValueError(error.message) from None

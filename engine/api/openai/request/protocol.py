@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests may hold, field by field; replies.py has the answers.
+
+Unknown fields of a request are refused; a field of OpenAI's API or of vLLM's that is not built is
+listed with the values that change nothing, which are those that clients send without being asked,
+and every other value is refused. Inside messages, tools and `stream_options`, where clients put
+fields of other servers and what those gave them, unknown fields are left aside: see dropped.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from ....request.sampling_params import RepetitionDetection
+from ...errors import ApiError
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """`include_usage`: one more chunk at the end, without choices, that holds the usage.
+    `continuous_usage_stats`: the usage so far in every chunk."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+    include_obfuscation: Any = None  # of OpenAI's service: noise that hides lengths; ignored
+
+
+class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What both kinds of request share. `None` is the default of each field."""
+
+    model: str | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: str | list[str] | None = None
+    repetition_detection: RepetitionDetection | None = None
+    thinking_token_budget: int | None = None
+    vllm_xargs: dict[str, Any] | None = None  # vLLM's name for:
+    extra_args: dict[str, Any] | None = None  # for logits processors of other packages
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Ours and vLLM's: figures and ids beside the text, and a secret that separates cached blocks.
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: str | None = None
+    skip_reading_prefix_cache: bool = False
+    priority: int | None = None
+    job_id: str | None = None  # of an agent's job, whose turns follow each other
+    is_last_step: bool | None = None
+    request_id: str | None = None
+    # Of routers: see handover.py. The `bootstrap_` fields have lists where there are several
+    # prompts or answers.
+    kv_transfer_params: dict[str, Any] | None = None
+    bootstrap_host: str | list[str | None] | None = None
+    bootstrap_port: int | list[int | None] | None = None
+    bootstrap_room: int | list[int | None] | None = None
+    # OpenAI's service takes these for its records, bills and cache. They change no answer, so they
+    # are accepted and ignored.
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    # Of chats, whose thoughts are split off; routers add them to completions too, which go as they
+    # are whatever these say.
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+    # What the answer has to look like: see structured.py.
+    response_format: Any = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    guided_whitespace_pattern: str | None = None
+    # Not built: see NEUTRAL_VALUES.
+    spaces_between_special_tokens: Any = None
+    detokenize: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    allowed_token_ids: Any = None
+    # Routers add these to every request.
+    no_stop_trim: Any = None
+    return_hidden_states: Any = None
+    min_completion_tokens: Any = None
+    data_parallel_rank: Any = None
+
+
+# A whole prompt is a string or a list of ids; a list of either is several prompts.
+Prompt = str | list[int | str | list[int]]
+
+
+class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions."""
+
+    prompt: Prompt | None = None
+    prompt_embeds: str | list[str] | None = None  # base64 of safetensors files
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: Any = None
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/embeddings."""
+
+    input: Prompt
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    user: str | None = None  # for the records of OpenAI's service; ignored
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """One part of a message's content: see messages.py for the types."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    thinking: str | None = None
+
+
+class FunctionDefinition(msgspec.Struct, kw_only=True):
+    """A function that a model may call. `parameters` is a JSON schema; `strict` changes nothing."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(msgspec.Struct, kw_only=True):
+    """One of the tools that a request offers."""
+
+    function: FunctionDefinition
+    type: Literal["function"] = "function"
+
+
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """What an earlier answer called. `arguments` is a JSON object, mostly as text; whatever else a
+    model wrote there comes back too."""
+
+    name: str
+    arguments: Any = ""
+
+
+class MadeCall(msgspec.Struct, kw_only=True):
+    """A call in an earlier answer, as clients send it back."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] | None = "function"
+    index: int | None = None  # of a stream's piece
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One message, as clients write them and as they send answers back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    # The thoughts of an earlier answer, by vLLM's older and newer name; for the template.
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None  # OpenAI's: what the model said in place of an answer
+    tool_calls: list[MadeCall] | None = None  # of the assistant
+    tool_call_id: str | None = None  # of a tool's answer: the call that it answers
+    # Not built: see NEUTRAL_IN_MESSAGES.
+    function_call: Any = None
+    audio: Any = None
+    # Of OpenAI's service, for its records; ignored.
+    id: Any = None
+    annotations: Any = None
+
+
+class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None  # for the template, which may know it
+    tools: list[ToolDefinition] | None = None  # see tools.py
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    # Not built: see NEUTRAL_VALUES.
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    moderation: Any = None
+    web_search_options: Any = None
+    verbosity: Any = None
+    documents: Any = None
+    chat_template: Any = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize: a text, or a conversation that goes through the template first."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[ToolDefinition] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+# Fields that are not built, with the values (None aside) under which nothing is asked of them.
+NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
+    "spaces_between_special_tokens": (True,),
+    "detokenize": (True,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "allowed_token_ids": (),
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
+    "min_completion_tokens": (),
+    "data_parallel_rank": (0,),
+    "suffix": ("",),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "moderation": (),
+    "web_search_options": (),
+    "verbosity": ("medium",),
+    "documents": ([],),
+    "chat_template": (),
+}
+# The same in messages, where clients send back what other servers gave them.
+NEUTRAL_IN_MESSAGES: dict[str, tuple[object, ...]] = {
+    "function_call": (),
+    "audio": (),
+}
+# OpenAI's older form of tools.
+_OLDER_TOOLS = {"functions", "function_call"}
+
+
+def refuse_unsupported(
+    values: msgspec.Struct, neutral: dict[str, tuple[object, ...]], place: str = ""
+) -> None:
+    """Raises ApiError naming the first field that asks for something that is not built. `place` is
+    what leads to the fields, such as `messages[3].`."""
+    for name, allowed in neutral.items():
+        value = getattr(values, name, None)
+        # By type as well: `use_beam_search: 0` is no neutral value, although 0 == False.
+        if value is None or any(value == v and _alike(value, v) for v in allowed):
+            continue
+        cure = f"leave it out or send {_shown(allowed[0])}" if allowed else "leave it out"
+        older = "takes `tools`, `tool_choice` and `tool_calls`, not their older form"
+        what = older if name in _OLDER_TOOLS else "does not support"
+        message = f"this server {what} `{place}{name}`; {cure}"
+        raise ApiError(message, param=f"{place}{name}", code="unsupported_parameter")
+
+
+def _alike(value: object, neutral: object) -> bool:
+    return isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _shown(value: object) -> str:
+    return msgspec.json.encode(value).decode()

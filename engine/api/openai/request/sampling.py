@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampling parameters of a request: its fields, or what the model's authors recommend for those
+that it leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+from typing import Any
+
+from ....request.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS_IDS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+    UnreadExtraArgs,
+    with_changes,
+)
+from ....request.structured_params import StructuredOutputsParams
+from ....text.reasoning import with_reasoning_marks
+from ....text.tokenizer import with_spelt_bad_words
+from ...errors import ApiError
+from ...front import Front
+from .protocol import SamplingFields
+from .structured import structured_outputs_of
+
+# Before anything is done with each entry: a body has room for millions.
+_MOST_ENTRIES = {
+    "stop": (MAX_STOP_STRINGS, "strings"),
+    "bad_words": (MAX_BAD_WORDS, "strings"),
+    "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
+    "logit_bias": (MAX_LOGIT_BIAS_IDS, "ids"),
+}
+
+
+def sampling_params(
+    front: Front,
+    request: SamplingFields,
+    max_tokens: int,
+    *,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    splits_thoughts: bool = False,
+    structured_outputs: StructuredOutputsParams | None = None,
+) -> SamplingParams:
+    """The client's sampling parameters, which hold for any prompt. Those that the request has for
+    structured outputs give way to `structured_outputs`. Raises ApiError, naming the field, for what
+    it may not ask."""
+    _check_counts(request)
+    if request.stop:
+        front.need_tokenizer("stop", "it takes `stop_token_ids` but no `stop`")
+    if request.bad_words:
+        front.need_tokenizer("bad_words", "leave out `bad_words`")
+    front.check_vocabulary(request.stop_token_ids or (), "stop_token_ids")
+    defaults = front.default_sampling
+
+    def chosen(given: float | None, name: str, neutral: float) -> float:
+        return defaults.get(name, neutral) if given is None else given
+
+    top_k = defaults.get("top_k", 0) if request.top_k is None else request.top_k
+    structured_outputs = structured_outputs or structured_outputs_of(front, request)
+    penalty = chosen(request.repetition_penalty, "repetition_penalty", 1.0)
+    try:
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=request.min_tokens or 0,
+            temperature=chosen(request.temperature, "temperature", 1.0),
+            top_k=int(top_k),
+            top_p=chosen(request.top_p, "top_p", 1.0),
+            min_p=chosen(request.min_p, "min_p", 0.0),
+            seed=request.seed,
+            stop=_texts(request.stop),
+            stop_token_ids=tuple(request.stop_token_ids or ()),
+            ignore_eos=request.ignore_eos,
+            include_stop_str_in_output=request.include_stop_str_in_output,
+            skip_special_tokens=request.skip_special_tokens,
+            repetition_penalty=penalty,
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            logit_bias=_logit_bias(front, request.logit_bias or {}),
+            bad_words=_texts(request.bad_words),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            repetition_detection=request.repetition_detection,
+            thinking_token_budget=request.thinking_token_budget,
+            extra_args=_extra_args(request),
+            structured_outputs=structured_outputs,
+            skip_reading_prefix_cache=request.skip_reading_prefix_cache,
+        )
+        params = with_spelt_bad_words(params, front.tokenizer)
+        params = with_reasoning_marks(params, front.marks, are_split=splits_thoughts)
+    except ValueError as error:
+        raise _invalid(error) from None
+    # A tokenizer may have more tokens than its model.
+    for ids in params.bad_words_token_ids:
+        front.check_vocabulary(ids, "bad_words")
+    for ids in (params.reasoning_start_token_ids, params.reasoning_end_token_ids):
+        front.check_vocabulary(ids, "thinking_token_budget")
+    try:
+        front.check_params(params)
+    except UnreadExtraArgs as error:
+        if request.vllm_xargs is None:
+            raise ApiError(str(error), param="extra_args", code="invalid_value") from None
+        # vLLM takes what nobody reads, and its clients send it always.
+        params = with_changes(params, extra_args=None)
+    except ValueError as error:
+        name = "vllm_xargs" if request.vllm_xargs is not None else "extra_args"
+        raise ApiError(str(error), param=name, code="invalid_value") from None
+    return params
+
+
+def default_max_tokens(front: Front, most: int) -> int:
+    """The limit where the client names none: `most`, or what the model's authors recommend where
+    that is less."""
+    return min(most, int(front.default_sampling.get("max_new_tokens", most)))
+
+
+def fit_max_tokens(
+    front: Front, params: SamplingParams, num_prompt_tokens: int, *, asked: bool
+) -> SamplingParams:
+    """The same for one prompt. More than its context has left is cut down, as vLLM does it. More
+    than the whole context has is refused where the client `asked` for it."""
+    left = front.max_model_len - num_prompt_tokens
+    if params.max_tokens <= left:
+        return params
+    if asked and params.max_tokens > front.max_model_len:
+        message = (
+            f"`max_tokens` is {params.max_tokens}, and the context has {front.max_model_len} "
+            f"tokens, of which {left} are left after this prompt; ask for less"
+        )
+        raise ApiError(message, param="max_tokens", code="context_length_exceeded")
+    if params.min_tokens > left:
+        message = (
+            f"`min_tokens` is {params.min_tokens}, and after {num_prompt_tokens} prompt tokens the "
+            f"context of {front.max_model_len} tokens has {left} left; ask for less"
+        )
+        raise ApiError(message, param="min_tokens", code="context_length_exceeded")
+    return with_changes(params, max_tokens=left)
+
+
+def fit_logprobs(
+    front: Front, params: SamplingParams, num_choices: int, *, asked: bool
+) -> SamplingParams:
+    """The same for a whole request: no more tokens than as many answers may have that come with
+    log-probabilities. More is refused where the client `asked` for it, and else cut down."""
+    if params.logprobs is None:
+        return params
+    most = front.settings.max_logprobs_per_request
+    each = num_choices * (1 + params.logprobs)
+    if each * params.max_tokens <= most:
+        return params
+    fit = most // each
+    if asked or fit < max(1, params.min_tokens):
+        message = (
+            f"{num_choices} answers of {params.max_tokens} tokens could hold "
+            f"{each * params.max_tokens} log-probabilities and at most {most} are given at once; "
+            "ask for fewer answers, tokens or likely tokens"
+        )
+        raise ApiError(message, param="max_tokens", code="too_many_logprobs")
+    return with_changes(params, max_tokens=fit)
+
+
+def num_kept_tokens(front: Front, asked: int | None, max_tokens: int | None) -> int | None:
+    """How many of a prompt's last tokens `truncate_prompt_tokens` keeps; -1 keeps as many as fit
+    beside the answer that is asked for."""
+    most = front.max_prompt_tokens
+    if asked is None:
+        return None
+    if asked == -1:
+        return max(1, most + 1 - max(max_tokens or 1, 1))
+    if not 1 <= asked <= most:
+        message = (
+            f"`truncate_prompt_tokens` must be -1 or between 1 and {most}, which leaves one token "
+            f"of the context for the answer, got {asked}"
+        )
+        raise ApiError(message, param="truncate_prompt_tokens", code="invalid_value")
+    return asked
+
+
+def _check_counts(request: SamplingFields) -> None:
+    for name, (most, what) in _MOST_ENTRIES.items():
+        given = getattr(request, name)
+        if isinstance(given, Sized) and not isinstance(given, str) and len(given) > most:
+            message = f"`{name}` holds {len(given)} {what} and at most {most} are taken; send fewer"
+            raise ApiError(message, param=name, code="invalid_value")
+
+
+def _extra_args(request: SamplingFields) -> dict[str, Any] | None:
+    ours, others = request.extra_args, request.vllm_xargs
+    if ours is not None and others is not None:
+        message = "`vllm_xargs` and `extra_args` are two names of one field; send one of them"
+        raise ApiError(message, param="extra_args", code="invalid_value")
+    return others if ours is None else ours
+
+
+def _texts(given: str | list[str] | None) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _logit_bias(front: Front, bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    """JSON has strings for keys, so the ids are read from them."""
+    vocab_size = front.client.ready.vocab_size
+    pairs = {}
+    for key, value in bias.items():
+        plain = key.isascii() and key.isdigit() and len(key) <= len(str(vocab_size))
+        if not plain or int(key) >= vocab_size:
+            message = (
+                f"`logit_bias` has the key {key[:32]!r}, and its keys are the model's token ids, "
+                f"from 0 to {vocab_size - 1}"
+            )
+            raise ApiError(message, param="logit_bias", code="token_id_out_of_range")
+        pairs[int(key)] = value
+    return tuple(pairs.items())
+
+
+def _invalid(error: ValueError) -> ApiError:
+    return ApiError(str(error), param=str(error).partition(" ")[0], code="invalid_value")

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answer to one generating request, whole or as a stream, whatever form its JSON takes.
+
+A subclass per route gives the form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from ....request.logprobs import PositionLogprobs, PromptLogprobs
+from ....text.output_processor import TextOutput
+from ....text.tool_calls.base import CallPiece, merged
+from ...front import Front
+from ..request.protocol import SamplingFields, StreamOptions
+from .generation import Generation, Tally, run_all
+from .handover import params_for_decode
+from .replies import KvParams, TokenIds, Usage, now
+from .streaming import EventStream, Write, until_disconnect
+
+# Log-probabilities of more positions are put into form in a thread: with 20 likely tokens each
+# takes about 30 us, for which all other requests would wait.
+MAX_INLINE_POSITIONS = 512
+
+_encoder = msgspec.json.Encoder()
+_NO_OPTIONS = StreamOptions()
+
+UsageField = Usage | UnsetType | None  # of an event: UNSET where no usage was asked for
+
+
+@dataclass(slots=True)
+class Part:
+    """A whole choice, or what one output added to it."""
+
+    generation: Generation
+    text: str = ""
+    reasoning: str | UnsetType = UNSET  # UNSET: it has no thought
+    tool_calls: list[CallPiece] = field(default_factory=list)
+    is_first: bool = True
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_token_ids: TokenIds = UNSET
+    token_ids: TokenIds = UNSET
+    # The ids of the tokens in this part, whether or not the client sees them.
+    new_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    kv_transfer_params: KvParams = UNSET  # with the last of a choice
+
+    @property
+    def index(self) -> int:
+        return self.generation.index
+
+    @property
+    def warning(self) -> str | UnsetType:
+        """What a client should know of the end of a choice."""
+        is_cut = self.finish_reason == "length"
+        return (self.generation.begun_too_late if is_cut else "") or UNSET
+
+
+@dataclass(slots=True)
+class Answer(ABC):
+    """One request's prompts on their way to an answer."""
+
+    front: Front
+    answer_id: str
+    request: SamplingFields
+    generations: list[Generation]
+    created: int = field(default_factory=now, kw_only=True)
+
+    @abstractmethod
+    def whole(self, parts: list[Part], usage: Usage) -> msgspec.Struct:
+        """The answer in one piece."""
+
+    @abstractmethod
+    def chunk(self, parts: list[Part], usage: UsageField) -> msgspec.Struct:
+        """One event of the stream: of one part, or without any for the usage at the end."""
+
+    async def respond(self, http: Request) -> ASGIApp:
+        """The HTTP answer. The body of `http` has been read."""
+        seconds = self.front.settings.request_timeout_seconds
+        if self.request.stream:
+            return EventStream(self._stream, seconds, self.front.in_flight.ended)
+        async with asyncio.timeout(seconds):
+            ended = self.front.in_flight.ended
+            body = await until_disconnect(http.receive, self._collect_all(), ended)
+        return Response(body, media_type="application/json")
+
+    async def _collect_all(self) -> bytes:
+        wholes: dict[int, TextOutput] = {}
+        tally = Tally.of(self.front, self.generations)
+
+        async def collect(generation: Generation) -> None:
+            wholes[generation.index] = await self._collect(generation, tally)
+
+        await run_all(self.generations, collect)
+        parts = []
+        for generation in self.generations:
+            output = wholes[generation.index]
+            # The engine reports on a prompt once, to the first of its answers.
+            output.prompt_logprobs = wholes[generation.index - generation.child].prompt_logprobs
+            parts.append(self._part(generation, output, is_first=True))
+        return await _encoded(parts, lambda: self.whole(parts, tally.usage()))
+
+    async def _collect(self, generation: Generation, tally: Tally) -> TextOutput:
+        """All outputs as one."""
+        whole = TextOutput()
+        texts: list[str] = []
+        thoughts: list[str] = []
+        logprobs: list[PositionLogprobs] = []
+        async with aclosing(generation.run(self.front)) as outputs:
+            async for output in outputs:
+                tally.add(generation, output)
+                texts.append(output.text)
+                thoughts.append(output.reasoning)
+                whole.tool_calls.extend(output.tool_calls)
+                whole.token_ids.extend(output.token_ids)
+                whole.finish_reason, whole.stop_reason = output.finish_reason, output.stop_reason
+                whole.ticket = output.ticket
+                logprobs.extend(output.logprobs or ())
+                if output.prompt_logprobs is not None:
+                    whole.prompt_logprobs = output.prompt_logprobs
+        whole.text, whole.logprobs = "".join(texts), logprobs
+        whole.reasoning = "".join(thoughts)
+        return whole
+
+    async def _stream(self, write: Write) -> None:
+        options = self.request.stream_options or _NO_OPTIONS
+        tally = Tally.of(self.front, self.generations)
+
+        def usage() -> UsageField:
+            if options.continuous_usage_stats:
+                return tally.usage()
+            return None if options.include_usage else UNSET
+
+        async def forward(generation: Generation) -> None:
+            await self._forward(generation, write, tally, usage)
+
+        await run_all(self.generations, forward)
+        if options.include_usage:
+            await write(await self._event([], tally.usage()))
+
+    async def _forward(
+        self, generation: Generation, write: Write, tally: Tally, usage: Callable[[], UsageField]
+    ) -> None:
+        is_first = True
+        async with aclosing(generation.run(self.front)) as outputs:
+            async for output in outputs:
+                tally.add(generation, output)
+                part = self._part(generation, output, is_first)
+                # The first output always goes out, even while its text is half a character: it
+                # tells the client that the prompt has been read.
+                if is_first or _says_something(part):
+                    await write(await self._event([part], usage()))
+                is_first = False
+
+    async def _event(self, parts: list[Part], usage: UsageField) -> bytes:
+        return b"data: " + await _encoded(parts, lambda: self.chunk(parts, usage)) + b"\n\n"
+
+    def _part(self, generation: Generation, output: TextOutput, is_first: bool) -> Part:
+        part = Part(
+            generation,
+            output.text,
+            output.reasoning or UNSET,
+            merged(output.tool_calls),
+            is_first,
+            output.finish_reason,
+            output.stop_reason,
+            new_token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            prompt_logprobs=output.prompt_logprobs,
+        )
+        if output.ticket is not None and generation.hands_over_alone:
+            part.kv_transfer_params = params_for_decode(self.answer_id, output.ticket)
+        if self.request.return_token_ids:
+            part.token_ids = output.token_ids
+            if is_first:
+                part.prompt_token_ids = generation.prompt_token_ids
+        return part
+
+
+def kv_params_of(parts: list[Part]) -> KvParams:
+    """What an answer, or a chunk of one, hands over: that of its only choice."""
+    return parts[0].kv_transfer_params if len(parts) == 1 else UNSET
+
+
+def _says_something(part: Part) -> bool:
+    return bool(
+        part.text
+        or part.reasoning
+        or part.tool_calls
+        or part.token_ids
+        or part.logprobs
+        or part.finish_reason is not None
+    )
+
+
+async def _encoded(parts: list[Part], make: Callable[[], msgspec.Struct]) -> bytes:
+    positions = sum(len(part.logprobs or ()) + len(part.prompt_logprobs or ()) for part in parts)
+    if positions > MAX_INLINE_POSITIONS:
+        return await asyncio.to_thread(lambda: _encoder.encode(make()))
+    return _encoder.encode(make())

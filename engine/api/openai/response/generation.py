@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One choice of an answer on its way through the engine, measured, and the usage of all of them.
+
+The choices of a request: `n` children of each prompt, those of a prompt together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+from starlette.requests import Request
+
+from .....tiers.settings.format import format_value
+from ....request.messages import (
+    INVALID_GRAMMAR,
+    NO_EXTRAS,
+    OVERLOADED,
+    AddRequest,
+    RequestExtras,
+    ToolCalled,
+)
+from ....request.request import BYTES_PER_TOKEN, unpack_token_ids
+from ....request.sampling_params import SamplingParams, child_params
+from ....text.detokenizer import Decoder
+from ....text.output_processor import TextOutput, generate_text
+from ....text.reasoning import Thoughts
+from ...errors import ENGINE, ApiError
+from ...front import Front
+from ..request.protocol import SamplingFields
+from .handover import read_params, without_routers_least
+from .replies import CompletionTokensDetails, PromptTokensDetails, Usage
+from .tools import CallReader
+
+logger = logging.getLogger(__name__)
+
+MAX_TENANT_CHARACTERS = 256
+MAX_JOB_CHARACTERS = 256
+JOB_HEADER, LAST_HEADER = "X-Job-Id", "X-Job-Last-Step"
+_SWITCHES = {"true": True, "1": True, "false": False, "0": False}
+
+
+class Task(NamedTuple):
+    """A prompt and what is to be made of it."""
+
+    prompt: bytes
+    params: SamplingParams
+    embeds: bytes = b""  # in place of the prompt's tokens
+
+
+@dataclass(slots=True)
+class Generation:
+    """One choice. Without `keeps_tokens` it is there for what the engine says of its prompt."""
+
+    index: int
+    request: AddRequest
+    child: int = 0  # among those of the same prompt
+    keeps_tokens: bool = True
+    arrival_seconds: float = field(default_factory=time.monotonic)
+    hands_over_alone: bool = False  # the only choice, of which another node is to know
+    thoughts: Thoughts | None = None  # None: they are part of the text
+    calls: CallReader | None = None  # None: calls of tools are
+    decoder: Decoder | None = None  # in place of the tokenizer
+    tool: str = ""  # that the answer has called
+    has_text: bool = False  # beside thoughts and calls
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) // BYTES_PER_TOKEN
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return unpack_token_ids(self.request.prompt_token_ids)
+
+    async def run(self, front: Front) -> AsyncGenerator[TextOutput, None]:
+        """Outputs as they are made. Raises ApiError where the engine fails this request, and
+        EngineDead; closing it early aborts the request."""
+        watch = front.metrics.watch(self.arrival_seconds, self.num_prompt_tokens)
+        try:
+            async with aclosing(
+                generate_text(
+                    front.client, self.request, self.decoder or front.tokenizer, self.thoughts
+                )
+            ) as stream:
+                async for output in stream:
+                    watch.observe(output)
+                    if self.calls is not None:
+                        self.calls.read(output)
+                        self._note_tool(front, output)
+                    self.has_text = self.has_text or bool(output.text)
+                    if output.finish_reason == "error":
+                        raise _engine_error(output)
+                    if not self.keeps_tokens:
+                        _drop_tokens(output)
+                    yield output
+        finally:
+            watch.close()
+
+    @property
+    def begun_too_late(self) -> str:
+        """What to tell a client whose limit of tokens went into a thought, so that an answer that
+        it gave a form never began; empty for others. Known at the end."""
+        asks = self.request.sampling_params.structured_outputs is not None
+        if self.thoughts is None or not asks or self.has_text or self.tool:
+            return ""
+        return (
+            "max_tokens was used up in the thought, before the answer began: raise it, or end the "
+            "thought sooner with thinking_token_budget"
+        )
+
+    def _note_tool(self, front: Front, output: TextOutput) -> None:
+        """Of a job's turn that has ended, the first tool that it called is of use to the engine."""
+        self.tool = self.tool or next((each.name for each in output.tool_calls if each.name), "")
+        extras = self.request.extras
+        is_turn = front.client.ready.pins_turns and extras is not None and extras.session
+        if output.finish_reason is not None and self.tool and is_turn:
+            front.in_background(_tell_tool(front, self.request, self.tool))
+
+
+def make_generations(
+    front: Front,
+    request: SamplingFields,
+    tasks: Sequence[Task],
+    request_id: str,
+    arrival_seconds: float,
+    *,
+    tenant: str = "",
+    job: Job | None = None,
+    keeps_tokens: bool = True,
+) -> list[Generation]:
+    """Every choice of a request; ids of the engine begin with `request_id`. Raises ApiError where
+    they are too many."""
+    n = request.n or 1
+    _check_amount(front, tasks, n, shares=not request.stream)
+    is_alone = len(tasks) * n == 1
+    handed = read_params(
+        request.kv_transfer_params,
+        is_alone=is_alone,
+        asked_elsewhere=request.bootstrap_room is not None,
+    )
+    generations = []
+    for place, (prompt, asked, embeds) in enumerate(tasks):
+        params = without_routers_least(asked, request)
+        for child in range(n):
+            # In a stream a brother's word on the prompt may come too late.
+            with_prompt = child == 0 or bool(request.stream)
+            own = child_params(params, child, with_prompt=with_prompt) if n > 1 else params
+            index = place * n + child
+            message = AddRequest(
+                f"{request_id}-{index}",
+                prompt,
+                own,
+                cache_salt=request.cache_salt or "",
+                tenant=tenant,
+                priority=request.priority or 0,
+                extras=_extras(handed, embeds, job),
+            )
+            generation = Generation(index, message, child, keeps_tokens, arrival_seconds)
+            generation.hands_over_alone = is_alone and handed is not None and handed.hand_over
+            generations.append(generation)
+    return generations
+
+
+def tenant_of(front: Front, http: Request) -> str:
+    """Whose request it is, as the header says that is trusted with it; empty without one. Raises
+    ApiError for more than one, and for one that is too long."""
+    name = front.settings.tenant_header
+    if name is None:
+        return ""
+    given = http.headers.getlist(name)
+    tenant = given[0].strip() if given else ""
+    if len(given) > 1 or len(tenant) > MAX_TENANT_CHARACTERS:
+        message = (
+            f"the header `{name}` names one tenant in up to {MAX_TENANT_CHARACTERS} characters"
+        )
+        raise ApiError(message, code="invalid_tenant")
+    return tenant
+
+
+class Job(NamedTuple):
+    """The job of an agent that a request is a turn of."""
+
+    job_id: str
+    is_last_step: bool
+    tool: str  # whose result the turn brings, "" where that is not known
+
+
+def job_of(http: Request, request: SamplingFields, tool: str = "") -> Job | None:
+    """What the fields `job_id` and `is_last_step` say, or the headers `X-Job-Id` and
+    `X-Job-Last-Step`; the fields go first. Raises ApiError for what cannot be meant."""
+    job_id, is_last = request.job_id, request.is_last_step
+    if job_id is None:
+        job_id = http.headers.get(JOB_HEADER, "")
+    if is_last is None:
+        said = http.headers.get(LAST_HEADER, "false").strip().lower()
+        if said not in _SWITCHES:
+            message = f"the header `{LAST_HEADER}` is true or false, not {format_value(said)}"
+            raise ApiError(message, code="invalid_value")
+        is_last = _SWITCHES[said]
+    if len(job_id) > MAX_JOB_CHARACTERS or not job_id.isprintable():
+        message = f"`job_id` takes up to {MAX_JOB_CHARACTERS} printable characters"
+        raise ApiError(message, param="job_id", code="invalid_value")
+    if not job_id:
+        if request.is_last_step:
+            message = "`is_last_step` is of a job; send its `job_id` too"
+            raise ApiError(message, param="is_last_step", code="invalid_value")
+        return None
+    return Job(job_id, is_last, tool[:MAX_JOB_CHARACTERS])
+
+
+async def _tell_tool(front: Front, request: AddRequest, tool: str) -> None:
+    """Tell the engine which tool the job's turn has called."""
+    assert request.extras is not None
+    called = ToolCalled(request.extras.session, tool, request.tenant, request.cache_salt)
+    try:
+        await front.client.call("tool_called", msgspec.json.encode(called).decode())
+    except Exception as error:  # noqa: BLE001 - a hint; the engine's own end is told elsewhere
+        logger.debug("the engine was not told of a tool: %s", error)
+
+
+def _extras(handed: RequestExtras | None, embeds: bytes, job: Job | None) -> RequestExtras | None:
+    extras = handed
+    if embeds:
+        extras = msgspec.structs.replace(extras or NO_EXTRAS, prompt_embeds=embeds)
+    if job is not None:
+        extras = msgspec.structs.replace(
+            extras or NO_EXTRAS,
+            session=job.job_id,
+            is_last_step=job.is_last_step,
+            tool=job.tool,
+        )
+    return extras
+
+
+def _check_amount(front: Front, tasks: Sequence[Task], n: int, *, shares: bool) -> None:
+    settings = front.settings
+    count, most = len(tasks) * n, settings.max_choices_per_request
+    if count > most:
+        message = (
+            f"`n` is {n} for {len(tasks)} prompts, which makes {count} answers, and at most {most} "
+            "are given at once; send fewer prompts in one request"
+        )
+        raise ApiError(message, param="n", code="too_many_choices")
+    entries = sum(
+        len(task.prompt) // BYTES_PER_TOKEN * (1 + task.params.prompt_logprobs)
+        for task in tasks
+        if task.params.prompt_logprobs is not None
+    ) * (1 if shares else n)  # fmt: skip
+    most = settings.max_prompt_logprobs_per_request
+    if entries > most:
+        message = (
+            f"the request asks for {entries} log-probabilities of prompt tokens and at most {most} "
+            "are given at once; send fewer prompts in one request, or ask for fewer likely tokens"
+        )
+        raise ApiError(message, param="prompt_logprobs", code="too_many_logprobs")
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts the tokens of a whole answer. A prompt counts once, however many answers it has; so
+    do its cached tokens, which are those of its first answer."""
+
+    prompt_tokens: int
+    by_tier: dict[str, int]
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int | None = None  # None: thoughts are not split off
+
+    @classmethod
+    def of(cls, front: Front, generations: Sequence[Generation]) -> Tally:
+        prompt_tokens = sum(each.num_prompt_tokens for each in generations if each.child == 0)
+        tally = cls(prompt_tokens, dict.fromkeys(front.client.ready.tiers, 0))
+        if any(each.thoughts is not None for each in generations):
+            tally.reasoning_tokens = 0
+        return tally
+
+    def add(self, generation: Generation, output: TextOutput) -> None:
+        self.completion_tokens += len(output.token_ids)
+        if self.reasoning_tokens is not None:
+            self.reasoning_tokens += output.num_reasoning_tokens
+        if output.num_cached_tokens is not None and generation.child == 0:
+            self.cached_tokens += output.num_cached_tokens
+            for tier, tokens in (output.cached_tokens_by_tier or {}).items():
+                self.by_tier[tier] = self.by_tier.get(tier, 0) + tokens
+
+    def usage(self) -> Usage:
+        details = PromptTokensDetails(self.cached_tokens, self.by_tier)
+        total = self.prompt_tokens + self.completion_tokens
+        usage = Usage(self.prompt_tokens, self.completion_tokens, total, details)
+        if self.reasoning_tokens is not None:
+            usage.completion_tokens_details = CompletionTokensDetails(self.reasoning_tokens)
+        return usage
+
+
+async def run_all(
+    generations: Sequence[Generation], run_one: Callable[[Generation], Awaitable[None]]
+) -> None:
+    """Run every choice at the same time. The first that fails ends the others."""
+    if len(generations) == 1:
+        await run_one(generations[0])
+        return
+    tasks = [asyncio.ensure_future(run_one(generation)) for generation in generations]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _drop_tokens(output: TextOutput) -> None:
+    output.text, output.token_ids = "", []
+    output.logprobs = None if output.logprobs is None else []
+    if output.finish_reason is not None:
+        output.finish_reason, output.stop_reason = "length", None
+
+
+def _engine_error(output: TextOutput) -> ApiError:
+    message = output.error or "the engine failed on this request"
+    if output.error_code == OVERLOADED:
+        return ApiError(message, status=503, kind=ENGINE, code=OVERLOADED, retry_seconds=1)
+    if output.error_code == INVALID_GRAMMAR:  # the client's own
+        return ApiError(message, code=INVALID_GRAMMAR)
+    return ApiError(message, status=500, kind=ENGINE, code=output.error_code or "request_failed")

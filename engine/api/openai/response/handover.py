@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kv_transfer_params`: what routers send along with a request, and what they carry from a prefill
+node's answer into the request for a decode node.
+
+The names are those that routers between vLLM nodes speak; they pass unknown keys on, and ours is
+`stratakv`, which holds the ticket. Routers between SGLang nodes ask both nodes at once and name a
+`bootstrap_room`. Addresses in either are for other software: nothing here opens a connection to
+one, for whoever writes a request could have written them.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import msgspec
+
+from ....request.handover_ticket import Ticket
+from ....request.logprobs import MAX_LOGPROBS
+from ....request.messages import NO_EXTRAS, RequestExtras
+from ....request.sampling_params import SamplingParams
+from ...errors import ApiError
+from ..request.protocol import SamplingFields
+
+FIELD = "kv_transfer_params"
+OURS = "stratakv"
+_MAX_DIGEST_CHARACTERS = 64
+_ENGINE_ID = uuid.uuid4().hex
+
+Params = dict[str, Any]
+
+
+def read_params(
+    params: Params | None, *, is_alone: bool, asked_elsewhere: bool = False
+) -> RequestExtras | None:
+    """What routers ask of the engine. A ticket is for one prompt and one answer (`is_alone`), and
+    is left out for others. Raises ApiError for what cannot be meant."""
+    params = params or {}
+    asks = _switch(params, "do_remote_decode")
+    brings = _switch(params, "do_remote_prefill")
+    if asks and brings:
+        message = (
+            f"`{FIELD}` asks for `do_remote_decode` and for `do_remote_prefill`; a node does one "
+            "or the other"
+        )
+        raise ApiError(message, param=FIELD, code="invalid_value")
+    ticket = _ticket(params) if brings else None
+    extras = RequestExtras(
+        hand_over=asks,
+        ticket=ticket if is_alone else None,
+        computed_elsewhere=not asks and ticket is None and _names_prefill(params),
+        asked_elsewhere=asked_elsewhere,
+    )
+    return None if extras == NO_EXTRAS else extras
+
+
+def without_routers_least(params: SamplingParams, request: SamplingFields) -> SamplingParams:
+    """The same without a `min_tokens` of 1 that comes from the router. Those that name a
+    `remote_engine_id` demand the one token of a prefill node, whatever their client asked; a token
+    that was chosen while none was allowed to end the answer fits no request that allows it."""
+    given = request.kv_transfer_params or {}
+    is_theirs = given.get("do_remote_decode") and "remote_engine_id" in given
+    if not is_theirs or (params.min_tokens, params.max_tokens) != (1, 1):
+        return params
+    return msgspec.structs.replace(params, min_tokens=0)
+
+
+def params_for_decode(request_id: str, ticket: Ticket) -> Params:
+    """What a prefill node's answer hands over."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [],
+        "remote_engine_id": _ENGINE_ID,
+        "remote_request_id": request_id,
+        "remote_host": "",
+        "remote_port": 0,
+        "tp_size": 1,
+        "dcp_size": 1,
+        "pp_size": 1,
+        "remote_num_tokens": ticket.num_tokens,
+        OURS: msgspec.to_builtins(ticket),
+    }
+
+
+def _names_prefill(params: Params) -> bool:
+    """Whether another node computes the prompt at this moment: so it is where both are asked at
+    once, and what joins the two requests is the id of a transfer, or of the other one."""
+    prefiller = params.get("remote_prefiller")
+    if isinstance(prefiller, dict):
+        return bool(prefiller.get("kv_request_id"))
+    return bool(params.get("do_remote_prefill") and params.get("transfer_id"))
+
+
+def _switch(params: Params, name: str) -> bool:
+    value = params.get(name)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    message = f"`{FIELD}.{name}` is true or false; send one of them, or leave it out"
+    raise ApiError(message, param=f"{FIELD}.{name}", code="invalid_type")
+
+
+def _ticket(params: Params) -> Ticket | None:
+    given = params.get(OURS)
+    if given is None:
+        return None  # of other software, whose blocks are found by their names or not at all
+    try:
+        ticket = msgspec.convert(given, Ticket)
+    except msgspec.ValidationError as error:
+        message = f"`{FIELD}.{OURS}` is no ticket of a prefill node: {error}; pass it on unchanged"
+        raise ApiError(message, param=f"{FIELD}.{OURS}", code="invalid_value") from None
+    if not _can_be(ticket):
+        message = f"`{FIELD}.{OURS}` holds what no ticket does; pass it on unchanged"
+        raise ApiError(message, param=f"{FIELD}.{OURS}", code="invalid_value")
+    return ticket
+
+
+def _can_be(ticket: Ticket) -> bool:
+    """Whether its parts are as large as those of a ticket can be."""
+    numbers, told = [ticket.num_tokens, ticket.first_token], ticket.logprobs
+    if told is not None:
+        count = len(told.token_ids)
+        if not 1 <= count <= MAX_LOGPROBS + 1 or len(told.logprobs) != count:
+            return False
+        numbers += [*told.token_ids, told.rank]
+    digests = (ticket.prompt, ticket.params)
+    return all(len(digest) <= _MAX_DIGEST_CHARACTERS for digest in digests) and all(
+        0 <= number < 2**31 for number in numbers
+    )

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities as clients get them: OpenAI's two forms, and vLLM's for prompts."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from ....request.logprobs import PositionLogprobs, PromptLogprobs
+from ...token_texts import REPLACEMENT, TokenTexts
+from .replies import ChatLogprobs, CompletionLogprobs, PromptToken, TokenLogprob, TopLogprob
+
+
+def chat_logprobs(
+    positions: Sequence[PositionLogprobs], count: int, texts: TokenTexts, *, as_ids: bool
+) -> ChatLogprobs:
+    """The form of chats, with the `count` likeliest tokens at each position."""
+    content = []
+    for position in positions:
+        each = [
+            TopLogprob(known.text, logprob, known.raw)
+            for known, logprob in zip(
+                [texts.of(token, as_id=as_ids) for token in position.token_ids[: count + 1]],
+                position.logprobs,
+                strict=False,
+            )
+        ]
+        taken, likeliest = each[0], each[1:]
+        content.append(TokenLogprob(taken.token, taken.logprob, taken.bytes, likeliest))
+    return ChatLogprobs(content)
+
+
+def prompt_logprobs(
+    positions: PromptLogprobs, count: int, texts: TokenTexts, *, as_ids: bool
+) -> list[dict[int, PromptToken] | None]:
+    """The form of prompts: the token that stands there first, then the `count` likeliest."""
+    form: list[dict[int, PromptToken] | None] = []
+    for position in positions:
+        if position is None:
+            form.append(None)
+            continue
+        ranks = (position.rank, *range(1, count + 1))
+        tokens: dict[int, PromptToken] = {}
+        for token, logprob, rank in zip(position.token_ids, position.logprobs, ranks, strict=False):
+            if token not in tokens:
+                text = texts.of(token, as_id=as_ids).text
+                tokens[token] = PromptToken(logprob, rank, text)
+        form.append(tokens)
+    return form
+
+
+class CompletionForm:
+    """The form of completions, for one choice that may come in pieces. Offsets are found by the
+    tokens' bytes, so that those that share a character begin at the same one."""
+
+    def __init__(
+        self, texts: TokenTexts, count: int, *, as_ids: bool, skip_special_tokens: bool
+    ) -> None:
+        self._texts = texts
+        self._count = count
+        self._as_ids = as_ids
+        self._skip_special_tokens = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def of(
+        self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None]
+    ) -> CompletionLogprobs:
+        """The next tokens of the choice, each with its position."""
+        form = CompletionLogprobs([], [], [], [])
+        for token, position in zip(token_ids, positions, strict=True):
+            form.tokens.append(self._texts.of(token, as_id=self._as_ids).text)
+            form.text_offset.append(self._take(token))
+            if position is None:
+                form.token_logprobs.append(None)
+                form.top_logprobs.append(None)
+            else:
+                form.token_logprobs.append(position.logprobs[0])
+                form.top_logprobs.append(self._top(position))
+        return form
+
+    def _top(self, position: PositionLogprobs) -> dict[str, float]:
+        """The likeliest tokens and the one that was taken. Several that are parts of characters
+        have the same text: the likeliest of them stands for all."""
+        top: dict[str, float] = {}
+        for token, logprob in zip(
+            position.token_ids[: self._count + 1], position.logprobs, strict=False
+        ):
+            text = self._texts.of(token, as_id=self._as_ids).text
+            top[text] = max(logprob, top.get(text, logprob))
+        return top
+
+    def _take(self, token: int) -> int:
+        """The token's offset in the text; the next one begins behind it."""
+        known = self._texts.of(token)
+        if known.is_special and self._skip_special_tokens:
+            return self._offset
+        raw = known.text.encode() if known.raw is None else bytes(known.raw)
+        waits = bool(self._decoder.getstate()[0])
+        first = self._decoder.decode(raw[:1])
+        # Bytes that waited for this one became a character of their own if it did not go with them.
+        apart = len(first) > 1 or bool(self._decoder.getstate()[0])
+        begin = self._offset + (waits and apart and first.startswith(REPLACEMENT))
+        self._offset += len(first) + len(self._decoder.decode(raw[1:]))
+        return begin

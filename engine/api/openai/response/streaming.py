@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work that ends when its client leaves, and answers that are sent while they grow.
+
+Server-sent events, written as they are made: nothing is queued between the engine's output and the
+socket, and a slow client slows only its own request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from ...errors import ENGINE, ApiError, ClientGone, encode_error, error_response, to_api_error
+
+T = TypeVar("T")
+Write = Callable[[bytes], Awaitable[None]]
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+# How long a client that does not read is given to take the last event of a failed stream.
+LAST_WORDS_SECONDS = 2.0
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies of nginx's kind would hold the first token back
+]
+
+
+async def until_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, T], ended: asyncio.Future[None]
+) -> T:
+    """The result of `work`, which is cancelled if the client leaves, and ClientGone raised, or once
+    `ended` is done, and an ApiError raised.
+
+    To be used once the request's body has been read: what is received after it is the end.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait((task, watcher, ended), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if watcher.done():
+            raise ClientGone
+        raise ApiError(
+            "the server is shutting down and ended this answer; ask again when it is back",
+            status=503,
+            kind=ENGINE,
+            code="shutting_down",
+        )
+    finally:
+        for each in (task, watcher):
+            each.cancel()
+        # Cancelled work aborts its requests in the core; it has done so when this returns.
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream:
+    """An ASGI answer made by `produce`, which is called once with a function that writes events.
+
+    The status line goes out with the first event, so that what fails before it is answered with
+    a status of its own; what fails later becomes an event with an `error`. So does the end of the
+    server, which is when `ended` is done.
+    """
+
+    def __init__(
+        self,
+        produce: Callable[[Write], Awaitable[None]],
+        timeout_seconds: float,
+        ended: asyncio.Future[None],
+    ) -> None:
+        self._ended = ended
+        self._produce = produce
+        self._timeout_seconds = timeout_seconds
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the whole stream."""
+        try:
+            await until_disconnect(receive, self._send_events(send), self._ended)
+        except ClientGone:
+            logger.debug("a client left in the middle of its stream")
+        except Exception as error:  # noqa: BLE001 - the border: every fault becomes an answer
+            await self._fail(to_api_error(error), scope, receive, send)
+
+    async def _send_events(self, send: Send) -> None:
+        async def write(event: bytes) -> None:
+            if not self._started:
+                self._started = True
+                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+
+        async with asyncio.timeout(self._timeout_seconds):
+            await self._produce(write)
+            await write(DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._started:
+            await error_response(error)(scope, receive, send)
+            return
+        event = b"data: " + encode_error(error) + b"\n\n"
+        try:
+            async with asyncio.timeout(LAST_WORDS_SECONDS):
+                await send({"type": "http.response.body", "body": event, "more_body": False})
+        except TimeoutError:
+            logger.info("a client did not read the end of its stream; its connection is dropped")

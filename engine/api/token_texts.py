@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text and the bytes of single tokens, looked up once each.
+
+A token's text is what it adds to a text before it, so the space before a word belongs to it:
+
+    vocabulary     text        bytes
+    Ġworld         " world"    20 77 6f 72 6c 64
+    ▁world         " world"    20 77 6f 72 6c 64
+    âĤ             "\ufffd"    e2 82                 two thirds of a character
+    <0xE2>         "\ufffd"    e2
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..text.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"
+# Tokens that stand at the start of a text may lose their space, so they are put after this one.
+_ANCHOR = "a"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TokenText(NamedTuple):
+    """One token. `raw` is None where the tokenizer cannot tell; a special token has no place in
+    texts without special tokens."""
+
+    text: str
+    raw: list[int] | None
+    is_special: bool = False
+
+
+class TokenTexts:
+    """The tokens of one tokenizer. What is remembered is bounded by the vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, TokenText] = {}
+        self._anchor = (
+            [] if tokenizer is None else tokenizer.encode(_ANCHOR, add_special_tokens=False)
+        )
+        self._before = "" if tokenizer is None else self._decode(tokenizer, self._anchor)
+
+    def of(self, token_id: int, *, as_id: bool = False) -> TokenText:
+        """One token, its text as `token_id:5` where wanted or where there is no tokenizer."""
+        known = self._known.get(token_id)
+        if known is None:
+            known = self._known[token_id] = self._look_up(token_id)
+        return known._replace(text=f"token_id:{token_id}") if as_id else known
+
+    def spelling(self, token_id: int) -> str:
+        """The token as it stands in the vocabulary; empty for ids that are not in it."""
+        return "" if self._tokenizer is None else _spelling(self._tokenizer, token_id)
+
+    def _look_up(self, token_id: int) -> TokenText:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return TokenText(f"token_id:{token_id}", None)
+        joined = self._decode(tokenizer, [*self._anchor, token_id])
+        if joined.startswith(self._before):
+            text = joined[len(self._before) :]
+        else:
+            text = self._decode(tokenizer, [token_id])
+        is_special = bool(text) and not tokenizer.decode([token_id], skip_special_tokens=True)
+        return TokenText(text, _bytes_of(text, _spelling(tokenizer, token_id)), is_special)
+
+    @staticmethod
+    def _decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _spelling(tokenizer: Tokenizer, token_id: int) -> str:
+    return tokenizer.token(token_id) or ""
+
+
+def _bytes_of(text: str, spelling: str) -> list[int] | None:
+    """The bytes behind a text. Where some are no character, the vocabulary's spelling may have
+    them; it is believed only if they make that text."""
+    if REPLACEMENT not in text:
+        return list(text.encode())
+    byte = _BYTE_TOKEN.fullmatch(spelling)
+    if byte:
+        raw = [int(byte.group(1), 16)]
+    elif all(character in _BYTE_OF for character in spelling):
+        raw = [_BYTE_OF[character] for character in spelling]
+    else:
+        return None
+    return raw if bytes(raw).decode(errors="replace") == text else None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The letters that byte-level vocabularies write bytes in: printable ones stand for themselves,
+    the others are counted up from U+0100."""
+    letters: dict[str, int] = {}
+    hidden = 0
+    for byte in range(256):
+        if 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or byte >= 0xAE:
+            letters[chr(byte)] = byte
+        else:
+            letters[chr(0x100 + hidden)] = byte
+            hidden += 1
+    return letters
+
+
+_BYTE_OF = _byte_alphabet()

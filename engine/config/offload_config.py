@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of the tiers below the pool, and the engine's options for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ...connector.economics import Choice
+from ...tiers.errors import TierConfigError
+from ...tiers.registry import installed_tiers
+from ...tiers.remote.address import DEFAULT_PORT, ServerAddress, is_address, parse_address
+from ...tiers.settings import readers
+from ...tiers.settings.format import format_value
+from ...tiers.settings.option import Option, check_options, options_of, setting
+from ...tiers.settings.suggestions import did_you_mean
+from ...tiers.settings.values import ConfigError
+from ...tiers.testing.faulty_store import Drill, parse_drill
+from ...tiers.tier_settings import (
+    CpuSettings,
+    ListenAddress,
+    PeerSettings,
+    RemoteTierSettings,
+    ServeSettings,
+    SsdSettings,
+)
+from ...tiers.wire.listen import LARGEST_PORT
+
+REMOTE = "remote"  # the tier that cache servers are together
+PEER = "peer"  # the tier that other engines are together
+_LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
+OFFLOAD_TIERS = ("cpu", "ssd")  # beside those that other packages bring
+LOAD_FAILURES = ("recompute", "fail")
+
+
+def has_tier(tiers: Iterable[str], tier: str) -> bool:
+    """Whether a tier is among those that `--kv-offload` names."""
+    return any(map(is_address, tiers)) if tier == REMOTE else tier in tiers
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadConfig:
+    """The tiers below the pool."""
+
+    tiers: tuple[str, ...] = setting(
+        (), readers.tiers,
+        "tiers below the KV pool: cpu or cpu,ssd or cpu,ssd,grpc://host:9400", "TIERS",
+        name="kv_offload",
+    )  # fmt: skip
+    load: str = setting(
+        Choice.AUTO.value, readers.one_of(*[choice.value for choice in Choice]),
+        "load what a tier has where that is quicker than computing (auto), always, or in both ways "
+        "at once", "NAME", name="kv_offload_load",
+    )  # fmt: skip
+    load_failure: str = setting(
+        "recompute", readers.one_of(*LOAD_FAILURES),
+        "what a request does whose blocks a tier had and could not bring: recompute them, or fail",
+        "NAME", name="kv_offload_load_failure",
+    )  # fmt: skip
+    faults: str = setting(  # see tiers/testing/fault_plan.py
+        "", readers.text,
+        "a drill: faults of the tiers below cpu, on purpose: [TIER:]CALL:KIND=VALUE,…", "LIST",
+        name="kv_offload_faults",
+    )  # fmt: skip
+    cpu: CpuSettings = field(default_factory=CpuSettings)
+    ssd: SsdSettings = field(default_factory=SsdSettings)
+    # Settings of the cache servers; their addresses stand among the tiers.
+    remote: RemoteTierSettings = field(default_factory=RemoteTierSettings)
+    # For tiers that other packages bring: tier → option → value.
+    tier_options: Mapping[str, Mapping[str, str]] = setting(
+        dict, readers.tier_options,
+        "options of tiers that other packages bring: tier.option=value,…", "LIST",
+        name="kv_offload_tier_options",
+    )  # fmt: skip
+    peers: tuple[str, ...] = setting(
+        (), readers.tiers,
+        "other engines whose cpu tier is read: grpc://host:9500,…", "ADDRESSES", name="kv_peers",
+    )  # fmt: skip
+    peer: PeerSettings = field(default_factory=PeerSettings)
+    serve_at: str = setting(
+        "", readers.text, "let other engines read the cpu tier here", "HOST:PORT", name="kv_serve",
+    )  # fmt: skip
+    serve: ServeSettings = field(default_factory=ServeSettings)
+    require_tiers: bool = setting(
+        False, readers.switch,
+        "refuse to start while a tier below cpu is down, instead of going on without it",
+    )  # fmt: skip
+    shutdown_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        self._check_tiers()
+        self._check_peers()
+        if "ssd" in self.tiers and self.ssd.path is None:
+            raise ConfigError("the ssd tier needs --kv-offload-ssd-path DIR")
+        check_options(OFFLOAD_OPTIONS, self)
+        self._check_faults()
+        others = [tier for tier in self.tiers if tier not in OFFLOAD_TIERS]
+        if self.ssd.codec == "fp8" and others:
+            raise ConfigError(
+                "--kv-offload-ssd-codec fp8 loses precision, and from the cpu tier such blocks "
+                f"reach {', '.join(others)}; use lossless or none beside other tiers"
+            )
+        for tier in self.tier_options:
+            if tier not in self.other_tiers:
+                raise ConfigError(
+                    f"--kv-offload-tier-options sets options of {format_value(tier)}, which is "
+                    "no tier of another package in --kv-offload; add it there or drop the options"
+                )
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.tiers)
+
+    @property
+    def peer_addresses(self) -> tuple[ServerAddress, ...]:
+        """The engines whose slabs are one tier together, before the cache servers."""
+        return tuple(map(parse_address, self.peers))
+
+    @property
+    def listen_address(self) -> ListenAddress | None:
+        """Where the slab is served to other engines."""
+        if not self.serve_at:
+            return None
+        match = _LISTEN.fullmatch(self.serve_at.strip())
+        if match is None or int(match["port"]) > LARGEST_PORT:
+            raise ConfigError(
+                f"--kv-serve takes HOST:PORT, such as 127.0.0.1:9500 or [::1]:9500, not "
+                f"{format_value(self.serve_at)}"
+            )
+        return ListenAddress(match["host"].strip("[]"), int(match["port"]))
+
+    @property
+    def reads_others(self) -> bool:
+        """Whether blocks of other engines are found."""
+        return bool(self.cache_servers or self.peers)
+
+    @property
+    def is_read_by_others(self) -> bool:
+        """Whether other engines find this one's blocks."""
+        return bool(self.cache_servers or self.serve_at)
+
+    @property
+    def other_tiers(self) -> tuple[str, ...]:
+        """The tiers that other packages bring."""
+        return tuple(
+            tier for tier in self.tiers if tier not in OFFLOAD_TIERS and not is_address(tier)
+        )
+
+    @property
+    def cache_servers(self) -> tuple[ServerAddress, ...]:
+        """The cache servers that are one tier together, the last one."""
+        return tuple(parse_address(tier) for tier in self.tiers if is_address(tier))
+
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """All tiers below the pool, as metrics and answers call them."""
+        return (*self.tiers[:1], *self.store_names)
+
+    @property
+    def store_names(self) -> tuple[str, ...]:
+        """The tiers below the slab, as metrics and drills call them."""
+        named = tuple(tier for tier in self.tiers[1:] if not is_address(tier))
+        peers = (PEER,) if self.peers else ()
+        return (*named, *peers, REMOTE) if self.cache_servers else (*named, *peers)
+
+    @property
+    def drill(self) -> Drill | None:
+        """The faults to inject; None where none were asked for."""
+        return parse_drill(self.faults, self.store_names) if self.faults else None
+
+    def _check_peers(self) -> None:
+        for flag, value in (("--kv-peers", self.peers), ("--kv-serve", self.serve_at)):
+            if value and "cpu" not in self.tiers:
+                raise ConfigError(f"{flag} is for the cpu tier; add --kv-offload cpu or drop it")
+        try:
+            peers = self.peer_addresses
+        except TierConfigError as error:
+            raise ConfigError(f"--kv-peers: {error}") from error
+        if len(set(peers)) != len(peers):
+            raise ConfigError(f"--kv-peers names an engine twice: {','.join(self.peers)}")
+        if set(peers) & set(self.cache_servers):
+            raise ConfigError("--kv-peers and --kv-offload name the same address; drop one of them")
+        if len({server.tls for server in peers}) > 1:
+            raise ConfigError(
+                f"--kv-peers {','.join(self.peers)} names engines with and without TLS; use "
+                "grpcs:// for all of them, or grpc:// for all"
+            )
+        listen = self.listen_address
+        for flag, servers in (("--kv-peers", peers), ("--kv-offload", self.cache_servers)):
+            if listen in [ListenAddress(server.host, server.port) for server in servers]:
+                raise ConfigError(
+                    f"{flag} names {self.serve_at}, where this engine itself is (--kv-serve); "
+                    f"take it out of {flag}"
+                )
+
+    def _check_faults(self) -> None:
+        try:
+            _ = self.drill
+        except TierConfigError as error:
+            raise ConfigError(
+                f"--kv-offload-faults {format_value(self.faults)}: {error}"
+            ) from error
+
+    def _check_tiers(self) -> None:
+        given = ",".join(self.tiers)
+        known = (*OFFLOAD_TIERS, *(installed_tiers() if self.other_tiers else ()))
+        for tier in self.tiers:
+            if tier not in known and not is_address(tier):
+                near = did_you_mean(tier, known)
+                raise ConfigError(
+                    "--kv-offload takes cpu or cpu,ssd, and addresses of cache servers such as "
+                    f"grpc://host:{DEFAULT_PORT}, not {format_value(given)}{near}; "
+                    f"installed tiers: {', '.join(known)}"
+                )
+        try:
+            servers = self.cache_servers
+        except TierConfigError as error:
+            raise ConfigError(f"--kv-offload {format_value(given)}: {error}") from error
+        if len(set(self.tiers)) != len(self.tiers):
+            raise ConfigError(f"--kv-offload names a tier twice: {given}; name each once")
+        if self.tiers and "cpu" not in self.tiers:
+            raise ConfigError(
+                f"--kv-offload {given} needs the CPU tier that blocks pass through; use cpu,{given}"
+            )
+        right = [tier for tier in OFFLOAD_TIERS if tier in self.tiers]
+        right += [*self.other_tiers, *(tier for tier in self.tiers if is_address(tier))]
+        if right[:2] != list(self.tiers[:2]) or right[-len(servers) :] != list(
+            self.tiers[-len(servers) :]
+        ):
+            raise ConfigError(
+                f"--kv-offload names the tiers from the pool down; use {','.join(right)}, "
+                f"not {given}"
+            )
+        if len({server.tls for server in servers}) > 1:
+            raise ConfigError(
+                f"--kv-offload {given} names cache servers with and without TLS; use grpcs:// for "
+                "all of them, or grpc:// for all"
+            )
+
+
+def _offload_options() -> dict[str, Option]:
+    """The options in the order in which help shows them, with paths below OffloadConfig."""
+    own = options_of(OffloadConfig, "")
+    cpu = options_of(CpuSettings, "cpu", "kv_offload_cpu_")
+    return {
+        "kv_offload": own.pop("kv_offload"),
+        "kv_offload_policy": cpu.pop("kv_offload_cpu_policy"),
+        **{name: own.pop(name) for name in list(own)[:3]},
+        **cpu,
+        **options_of(SsdSettings, "ssd", "kv_offload_ssd_"),
+        **options_of(RemoteTierSettings, "remote", "kv_offload_remote_"),
+        "kv_peers": own.pop("kv_peers"),
+        **options_of(PeerSettings, "peer", "kv_peers_"),
+        "kv_serve": own.pop("kv_serve"),
+        **options_of(ServeSettings, "serve", "kv_serve_"),
+        **own,
+    }
+
+
+OFFLOAD_OPTIONS: Mapping[str, Option] = _offload_options()

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's names for options, taken as flags and in files so that its command lines work here.
+
+Each is another name of an option, or accepted with the values that ask for nothing, or refused
+with the reason and the way to go. Nothing is dropped in silence: what has no effect leaves a note.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...tiers.settings import readers
+from ...tiers.settings.format import format_value
+from ...tiers.settings.values import GIB, MAX_SIZE_BYTES, ConfigError
+from ..request.logprobs import MAX_LOGPROBS
+from .engine_config import POOLINGS
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """An alias in terms of StrataKV's own options, already read."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    implied: Mapping[str, Any] = field(default_factory=dict)  # where no layer gives the option
+    note: str = ""  # for the log
+
+
+Translate = Callable[[str, Any], Meaning]  # (how it was called, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """One of vLLM's options."""
+
+    translate: Translate
+    metavar: str = ""  # empty: a switch with --no-
+    is_server: bool = False  # no flag of `generate`
+
+
+_NOTHING = Meaning()
+_ONE_DEVICE = "the engine computes on one device, and models over several are not built"
+_POOLING_TYPES = ("pooling_type", "seq_pooling_type")
+_ALWAYS_ON = ("normalize", "use_activation")
+_MAX_GIB = MAX_SIZE_BYTES // GIB
+
+
+def _renamed(name: str, read: readers.Reader) -> Translate:
+    return lambda called, value: Meaning({name: read(called, value)})
+
+
+def _only(*neutral: str, way: str) -> Translate:
+    """Values that ask for what StrataKV does anyway; any other is refused."""
+
+    def translate(called: str, value: Any) -> Meaning:
+        if readers.word(value) not in neutral:
+            known = " or ".join(neutral)
+            raise ConfigError(f"{called} takes {known} here, not {format_value(value)}; {way}")
+        return _NOTHING
+
+    return translate
+
+
+def _refused(way: str) -> Translate:
+    """Whatever the value, unless it switches the thing off."""
+
+    def translate(called: str, value: Any) -> Meaning:
+        if readers.word(value) in ("0", "0.0", "false", "no", "off"):
+            return _NOTHING
+        raise ConfigError(f"{called} is not taken: {way}")
+
+    return translate
+
+
+def _without_effect(read: readers.Reader, reason: str) -> Translate:
+    def translate(called: str, value: Any) -> Meaning:
+        read(called, value)
+        return Meaning(note=f"{called} has no effect: {reason}")
+
+    return translate
+
+
+def _offloading_size(called: str, value: Any) -> Meaning:
+    """GiB of CPU memory, which also turns the cpu tier on."""
+    gibibytes = readers.number(called, value)
+    if not 0 < gibibytes <= _MAX_GIB:
+        raise ConfigError(
+            f"{called} takes GiB above 0 and up to {_MAX_GIB}, not {format_value(value)}"
+        )
+    return Meaning({"kv_offload_cpu_bytes": int(gibibytes * GIB)}, implied={"kv_offload": ("cpu",)})
+
+
+def _no_log_stats(called: str, value: Any) -> Meaning:
+    return Meaning({"log_stats": not readers.switch(called, value)})
+
+
+def _pooler_config(called: str, value: Any) -> Meaning:
+    """vLLM's object, as far as it says which hidden states are pooled."""
+    given = value
+    if isinstance(value, str):
+        try:
+            given = json.loads(value)
+        except (ValueError, RecursionError):
+            given = None
+    rest = dict(given) if isinstance(given, dict) else {}
+    kinds = {str(rest.pop(name, None)).lower() for name in _POOLING_TYPES if name in rest}
+    is_neutral = all(name in _ALWAYS_ON and on is True for name, on in rest.items())
+    if len(kinds) != 1 or not kinds <= set(POOLINGS) or not is_neutral:
+        raise ConfigError(
+            f'{called} takes {{"pooling_type": "LAST"}} or {{"pooling_type": "MEAN"}} here, not '
+            f"{format_value(value)}; vectors are normalised unless a request wants them not"
+        )
+    return Meaning({"pooling": kinds.pop()})
+
+
+ALIASES: Mapping[str, Alias] = {
+    "kv_offloading_size": Alias(_offloading_size, "GIB"),
+    "kv_offloading_backend": Alias(
+        _only("native", way="the tiers are StrataKV's own; say --kv-offload cpu or cpu,ssd"), "NAME"
+    ),
+    "num_gpu_blocks_override": Alias(_renamed("num_blocks", readers.integer), "N"),
+    "prefix_caching_hash_algo": Alias(
+        _renamed("block_hash", readers.one_of("sha256", "sha256_cbor")), "NAME"
+    ),
+    "guided_decoding_backend": Alias(
+        _renamed("structured_outputs_backend", readers.one_of("auto", "xgrammar", "guidance")),
+        "NAME",
+    ),
+    "pooler_config": Alias(_pooler_config, "JSON"),
+    "override_pooler_config": Alias(_pooler_config, "JSON"),
+    "tensor_parallel_size": Alias(_only("1", way=_ONE_DEVICE), "N"),
+    "pipeline_parallel_size": Alias(_only("1", way=_ONE_DEVICE), "N"),
+    "tokenizer_mode": Alias(
+        _only("auto", way="the tokenizer is the model's tokenizer.json"), "NAME"
+    ),
+    "trust_remote_code": Alias(
+        _refused("no code of model repositories is run; leave it out, or use a built-in model")
+    ),
+    "swap_space": Alias(
+        _refused("blocks go to a tier below the KV pool; say --kv-offload cpu"), "GIB"
+    ),
+    "kv_transfer_config": Alias(
+        _refused("the tiers are configured by options; say --kv-offload cpu,ssd"), "JSON"
+    ),
+    "seed": Alias(
+        _only("0", way="every request brings its own seed; send `seed` with it"),
+        "N",
+        is_server=True,
+    ),
+    "max_logprobs": Alias(
+        _only(str(MAX_LOGPROBS), way="so many may be asked for with any request"),
+        "N",
+        is_server=True,
+    ),
+    "uvicorn_log_level": Alias(
+        _renamed("log_level", readers.one_of("debug", "info", "warning", "error")),
+        "LEVEL",
+        is_server=True,
+    ),
+    "disable_log_stats": Alias(_no_log_stats, is_server=True),
+    "disable_log_requests": Alias(
+        _without_effect(readers.switch, "requests are never logged"), is_server=True
+    ),
+    "enable_auto_tool_choice": Alias(
+        _without_effect(
+            readers.switch,
+            "models call tools wherever their form is known; --tool-call-parser names it",
+        ),
+        is_server=True,
+    ),
+    "exclude_tools_when_tool_choice_none": Alias(
+        _without_effect(readers.switch, "a prompt has no tools where `tool_choice` is none"),
+        is_server=True,
+    ),
+    "enable_prompt_tokens_details": Alias(
+        _without_effect(readers.switch, "every answer's usage holds them"), is_server=True
+    ),
+}

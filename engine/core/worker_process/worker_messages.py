@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the executor and its worker process tell each other: msgpack over one ZMQ pair.
+
+Each message of the executor but `Sample` is answered once, in order: `Begin` by `Done` or `Failed`
+after its `Sample`, `Call` likewise. Arrays travel as their type, shape and bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ....connector.base import ConnectorMetadata, ConnectorWorkerOutput
+from ....connector.build import WorkerDescription
+from ...config.engine_config import EngineConfig
+from ...sampling.token_mask import TokenMask
+from ...scheduler.output import ModelRunnerOutput, SchedulerOutput
+from ..start import decode_path, encode_path
+
+
+class WorkerStart(msgspec.Struct):
+    """Everything a worker process needs to begin."""
+
+    config: EngineConfig
+    endpoint: str  # the worker connects here
+    num_blocks: int | None  # of the pool; None: what the device has left
+    max_model_len: int
+    log_level: str
+    copies: WorkerDescription | None = None  # for the worker side of a connector
+    wake_fd: int = -1  # where it writes how many copies have ended, u32 little-endian
+    # The system ends it with the thread that began it, also where it hangs.
+    dies_with_launcher: bool = False
+
+
+class Begin(msgspec.Struct, tag="begin", array_like=True):
+    """Begin a step."""
+
+    step: SchedulerOutput
+
+
+class Sample(msgspec.Struct, tag="sample", array_like=True):
+    """Choose the tokens of the oldest step that has none."""
+
+    mask: TokenMask | None = None
+
+
+class Call(msgspec.Struct, tag="call", array_like=True):
+    """Do something between steps: see `Executor.call`."""
+
+    name: str
+    meta: ConnectorMetadata | None = None
+    seconds: float | None = None
+
+
+class Stop(msgspec.Struct, tag="stop", array_like=True):
+    """End the process, after everything before."""
+
+
+class Up(msgspec.Struct, tag="up", array_like=True):
+    """The first message of a worker: the model is loaded."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+class Done(msgspec.Struct, tag="done", array_like=True):
+    """A step came to its end."""
+
+    step_id: int
+    result: ModelRunnerOutput
+
+
+class Failed(msgspec.Struct, tag="failed", array_like=True):
+    """A step or a call did not, or (`step_id` None, before `Up`) the start."""
+
+    error: str
+    step_id: int | None = None
+    is_config_error: bool = False
+    is_device_lost: bool = False
+
+
+class Returned(msgspec.Struct, tag="returned", array_like=True):
+    """The answer to a `Call`."""
+
+    output: ConnectorWorkerOutput | None = None
+
+
+ToWorker = Begin | Sample | Call | Stop
+FromWorker = Up | Done | Failed | Returned
+
+
+def encode(message: ToWorker | FromWorker) -> bytes:
+    """The bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode_to_worker(frame: bytes) -> ToWorker:
+    """Raises msgspec.MsgspecError for anything else."""
+    message: ToWorker = _to_worker.decode(frame)
+    return message
+
+
+def decode_from_worker(frame: bytes) -> FromWorker:
+    """Raises msgspec.MsgspecError for anything else."""
+    message: FromWorker = _from_worker.decode(frame)
+    return message
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, list(value.shape), np.ascontiguousarray(value).data.cast("B")]
+    return encode_path(value)
+
+
+def _decode_array(kind: type, value: Any) -> Any:
+    if kind is np.ndarray or getattr(kind, "__origin__", None) is np.ndarray:
+        dtype, shape, data = value
+        if np.dtype(dtype).hasobject:
+            raise ValueError("an array of objects does not travel")
+        return np.frombuffer(data, dtype).reshape(shape)
+    return decode_path(kind, value)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_to_worker = msgspec.msgpack.Decoder(ToWorker, dec_hook=_decode_array)
+_from_worker = msgspec.msgpack.Decoder(FromWorker, dec_hook=_decode_array)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry of a worker's process: settings from standard input, steps over a ZMQ pair."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import struct
+import sys
+import threading
+from collections import deque
+
+import torch
+import zmq
+
+from ....connector.base import KVConnectorWorker
+from ....connector.build import build_worker_side
+from ....tiers.errors import TierConfigError
+from ....tiers.settings.values import ConfigError
+from ... import logs
+from ...models.spec import load_model_spec
+from ...worker.model_runner import BegunStep, ModelRunner
+from ...worker.runtime.device_runtime import is_device_lost
+from ..collector import settle_collector
+from ..device_config import dtype_for, placement_of
+from ..executor import call_runner, load_runner
+from ..start import read_start
+from .worker_messages import (
+    Begin,
+    Call,
+    Done,
+    Failed,
+    FromWorker,
+    Returned,
+    Sample,
+    Stop,
+    Up,
+    WorkerStart,
+    decode_to_worker,
+    encode,
+)
+
+# Not __name__, which is __main__ in this process.
+logger = logging.getLogger("stratakv.engine.core.worker_process.worker_process")
+
+_LINGER_MILLISECONDS = 2000
+_LOOK_MILLISECONDS = 1  # at a device that computes, while no message comes
+EXIT_FAILED = 1
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+
+class WorkerServer:
+    """Answers one executor, one message after the other."""
+
+    def __init__(self, start: WorkerStart) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MILLISECONDS)
+        self._socket.set_hwm(0)
+        self._socket.connect(start.endpoint)
+        self._start = start
+        # Steps that have begun, or why they have not, the oldest first.
+        self._steps: deque[tuple[int, BegunStep | Exception]] = deque()
+        # The one that was sampled, and has not been answered.
+        self._sampled: tuple[int, BegunStep | Exception] | None = None
+
+    def run(self) -> int:
+        """Until told to stop; the exit status."""
+        try:
+            self._runner = self._load()
+        except Exception as error:
+            is_config = isinstance(error, ConfigError | TierConfigError)
+            if not is_config:
+                logger.error("the worker cannot start", exc_info=error)
+            self._send(Failed(_words(error), is_config_error=is_config))
+            self._close()
+            return EXIT_FAILED
+        self._runner.enter_thread()
+        settle_collector()
+        self._send(Up(self._runner.pool.num_blocks, self._runner.max_model_len))
+        while True:
+            self._deliver_when_done()
+            message = decode_to_worker(self._socket.recv())
+            if isinstance(message, Stop):
+                self._close()
+                return 0
+            self._handle(message)
+
+    def _load(self) -> ModelRunner:
+        config = self._start.config
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        spec = load_model_spec(config.model.path)
+        placement = placement_of(config)
+        return load_runner(
+            config,
+            self._start.num_blocks,
+            self._start.max_model_len,
+            spec=spec,
+            dtype=dtype_for(config, spec, placement.device),
+            placement=placement,
+            connector=self._copies(),
+            progress=logger.info,
+        )
+
+    def _copies(self) -> KVConnectorWorker | None:
+        description, fd = self._start.copies, self._start.wake_fd
+        if description is None:
+            return None
+
+        def wake(num_ended: int) -> None:
+            os.write(fd, struct.pack("<I", num_ended))
+
+        return build_worker_side(description, wake)
+
+    def _handle(self, message: Begin | Sample | Call) -> None:
+        if isinstance(message, Begin):
+            step = message.step
+            try:
+                self._steps.append((step.step_id, self._runner.begin(step)))
+            except Exception as error:  # noqa: BLE001 - told with the answer to its Sample
+                self._steps.append((step.step_id, error))
+            self._deliver()
+        elif isinstance(message, Sample):
+            self._deliver()
+            self._sample(message)
+        else:
+            self._deliver()
+            self._send(self._answer(message))
+
+    def _sample(self, message: Sample) -> None:
+        step_id, step = self._steps.popleft()
+        if isinstance(step, BegunStep):
+            try:
+                self._runner.sample(step, message.mask)
+            except Exception as error:  # noqa: BLE001 - told with the answer
+                step = error
+        self._sampled = (step_id, step)
+
+    def _deliver_when_done(self) -> None:
+        """Answer the step that was sampled, as soon as the device is done with it; or leave that
+        until the step after it, which is here sooner, has begun."""
+        while self._sampled is not None:
+            _, step = self._sampled
+            if not isinstance(step, BegunStep) or self._runner.is_done(step):
+                self._deliver()
+            elif self._socket.poll(_LOOK_MILLISECONDS):
+                return
+
+    def _deliver(self) -> None:
+        if self._sampled is None:
+            return
+        (step_id, step), self._sampled = self._sampled, None
+        error = step if isinstance(step, Exception) else None
+        if isinstance(step, BegunStep):
+            try:
+                self._send(Done(step_id, self._runner.collect(step)))
+                return
+            except Exception as caught:  # noqa: BLE001 - told, and logged by the executor's side
+                error = caught
+        assert error is not None
+        self._send(Failed(_words(error), step_id, is_device_lost=is_device_lost(error)))
+
+    def _answer(self, call: Call) -> FromWorker:
+        try:
+            return Returned(call_runner(self._runner, call.name, call.meta, call.seconds))
+        except Exception as error:  # noqa: BLE001 - told
+            return Failed(_words(error))
+
+    def _send(self, message: FromWorker) -> None:
+        self._socket.send(encode(message))
+
+    def _close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def _words(error: Exception) -> str:
+    is_config = isinstance(error, ConfigError | TierConfigError)
+    return str(error) if is_config else f"{type(error).__name__}: {error}"
+
+
+def _leave_with_launcher() -> None:
+    """The end of standard input is that of the launcher, who has nobody else to tell it."""
+    # Not by the file object, whose lock the interpreter wants when it ends.
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(EXIT_FAILED)
+
+
+def _die_with_launcher() -> None:
+    """Also where this process hangs, so that no thread of it reads standard input. Linux only."""
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def main() -> int:
+    """Run the worker that standard input describes."""
+    # The executor's process hears of signals, and ends this one in its own time; and a terminal may
+    # be set to stop whoever writes to it behind another.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTTOU):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        start = read_start(sys.stdin.buffer, WorkerStart)
+    except ValueError as error:  # msgspec's errors among them
+        sys.stderr.write(f"stratakv: {error}\n")
+        return 2
+    logs.set_up(start.log_level)
+    if start.dies_with_launcher and sys.platform == "linux":
+        _die_with_launcher()
+    threading.Thread(target=_leave_with_launcher, name="worker-watch", daemon=True).start()
+    return WorkerServer(start).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of `stratakv plan`: what a model takes, what fits where, when loading pays.
+
+Bytes, blocks and seconds from shapes, sizes and rates; nothing is measured, opened or printed here.
+Prefill of n tokens is counted in operations:
+
+    2 * n * (elements of the layers' matrices)  +  2 * n^2 * layers * heads * head_dim
+
+the second for scores and their sums over half of the square. Loading is counted in whole blocks,
+each one contiguous chunk; what lies below the CPU tier passes through it, one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...tiers.block import DTYPE_BYTES, BlockLayout
+from ...tiers.settings.sizes import rough_size
+from ...tiers.settings.values import MIB, ConfigError
+from ..cache.group_spec import CacheGroups
+from ..config.engine_config import SchedulerConfig
+from ..models.spec import ModelSpec
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+PREFIX_TOKENS = (1024, 8192, 32768)
+# The pool's null block holds nobody's tokens, and beside it there must be one that does.
+NULL_BLOCKS = 1
+MIN_POOL_BLOCKS = 2
+_LAYER_PREFIX = "model.layers."
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Seconds of a causal pass over n tokens: `per_token * n + per_square * n**2`."""
+
+    per_token: float
+    per_square: float = 0.0
+
+    def seconds(self, num_tokens: int) -> float:
+        return self.per_token * num_tokens + self.per_square * num_tokens**2
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """How one device's memory is divided, in bytes."""
+
+    total_bytes: int
+    weight_bytes: int
+    reserve_bytes: int
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.total_bytes - self.weight_bytes - self.reserve_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The capacity of one tier: its blocks, and the tokens and requests that they have room for."""
+
+    size_bytes: int
+    blocks: int
+    tokens: int
+    requests_of_max_model_len: int
+    requests_of_typical_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One cache group, and what a request of the longest length holds of it at most."""
+
+    attention: str
+    layers: tuple[int, ...]
+    page_bytes: int  # K and V of one block of tokens in its layers
+    pages: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waste:
+    """Slots behind the last token of a request, where every length is as likely as another."""
+
+    tokens_per_request: float
+    bytes_per_request: float
+    share_of_typical: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A prefix loaded, from each tier, and computed."""
+
+    tokens: int
+    blocks: int
+    size_bytes: int
+    prefill_seconds: float
+    load_seconds: dict[str, float]
+
+
+def num_elements(shapes: Shapes) -> int:
+    """Parameters of a model."""
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def weight_bytes(shapes: Shapes, dtype: str, num_devices: int = 1) -> int:
+    """Bytes of weights on each device: matrices are split evenly, vectors lie on every one."""
+    matrices = sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
+    vectors = num_elements(shapes) - matrices
+    return (-(-matrices // num_devices) + vectors) * DTYPE_BYTES[dtype]
+
+
+def activation_bytes(spec: ModelSpec, dtype: str) -> int:
+    """An estimate of what a step of the default size needs beside weights and KV: two hidden
+    states, attention's inputs and output and two rows of the MLP for each token, and two rows of
+    float32 over the vocabulary for each request."""
+    step = SchedulerConfig()
+    attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    row = 2 * spec.hidden_size + attention + 2 * spec.intermediate_size
+    logits = 2 * step.max_num_seqs * spec.vocab_size * DTYPE_BYTES["float32"]
+    return step.max_num_batched_tokens * row * DTYPE_BYTES[dtype] + logits
+
+
+def device_layout(
+    spec: ModelSpec, block_size: int, kv_dtype: str, num_devices: int = 1
+) -> BlockLayout:
+    """One block as it lies on each device. Raises ConfigError where heads do not divide."""
+    for what, count in (("attention", spec.num_heads), ("key-value", spec.num_kv_heads)):
+        if count % num_devices:
+            raise ConfigError(
+                f"--tensor-parallel-size {num_devices} does not divide the model's {count} {what} "
+                "heads; take a divisor"
+            )
+    whole = spec.layout(block_size, kv_dtype)
+    return replace(whole, num_kv_heads=whole.num_kv_heads // num_devices)
+
+
+def check_memory(memory: Memory, layout: BlockLayout) -> None:
+    """Raise ConfigError unless weights, reserve and the smallest pool fit."""
+    needed = memory.weight_bytes + memory.reserve_bytes + MIN_POOL_BLOCKS * layout.page_bytes
+    if memory.total_bytes < needed:
+        raise ConfigError(
+            f"{rough_size(memory.total_bytes)} of memory cannot hold the weights "
+            f"({rough_size(memory.weight_bytes)}), the reserve "
+            f"({rough_size(memory.reserve_bytes)}) and {MIN_POOL_BLOCKS} blocks of "
+            f"{rough_size(layout.page_bytes)}; give --memory {-(-needed // MIB)}MiB or more, a "
+            "--dtype of fewer bytes, or a larger --tensor-parallel-size"
+        )
+
+
+def capacity(
+    size_bytes: int,
+    blocks: int,
+    block_size: int,
+    *,
+    max_model_len: int,
+    typical_tokens: int,
+    null_blocks: int = 0,
+) -> Capacity:
+    """The capacity of `blocks`, `null_blocks` of them empty; a request takes whole blocks."""
+    usable = blocks - null_blocks
+    return Capacity(
+        size_bytes=size_bytes,
+        blocks=blocks,
+        tokens=usable * block_size,
+        requests_of_max_model_len=usable // -(-max_model_len // block_size),
+        requests_of_typical_length=usable // -(-typical_tokens // block_size),
+    )
+
+
+def pool_capacity(
+    groups: CacheGroups, size_bytes: int, *, max_model_len: int, typical_tokens: int
+) -> Capacity:
+    """The capacity of a pool in blocks over all layers. Of layers with windows a request holds what
+    they and a step of the default size take; tokens are counted as if every layer kept all."""
+    page_bytes = groups.layout.page_bytes
+    blocks = size_bytes // (page_bytes // groups.layout.num_layers * groups.num_layers)
+    usable = groups.num_pages(blocks) - NULL_BLOCKS
+
+    def requests(num_tokens: int) -> int:
+        return max(0, usable) // groups.most_pages(num_tokens, SchedulerConfig().most_step_tokens)
+
+    return Capacity(
+        size_bytes=size_bytes,
+        blocks=blocks,
+        tokens=(blocks - NULL_BLOCKS) * groups.layout.block_size,
+        requests_of_max_model_len=requests(max_model_len),
+        requests_of_typical_length=requests(typical_tokens),
+    )
+
+
+def group_table(groups: CacheGroups, max_model_len: int) -> list[Group]:
+    """What a request of `max_model_len` tokens holds at most of each group, in steps of the default
+    size."""
+    size, step = groups.layout.block_size, SchedulerConfig().most_step_tokens
+    rows = []
+    for group in groups.groups:
+        pages = group.attention.most_blocks(max_model_len, size, step)
+        page_bytes = groups.layout.page_bytes
+        row = Group(str(group.attention), group.layers, page_bytes, pages, pages * page_bytes)
+        rows.append(row)
+    return rows
+
+
+def waste(layout: BlockLayout, typical_tokens: int) -> Waste:
+    """Slots lost in last blocks, on average: from none to all but one of their slots are empty."""
+    tokens = (layout.block_size - 1) / 2
+    return Waste(tokens, tokens * layout.token_bytes, tokens / (typical_tokens + tokens))
+
+
+def prefill_of(shapes: Shapes, spec: ModelSpec, operations_per_second: float) -> Prefill:
+    """Prefill at a rate of operations, those of all devices together."""
+    matrices = sum(
+        math.prod(shape)
+        for name, shape in shapes.items()
+        if name.startswith(_LAYER_PREFIX) and len(shape) > 1
+    )
+    attention = 2.0 * spec.num_layers * spec.num_heads * spec.head_dim
+    return Prefill(2.0 * matrices / operations_per_second, attention / operations_per_second)
+
+
+def block_seconds(
+    layout: BlockLayout, rates: Mapping[str, float], num_devices: int = 1
+) -> dict[str, float]:
+    """Seconds to bring one block from each tier to the devices, at these bytes per second.
+
+    Each device has a way of its own to the CPU tier; the disk and the network are shared.
+    """
+    to_device = layout.page_bytes / rates["cpu"]
+    seconds = {"cpu": to_device}
+    if "ssd" in rates:
+        seconds["ssd"] = num_devices * layout.slot_bytes / rates["ssd"] + to_device
+    if "network" in rates:
+        seconds["network"] = num_devices * layout.page_bytes / rates["network"] + to_device
+    return seconds
+
+
+def prefix_lengths(max_model_len: int) -> list[int]:
+    """The prefixes to compare: the usual ones that the context holds, and the context itself."""
+    return [tokens for tokens in PREFIX_TOKENS if tokens < max_model_len] + [max_model_len]
+
+
+def loads(
+    lengths: Sequence[int],
+    layout: BlockLayout,
+    seconds: Mapping[str, float],
+    prefill: Prefill,
+    num_devices: int = 1,
+) -> list[Load]:
+    """Each prefix, as far as it fills blocks: those that fill none are left out."""
+    rows = []
+    for length in lengths:
+        blocks = length // layout.block_size
+        tokens = blocks * layout.block_size
+        if blocks:
+            rows.append(
+                Load(
+                    tokens=tokens,
+                    blocks=blocks,
+                    size_bytes=blocks * layout.page_bytes * num_devices,
+                    prefill_seconds=prefill.seconds(tokens),
+                    load_seconds={tier: blocks * each for tier, each in seconds.items()},
+                )
+            )
+    return rows
+
+
+def break_even_tokens(seconds_per_block: float, block_size: int, prefill: Prefill) -> int | None:
+    """The shortest prefix of whole blocks that is loaded sooner than computed; None if none is.
+
+    Both grow from 0; prefill's square decides where its first token is the cheaper one.
+    """
+    dearer = seconds_per_block / block_size - prefill.per_token
+    if dearer < 0:
+        return block_size
+    if prefill.per_square == 0:
+        return None
+    return (math.floor(dearer / prefill.per_square / block_size) + 1) * block_size

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process boundary: messages between the front (HTTP, Python API) and the engine core.
+
+msgpack by msgspec over ZMQ, one message a frame; in-process mode passes the same objects without
+encoding them. Messages are arrays on the wire, so new fields go to the end and carry a default.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from .handover_ticket import Ticket
+from .logprobs import PositionLogprobs, PromptLogprobs
+from .sampling_params import SamplingParams
+
+PROTOCOL_VERSION = 1
+
+# Why nobody reads on.
+ABORTED = "abort"
+STOPPED = "stop"
+
+# The model's logits for a request were not finite; blocks are counted under it, too, that are
+# forgotten because of that.
+NOT_FINITE = "not_finite"
+PROCESSOR_FAILED = "logits_processor_failed"  # one of another package raised for the request
+# The grammar that an answer should have followed cannot be compiled, or not be followed to its end.
+INVALID_GRAMMAR = "invalid_grammar"
+OVERLOADED = "overloaded"  # the engine was full and did not take the request; try again later
+
+
+class RequestExtras(
+    msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, frozen=True
+):
+    """What few requests bring, by name, so that what comes needs no place in the array. A core
+    that does not know one of them refuses the request."""
+
+    session: str = ""  # turns of one conversation, or of one agent's job, have one name
+    is_last_step: bool = False  # no other turn of the job follows
+    tool: str = ""  # whose result this turn brings; "": of none, or of one that is not known
+    kv_transfer: dict[str, Any] = {}  # for the connector and what lies behind it, as it is
+    # The last output waits until others can load the prompt's blocks, and brings a ticket.
+    hand_over: bool = False
+    ticket: Ticket | None = None  # of a node that has computed the prompt
+    computed_elsewhere: bool = False  # another node computes the prompt at this moment
+    asked_elsewhere: bool = False  # another node, of another role, was asked the same at once
+    # A safetensors file: what the model reads in place of the prompt's tokens, which are zeros.
+    prompt_embeds: bytes = b""
+    # `last` or `mean`: the prompt's embedding is wanted, which comes with the first token.
+    pooling: str = ""
+
+
+NO_EXTRAS = RequestExtras()
+
+
+MAX_PRIORITY = 2**31
+
+
+class AddRequest(msgspec.Struct, tag="add", array_like=True):
+    """Generate from these tokens. `prompt_token_ids` are little-endian int32."""
+
+    request_id: str
+    prompt_token_ids: bytes
+    sampling_params: SamplingParams
+    cache_salt: str = ""
+    tenant: str = ""
+    priority: int = 0
+    skip_reading_prefix_cache: bool = False
+    extras: RequestExtras | None = None
+
+
+class AbortRequests(msgspec.Struct, tag="abort", array_like=True):
+    """Nobody reads on: the client is gone (ABORTED), or a stop string has come (STOPPED). Unknown
+    ids are ignored."""
+
+    request_ids: list[str]
+    reason: str = ABORTED
+
+
+class Call(msgspec.Struct, tag="call", array_like=True):
+    """Ask the core for one of: "stats", "follow" (an AddRequest in JSON), "tool_called" (a
+    ToolCalled in JSON), "reset_prefix_cache", "pause", "resume", "paused", "shutdown"."""
+
+    call_id: int
+    name: str
+    argument: str = ""
+
+
+class ToolCalled(msgspec.Struct, forbid_unknown_fields=True):
+    """The turn of a job that ended last has called a tool."""
+
+    job_id: str
+    tool: str
+    tenant: str = ""
+    cache_salt: str = ""
+
+
+# Hundreds in each step, and none of them is part of a cycle.
+class TokenOutput(msgspec.Struct, array_like=True, gc=False):
+    """One step's output for one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    # With the first token of a request:
+    num_cached_tokens: int | None = None
+    cached_tokens_by_tier: dict[str, int] | None = None  # of `Ready.tiers` → tokens
+    error: str | None = None
+    # With the last one, and with the first token, up to then: queue, prefill, ... in seconds.
+    timings: dict[str, float] | None = None
+    # Of errors that a client can act on: OVERLOADED, INVALID_GRAMMAR.
+    error_code: str | None = None
+    # For requests that asked for them: one for each of `new_token_ids`, and with the first token
+    # one for each prompt token.
+    logprobs: list[PositionLogprobs] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    # With the last one, where the prompt was handed over.
+    ticket: Ticket | None = None
+    # With the first token, where it was asked for: little-endian float64 `[hidden]`.
+    embedding: bytes | None = None
+
+
+class Outputs(msgspec.Struct, tag="outputs", array_like=True):
+    """All of one step, in one message."""
+
+    outputs: list[TokenOutput]
+    num_failed_steps: int = 0  # that the worker has failed since the last good one
+
+
+class Reply(msgspec.Struct, tag="reply", array_like=True):
+    """The answer to a Call; `error` is empty on success. `result` holds JSON."""
+
+    call_id: int
+    result: str = "null"
+    error: str = ""
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True):
+    """The core is up: what the front must know of it."""
+
+    protocol_version: int
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    eos_token_ids: list[int]
+    # Where prompt tokens can come from without being computed.
+    tiers: tuple[str, ...] = ("pool",)
+    tiers_down: list[str] = []
+    hidden_size: int = 0  # numbers of a prompt embedding
+    identity: dict[str, str] = {}  # what another engine must have too to find its blocks
+    takes_priority: bool = False  # whether requests may say one
+    pins_turns: bool = False  # whether blocks are kept between the turns of a job
+    largest_embedding: float = math.inf  # the last number of the type that the model computes in
+
+
+class Fatal(msgspec.Struct, tag="fatal", array_like=True):
+    """The core cannot start or go on; the last message it sends."""
+
+    message: str
+    is_config_error: bool = False
+
+
+ToCore = AddRequest | AbortRequests | Call
+FromCore = Outputs | Reply | Ready | Fatal
+
+to_core_decoder = msgspec.msgpack.Decoder(ToCore)
+from_core_decoder = msgspec.msgpack.Decoder(FromCore)
+encoder = msgspec.msgpack.Encoder()
+
+
+def check_priority(priority: int, is_taken: bool) -> None:
+    """Raise ValueError for a priority that no request may have, or none but 0."""
+    if priority and not is_taken:
+        raise ValueError(
+            f"priority must be 0, got {priority}: requests are served in the order in which they "
+            "come, unless the engine is started with --scheduling-policy priority"
+        )
+    if abs(priority) > MAX_PRIORITY:
+        raise ValueError(f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}")
+
+
+def refuse(frame: bytes, why: str) -> FromCore | None:
+    """The answer to a message to the core that cannot be decoded; None where it does not tell whom
+    to answer."""
+    try:
+        fields = msgspec.msgpack.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    text = f"the engine core cannot read this request ({why}); use one version of StrataKV"
+    match fields:
+        case ["add", str(request_id), *_]:
+            return Outputs([TokenOutput(request_id, [], "error", error=text)])
+        case ["call", int(call_id), *_]:
+            return Reply(call_id, error=text)
+    return None

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embeddings as the fronts ask for them and give them: the request's form, length 1, fewer numbers.
+
+Which hidden states are pooled is the model's affair and one setting (`--pooling`); a model trained
+so that the first numbers of a vector are a vector of their own (matryoshka) says so in config.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ...tiers.settings.format import format_value
+from ..models.checkpoint.files import is_there
+from ..models.checkpoint.json_fields import read_json
+from .messages import NO_EXTRAS, AddRequest
+from .sampling_params import SamplingParams
+
+Vector = NDArray[np.float64]
+
+# The engine makes no fewer tokens than one, which is dropped.
+EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+_MAX_LISTED = 1024  # of what a config.json lists
+
+
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    """How many numbers of an embedding clients may ask for: all, and with `may_be_fewer` the first
+    ones alone, as many as one of `listed` says where there are any."""
+
+    may_be_fewer: bool = False
+    listed: tuple[int, ...] = ()
+
+    @classmethod
+    def load(cls, model_path: Path) -> Dimensions:
+        """What config.json says: `is_matryoshka`, or a list of `matryoshka_dimensions`."""
+        path = model_path / "config.json"
+        config = read_json(path).values if is_there(path) else {}
+        found: Any = config.get("matryoshka_dimensions")
+        entries = found[:_MAX_LISTED] if isinstance(found, list) else []
+        listed = tuple(each for each in entries if type(each) is int and each >= 1)
+        return cls(config.get("is_matryoshka") is True or bool(listed), listed)
+
+    def check(self, asked: int | None, full: int) -> None:
+        """Raise ValueError, which begins with the field's name, for a number that cannot be, of
+        `full` that there are."""
+        if asked is None or (type(asked) is int and asked == full):
+            return
+        if not self.may_be_fewer:
+            raise ValueError(
+                f"dimensions must be {full} or left out, got {format_value(asked)}: the model's "
+                "config.json does not say is_matryoshka, so fewer numbers of its vectors mean "
+                "nothing"
+            )
+        if self.listed and asked not in self.listed:
+            known = ", ".join(map(str, self.listed))
+            raise ValueError(f"dimensions must be one of {known}, got {format_value(asked)}")
+        if type(asked) is not int or not 1 <= asked <= full:
+            raise ValueError(f"dimensions must be from 1 to {full}, got {format_value(asked)}")
+
+
+def with_pooling(request: AddRequest, pooling: str) -> AddRequest:
+    """The same request, which also brings back the embedding of its prompt."""
+    extras = msgspec.structs.replace(request.extras or NO_EXTRAS, pooling=pooling)
+    return msgspec.structs.replace(request, extras=extras)
+
+
+def finish_vector(data: bytes | None, *, normalize: bool, dimensions: int | None = None) -> Vector:
+    """The vector that a client gets of what the engine sent: its first `dimensions` numbers, of
+    length 1 if `normalize`. Raises ValueError where it is not finite, or did not come."""
+    if data is None:
+        raise ValueError("the engine sent no embedding; use one version of StrataKV")
+    vector: Vector = np.frombuffer(data, "<f8")[:dimensions]
+    if not np.isfinite(vector).all():
+        raise ValueError("the model's hidden states for this prompt were not finite numbers")
+    if normalize:
+        vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
+    return vector

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner's arithmetic: a worked example of a 70B model, and the rules at their edges."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL
+from stratakv.engine.models.checkpoint.weights import EMBEDDING, HEAD, expected_tensors
+from stratakv.engine.models.spec import ModelSpec, load_model_spec
+from stratakv.engine.plan import memory_plan as plan
+from stratakv.tiers.block import BlockLayout
+from stratakv.tiers.settings.values import ConfigError
+
+# 80 layers, 8 key heads of 128, bfloat16: the shape of Llama 70B.
+LARGE = BlockLayout(80, 16, 8, 128, "bfloat16")
+SMALL = BlockLayout(2, 16, 1, 4, "float32")  # 1,024 bytes a block, padded to 4,096
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    return load_model_spec(EMBEDDED_MODEL)
+
+
+def test_a_block_is_one_chunk_of_five_megabytes() -> None:
+    assert LARGE.page_bytes == LARGE.slot_bytes == 5_242_880
+    assert LARGE.token_bytes == 327_680
+
+
+def test_256_blocks_over_a_link_of_28_gigabytes() -> None:
+    """4,096 tokens in 46.8 ms where a gigabyte is 1,024 MB, 47.9 ms where it is 10^9 bytes."""
+    for rate, milliseconds in ((28 * 1024e6, 46.8), (28e9, 47.9)):
+        seconds = 256 * plan.block_seconds(LARGE, {"cpu": rate})["cpu"]
+        assert round(1e3 * seconds, 1) == milliseconds
+
+
+def test_one_block_is_the_null_block() -> None:
+    held = plan.capacity(
+        1000, 11, 16, max_model_len=64, typical_tokens=33, null_blocks=plan.NULL_BLOCKS
+    )
+    assert held == plan.Capacity(1000, 11, 160, 2, 3)
+    assert plan.capacity(1000, 11, 16, max_model_len=177, typical_tokens=1) == plan.Capacity(
+        1000, 11, 176, 0, 11
+    )
+
+
+def test_weights_of_the_embedded_model(spec: ModelSpec) -> None:
+    shapes = expected_tensors(spec)
+    assert plan.num_elements(shapes) == 5_475_584
+    assert plan.weight_bytes(shapes, "float16") == 2 * 5_475_584
+    vectors = sum(shape[0] for shape in shapes.values() if len(shape) == 1)
+    on_each = (5_475_584 - vectors) // 2 + vectors
+    assert plan.weight_bytes(shapes, "float16", num_devices=2) == 2 * on_each
+
+
+def test_prefill_counts_each_weight_of_the_layers_twice(spec: ModelSpec) -> None:
+    shapes = expected_tensors(spec)
+    ends = sum(math.prod(shapes[name]) for name in (EMBEDDING, HEAD) if name in shapes)
+    vectors = sum(shape[0] for shape in shapes.values() if len(shape) == 1)
+    prefill = plan.prefill_of(shapes, spec, 1.0)
+    assert prefill.per_token == 2 * (5_475_584 - ends - vectors)
+    assert prefill.per_square == 2 * spec.num_layers * spec.num_heads * spec.head_dim
+    assert plan.prefill_of(shapes, spec, 4.0).seconds(100) == prefill.seconds(100) / 4
+
+
+def test_what_lies_deeper_passes_through_the_cpu_tier() -> None:
+    rates = {"cpu": 1024.0, "ssd": 4096.0, "network": 512.0}
+    assert plan.block_seconds(SMALL, rates) == {"cpu": 1.0, "ssd": 2.0, "network": 3.0}
+    assert plan.block_seconds(SMALL, rates, num_devices=3) == {
+        "cpu": 1.0, "ssd": 4.0, "network": 7.0,
+    }  # fmt: skip
+    assert plan.block_seconds(SMALL, {"cpu": 512.0}) == {"cpu": 2.0}
+
+
+def test_loads_are_in_whole_blocks() -> None:
+    rows = plan.loads([15, 16, 40], SMALL, {"cpu": 3.0}, plan.Prefill(1.0, 0.5))
+    assert [(row.tokens, row.blocks, row.size_bytes) for row in rows] == [
+        (16, 1, 1024), (32, 2, 2048),
+    ]  # fmt: skip
+    assert [row.load_seconds["cpu"] for row in rows] == [3.0, 6.0]
+    assert [row.prefill_seconds for row in rows] == [16 + 128, 32 + 512]
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_block", "per_token", "per_square"),
+    [(8, 1, 0), (16, 1, 0), (16, 1, 1), (17, 1, 1), (160, 1, "1/8"), (512, 0, 1), (513, 0, 1)],
+)
+def test_break_even_is_the_first_block_that_loading_wins(
+    seconds_per_block: int, per_token: int, per_square: str | int
+) -> None:
+    """Against a search in exact numbers."""
+    square = Fraction(per_square)
+    wins = (
+        tokens
+        for tokens in range(16, 16_000, 16)
+        if Fraction(seconds_per_block * tokens, 16) < per_token * tokens + square * tokens**2
+    )
+    prefill = plan.Prefill(per_token, float(square))
+    assert plan.break_even_tokens(seconds_per_block, 16, prefill) == next(wins, None)
+
+
+def test_waste_is_the_mean_over_all_lengths() -> None:
+    lengths = range(1, 16 * 50 + 1)
+    held = sum(-(-length // 16) * 16 - length for length in lengths) / len(lengths)
+    waste = plan.waste(LARGE, 2048)
+    assert waste.tokens_per_request == held == 7.5
+    assert waste.bytes_per_request == 7.5 * 327_680
+    assert waste.share_of_typical == 7.5 / 2055.5
+
+
+@pytest.mark.parametrize(
+    ("longest", "lengths"),
+    [
+        (100, [100]),
+        (1024, [1024]),
+        (9000, [1024, 8192, 9000]),
+        (131072, [1024, 8192, 32768, 131072]),
+    ],
+)
+def test_prefixes_to_compare(longest: int, lengths: list[int]) -> None:
+    assert plan.prefix_lengths(longest) == lengths
+
+
+def test_heads_are_divided_or_it_is_refused(spec: ModelSpec) -> None:
+    whole = plan.device_layout(spec, 16, "float32")
+    half = plan.device_layout(spec, 16, "float32", num_devices=2)
+    assert half.page_bytes * 2 == whole.page_bytes
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 3 does not divide"):
+        plan.device_layout(spec, 16, "float32", num_devices=3)
+
+
+def test_memory_must_hold_weights_reserve_and_two_blocks() -> None:
+    plan.check_memory(plan.Memory(5000 + 2048, 4000, 1000), SMALL)
+    with pytest.raises(ConfigError, match=r"6.88 KiB of memory cannot .* --memory 1MiB or more"):
+        plan.check_memory(plan.Memory(5000 + 2047, 4000, 1000), SMALL)
+
+
+def test_the_reserve_grows_with_the_model(spec: ModelSpec) -> None:
+    step, requests = 2048, 256
+    row = 2 * 256 + (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    row += 2 * spec.intermediate_size
+    expected = step * row * 2 + requests * 2 * spec.vocab_size * 4
+    assert plan.activation_bytes(spec, "bfloat16") == expected

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files that an engine serves its blocks with: token, certificate, key, authority of clients.
+
+Read at the start of the process that serves, and again whenever one of them is another file, so
+that renewed ones need no restart.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ...errors import TierConfigError
+from ...identity.file_state import state_of
+
+if TYPE_CHECKING:
+    from ..access.tls import TlsFiles
+
+_MAX_TOKEN_BYTES = 4096
+
+
+class ServedFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Paths, as text that goes to another process; None for what is not used."""
+
+    token_file: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
+
+    def check(self) -> None:
+        """Raises TierConfigError for flags that do not go together, and a token that is none."""
+        from ..access.tenants import token_digest
+
+        cert, key, client_ca = self.tls_cert, self.tls_key, self.tls_client_ca
+        if (cert is None) != (key is None) or (client_ca is not None and cert is None):
+            raise TierConfigError(
+                "--kv-serve-tls-cert and --kv-serve-tls-key go together, --kv-serve-tls-client-ca "
+                "with both"
+            )
+        token = self.token()
+        if token is not None:
+            token_digest(token, f"the token in {self.token_file} (--kv-serve-token-file)")
+
+    def token(self) -> str | None:
+        """Raises TierConfigError for a file that cannot be read, or that others can use."""
+        return None if self.token_file is None else _read_token(Path(self.token_file))
+
+    def tls(self) -> TlsFiles | None:
+        """The paths for TLS; nothing is read."""
+        from ..access.tls import TlsFiles
+
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        client_ca = None if self.tls_client_ca is None else Path(self.tls_client_ca)
+        return TlsFiles(Path(self.tls_cert), Path(self.tls_key), client_ca)
+
+    def state(self) -> tuple[object, ...]:
+        """Differs from before once a file has been written or replaced."""
+        return tuple(
+            state_of(Path(path))
+            for path in (self.token_file, self.tls_cert, self.tls_key, self.tls_client_ca)
+            if path is not None
+        )
+
+
+def in_flags_of_serve(message: str) -> str:
+    """What a cache server says of its flags, with those that an engine has for the same."""
+    message = re.sub(r"--(tls-|token-file|insecure)", r"--kv-serve-\1", message)
+    return re.sub(r"--(data-)?(port|host)\b", "--kv-serve", message).replace("--tenants, ", "")
+
+
+def _read_token(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_TOKEN_BYTES + 1).decode().strip()
+        mode = path.stat().st_mode
+    except (OSError, UnicodeDecodeError) as error:
+        raise TierConfigError(
+            f"--kv-serve-token-file names {path}, which cannot be read as text ({error})"
+        ) from error
+    if mode & (stat.S_IWGRP | stat.S_IRWXO):
+        raise TierConfigError(
+            f"--kv-serve-token-file names {path}, which other users can read or write (mode "
+            f"{stat.S_IMODE(mode):04o}); run: chmod 600 {path}"
+        )
+    return text

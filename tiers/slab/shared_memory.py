@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared memory that exists: a memfd, mapped, with every page faulted in at the start.
+
+The first touch of a page costs many times a warm copy, so it is done here, in parallel, and not by
+the first requests. Huge pages, if asked for, come from the pool that the host's operator set apart
+(`vm.nr_hugepages`). Otherwise, or where that is too small, plain pages are faulted in and the
+kernel is asked to gather them into huge ones, which needs no setting of the host and may be
+refused: the disk of a virtual machine took three times as long for blocks on scattered pages.
+
+Its size is sealed before anybody else gets `fd`: whoever maps a memfd dies of SIGBUS where another
+has cut it short.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+from ..errors import TierConfigError
+from ..settings.sizes import MIB, rough_size
+from .host_memory import available_memory_bytes
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+HUGE_PAGE_BYTES = 2 * 1024**2
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
+_MADV_COLLAPSE = 25  # Linux 6.1; takes place whatever the host's settings say, but "deny"
+_PIECE_BYTES = 64 * 1024**2  # small enough to show progress, large enough to be worth a thread hop
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_MFD_HUGE_2MB = 21 << os.MFD_HUGE_SHIFT
+
+
+class SharedMemory:
+    """`size` bytes in `map`, of which `fd` is the memfd; `is_huge` says on which pages.
+
+    Raises TierConfigError where the host has less.
+    """
+
+    def __init__(
+        self, name: str, size: int, *, huge_pages: bool, threads: int, progress: Progress | None
+    ) -> None:
+        self.is_huge = False
+        if huge_pages:
+            try:
+                self.fd, self.map = _make_huge(name, size, threads, progress)
+                self.is_huge = True
+                return
+            except OSError as error:
+                log.warning(
+                    "%s of huge pages cannot be had (%s); using plain pages. "
+                    "vm.nr_hugepages sets %d of them apart",
+                    rough_size(size),
+                    error.strerror,
+                    -(-size // HUGE_PAGE_BYTES),
+                )
+        available = available_memory_bytes()
+        if available is not None and size > available:
+            raise TierConfigError(
+                f"the CPU tier was given {rough_size(size)} and the host has "
+                f"{rough_size(available)} of memory available; make the tier smaller by "
+                f"{-(-(size - available) // MIB)}MiB or more, or free some memory"
+            )
+        try:
+            self.fd, self.map = _make(name, 0, size, threads, progress)
+        except OSError as error:
+            raise TierConfigError(
+                f"the CPU tier could not get {rough_size(size)} of shared memory ({error}); "
+                "make it smaller or free some memory"
+            ) from error
+
+
+def has_fixed_size(fd: int) -> bool:
+    """Whether nobody can change the size of this memfd any more; False for any other file."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS == _SIZE_SEALS
+    except OSError:
+        return False
+
+
+def _make_huge(
+    name: str, size: int, threads: int, progress: Progress | None
+) -> tuple[int, mmap.mmap]:
+    whole = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    return _make(name, os.MFD_HUGETLB | _MFD_HUGE_2MB, whole, threads, progress)
+
+
+def _make(
+    name: str, flags: int, size: int, threads: int, progress: Progress | None
+) -> tuple[int, mmap.mmap]:
+    """Raises OSError, and then leaves nothing."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
+        memory = _map_aligned(fd, size)
+        try:
+            _populate(memory, fd, size, threads, progress)
+        except OSError:
+            memory.close()
+            raise
+    except OSError:
+        os.close(fd)
+        raise
+    return fd, memory
+
+
+def _map_aligned(fd: int, size: int) -> mmap.mmap:
+    """Map it where huge pages can begin, if a second try gets there; only then can its pages be
+    gathered. New maps lie side by side, so a map as long as the first one is off moves the next."""
+    memory = mmap.mmap(fd, size, mmap.MAP_SHARED)
+    off = _address(memory) % HUGE_PAGE_BYTES
+    if not off or size < HUGE_PAGE_BYTES:
+        return memory
+    memory.close()
+    with mmap.mmap(-1, off):
+        return mmap.mmap(fd, size, mmap.MAP_SHARED)
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _populate(
+    memory: mmap.mmap, fd: int, size: int, threads: int, progress: Progress | None
+) -> None:
+    """Fault every page in, pieces in parallel. Raises OSError where memory is short."""
+    anchor = ctypes.c_char.from_buffer(memory)
+    try:
+        base = ctypes.addressof(anchor)
+        done = 0
+        with ThreadPoolExecutor(max(1, threads), "stratakv-populate") as pool:
+            starts = range(0, size, _PIECE_BYTES)
+            lengths = [min(_PIECE_BYTES, size - start) for start in starts]
+            pieces = [
+                pool.submit(_populate_piece, base, fd, start, length)
+                for start, length in zip(starts, lengths, strict=True)
+            ]
+            for piece in as_completed(pieces):
+                done += piece.result()
+                if progress:
+                    progress(done, size)
+    finally:
+        del anchor  # while it lives the map cannot be closed
+
+
+def _populate_piece(base: int, fd: int, start: int, length: int) -> int:
+    # Through ctypes, which releases the GIL; mmap.madvise keeps it.
+    libc = ctypes.CDLL(None, use_errno=True)
+    # One huge page at a time: gathering pages that were just cleared costs a third of what
+    # gathering cold ones does.
+    for offset in range(start, start + length, HUGE_PAGE_BYTES):
+        address = ctypes.c_void_p(base + offset)
+        size = ctypes.c_size_t(min(HUGE_PAGE_BYTES, start + length - offset))
+        if libc.madvise(address, size, _MADV_POPULATE_WRITE):
+            code = ctypes.get_errno()
+            if code != errno.EINVAL:
+                raise OSError(code, os.strerror(code))
+            # An older kernel: allocate the pages; only the page-table entries are left to the
+            # first touch.
+            os.posix_fallocate(fd, start, length)
+            return length
+        # Refused by older kernels, on maps that begin elsewhere, and where memory is in pieces.
+        libc.madvise(address, size, _MADV_COLLAPSE)
+    return length

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a slab holds, written into shared memory for a process that serves it to other engines.
+
+    engine   SlabIndex    publish, retract ──► records, journal ──► SlabReader    server
+             is_held      ◄── times until which slots are kept ◄── hold
+
+Nobody waits for the other side: the engine writes a few bytes for a block that comes or goes, and
+evicts no block that is held until a time that has not come. A hold ends by itself, so a server that
+dies leaves nothing behind. Between reading a record and holding its slot the block may have gone;
+the reader looks at the record again afterwards, and whoever loads the block compares its digest.
+
+    header    magic, slots, journal entries; epoch; number of journal entries written
+    journal   a ring: the slot whose record has changed, or _ALL
+    records   sequence (odd while it changes), epoch, key, tag, digest
+    holds     a time for each slot, of CLOCK_MONOTONIC, which all processes of a host share
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..block import KEY_BYTES
+from ..errors import TierConfigError
+from ..tag import TAG_BYTES, Proof
+from .shared_memory import SharedMemory
+
+# The longest hold that the engine respects, whatever the other process says: that of the longest
+# lease.
+MAX_HOLD_SECONDS = 3600.0
+
+_MAGIC = 0x5354524B564C4958
+_HEADER = struct.Struct("=QQQ")  # magic, slots, journal entries
+_COUNT = struct.Struct("=Q")
+_EPOCH_AT, _HEAD_AT, _HEADER_BYTES = 24, 32, 64
+_RECORD = struct.Struct(f"=QQ{KEY_BYTES}s{TAG_BYTES}s{TAG_BYTES}s")
+_LEAST_JOURNAL = 1024
+_ALL = 2**32 - 1  # in the journal: every record of an earlier epoch is void
+_VOID = (bytes(KEY_BYTES), bytes(TAG_BYTES), bytes(TAG_BYTES))
+
+
+class _Shape:
+    """Where the parts lie."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        # A power of two: two changes of each slot, before a reader has to look at all of them.
+        self.num_entries = max(_LEAST_JOURNAL, 1 << (2 * num_slots - 1).bit_length())
+        self.records_at = _HEADER_BYTES + 4 * self.num_entries
+        self.holds_at = self.records_at + _RECORD.size * num_slots
+        self.size = self.holds_at + 8 * num_slots
+
+    def record_at(self, slot: int) -> int:
+        return self.records_at + _RECORD.size * slot
+
+
+class SlabIndex:
+    """The engine's side. Called under the slab's lock."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._shape = shape = _Shape(num_slots)
+        shared = SharedMemory(
+            "stratakv-slab-index", shape.size, huge_pages=False, threads=1, progress=None
+        )
+        self.fd, self._map = shared.fd, shared.map
+        self._memory = memoryview(self._map)
+        self._journal = self._memory[_HEADER_BYTES : shape.records_at].cast("I")
+        self._holds = self._memory[shape.holds_at : shape.size].cast("d")
+        self._own_holds: dict[int, float] = {}
+        self.is_read = True  # whether there is a process that serves the slab, as far as is known
+        self._sequences = [0] * num_slots
+        self._published = [False] * num_slots
+        self._epoch = 1
+        self._head = 0
+        _HEADER.pack_into(self._memory, 0, _MAGIC, num_slots, shape.num_entries)
+        _COUNT.pack_into(self._memory, _EPOCH_AT, self._epoch)
+
+    def publish(self, slot: int, key: bytes, proof: Proof) -> None:
+        """From now on the slot holds this block."""
+        self._write(slot, self._epoch, key, *proof)
+        self._published[slot] = True
+
+    def retract(self, slot: int) -> None:
+        """The slot's block is gone, or not to be found any more."""
+        if self._published[slot]:
+            self._published[slot] = False
+            self._write(slot, 0, *_VOID)
+
+    def clear(self) -> None:
+        """No block is to be found any more."""
+        self._epoch += 1
+        _COUNT.pack_into(self._memory, _EPOCH_AT, self._epoch)
+        self._note(_ALL)
+
+    def hold(self, slots: Sequence[int], until: float, most: int) -> None:
+        """Keep these slots as they are until then (monotonic), for this engine itself: at most so
+        many at the same time, the first ones."""
+        now = time.monotonic()
+        held = {slot: end for slot, end in self._own_holds.items() if end > now}
+        for slot in slots:
+            if slot in held or len(held) < most:
+                held[slot] = max(held.get(slot, 0.0), until)
+        self._own_holds = held
+
+    def is_held(self, slot: int) -> bool:
+        """Whether the slot has to stay as it is now."""
+        own, others = self._own_holds.get(slot, 0.0), self._holds[slot]
+        if not own and not others:
+            return False
+        now = time.monotonic()
+        return own > now or now < others <= now + MAX_HOLD_SECONDS
+
+    def release_all(self) -> None:
+        """The process that served the slab is gone: nobody else holds anything."""
+        self.is_read = False
+        self._memory[self._shape.holds_at : self._shape.size] = bytes(8 * self._shape.num_slots)
+
+    def close(self) -> None:
+        """Give the memory back, here."""
+        for view in (self._journal, self._holds, self._memory):
+            view.release()
+        self._map.close()
+
+    def _write(self, slot: int, epoch: int, key: bytes, tag: bytes, digest: bytes) -> None:
+        at, sequence = self._shape.record_at(slot), self._sequences[slot] + 2
+        self._sequences[slot] = sequence
+        _COUNT.pack_into(self._memory, at, sequence - 1)
+        _RECORD.pack_into(self._memory, at, sequence - 1, epoch, key, tag, digest)
+        _COUNT.pack_into(self._memory, at, sequence)
+        self._note(slot)
+
+    def _note(self, entry: int) -> None:
+        self._journal[self._head & (self._shape.num_entries - 1)] = entry
+        self._head += 1
+        _COUNT.pack_into(self._memory, _HEAD_AT, self._head)
+
+
+@dataclass(slots=True)
+class Changes:
+    """What has come and gone since the last look, each key once."""
+
+    stored: list[bytes] = field(default_factory=list)
+    removed: list[bytes] = field(default_factory=list)
+    cleared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A block, in a slot that is held."""
+
+    slot: int
+    proof: Proof
+
+
+@dataclass(slots=True)
+class _Known:
+    slot: int
+    sequence: int
+    proof: Proof
+
+
+class SlabReader:
+    """The other process's side. `share` of the slots are held at most. Thread-safe."""
+
+    def __init__(self, fd: int, num_slots: int, share: float) -> None:
+        self.num_slots = num_slots
+        self._shape = shape = _Shape(num_slots)
+        self._map = mmap.mmap(fd, shape.size)
+        self._memory = memoryview(self._map)
+        if _HEADER.unpack_from(self._memory) != (_MAGIC, num_slots, shape.num_entries):
+            raise TierConfigError(f"this is no index of a slab of {num_slots} slots")
+        self._journal = self._memory[_HEADER_BYTES : shape.records_at].cast("I")
+        self._holds = self._memory[shape.holds_at : shape.size].cast("d")
+        self._lock = threading.Lock()
+        self._by_key: dict[bytes, _Known] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._seen = 0  # journal entries
+        self._held: Counter[int] = Counter()
+        self._most_held = max(1, int(share * num_slots))
+        # What the process before this one held is nobody's any more.
+        self._memory[shape.holds_at : shape.size] = bytes(8 * num_slots)
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def refresh(self) -> Changes:
+        """Take in what has changed."""
+        changes = Changes()
+        with self._lock:
+            head = self._count(_HEAD_AT)
+            if head == self._seen:
+                return changes
+            if head - self._seen >= self._shape.num_entries:
+                self._look_at_all(changes)
+            else:
+                mask = self._shape.num_entries - 1
+                entries = [self._journal[i & mask] for i in range(self._seen, head)]
+                # Entries that were overwritten meanwhile say nothing of what they were.
+                if self._count(_HEAD_AT) - self._seen >= self._shape.num_entries or _ALL in entries:
+                    self._look_at_all(changes)
+                else:
+                    for slot in dict.fromkeys(entries):
+                        self._look_at(slot, changes)
+            self._seen = head
+        return changes
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """Of each block whether it is there, as of the last `refresh`."""
+        known = self._by_key
+        return [key in known for key in keys]
+
+    def hold(self, keys: Sequence[bytes], until: float) -> list[Found | None]:
+        """Keep these blocks until then (monotonic), or until `release`; None for one that is not
+        there, or of which no more may be held."""
+        found: list[Found | None] = []
+        with self._lock:
+            for key in keys:
+                known = self._by_key.get(key)
+                is_new = known is not None and known.slot not in self._held
+                if known is None or (is_new and len(self._held) >= self._most_held):
+                    found.append(None)
+                    continue
+                self._holds[known.slot] = max(self._holds[known.slot], until)
+                if self._count(self._shape.record_at(known.slot)) != known.sequence:
+                    if is_new:
+                        self._holds[known.slot] = 0.0
+                    found.append(None)
+                    continue
+                self._held[known.slot] += 1
+                found.append(Found(known.slot, known.proof))
+        return found
+
+    def is_still(self, key: bytes, slot: int) -> bool:
+        """Whether the slot holds the block at this moment."""
+        return self._read(slot)[1] == key
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Undo one `hold` of each."""
+        with self._lock:
+            for slot in slots:
+                self._held[slot] -= 1
+                if not self._held[slot]:
+                    del self._held[slot]
+                    self._holds[slot] = 0.0
+
+    @property
+    def num_held(self) -> int:
+        """Slots that are held now."""
+        return len(self._held)
+
+    def close(self) -> None:
+        """Give the memory back, here."""
+        with self._lock:
+            for view in (self._journal, self._holds, self._memory):
+                view.release()
+            self._map.close()
+
+    def _count(self, at: int) -> int:
+        number: int = _COUNT.unpack_from(self._memory, at)[0]
+        return number
+
+    def _look_at_all(self, changes: Changes) -> None:
+        before = set(self._by_key)
+        self._by_key.clear()
+        self._key_of.clear()
+        found = Changes()
+        for slot in range(self._shape.num_slots):
+            self._look_at(slot, found)
+        changes.stored = [key for key in self._by_key if key not in before]
+        changes.removed = [key for key in before if key not in self._by_key]
+        changes.cleared = bool(before) and len(changes.removed) == len(before)
+
+    def _look_at(self, slot: int, changes: Changes) -> None:
+        sequence, key, proof = self._read(slot)
+        old = self._key_of.pop(slot, None)
+        if old is not None and old != key and self._by_key[old].slot == slot:
+            del self._by_key[old]
+            changes.removed.append(old)
+        if key is None:
+            return
+        other = self._by_key.get(key)
+        if other is not None and other.slot != slot:  # it moved, and the old record comes later
+            self._key_of.pop(other.slot, None)
+        self._by_key[key] = _Known(slot, sequence, proof)
+        self._key_of[slot] = key
+        if other is None:
+            changes.stored.append(key)
+
+    def _read(self, slot: int) -> tuple[int, bytes | None, Proof]:
+        at = self._shape.record_at(slot)
+        sequence, epoch, key, tag, digest = _RECORD.unpack_from(self._memory, at)
+        # While it changes it is nothing; its change is in the journal soon.
+        is_whole = not sequence % 2 and self._count(at) == sequence
+        is_there = is_whole and epoch and epoch == self._count(_EPOCH_AT)
+        return sequence, key if is_there else None, Proof(tag, digest)
