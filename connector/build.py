@@ -18,15 +18,15 @@ from ..tiers.hierarchy.hierarchy import READ_SECONDS, WATERMARK, Hierarchy
 from ..tiers.slab.cpu_slab import CpuSlab
 from ..tiers.tag import Tagger
 from ..tiers.tier_settings import TierSettings
+from .copy_signal import CopySignal
+from .costs.economics import Choice
+from .costs.rates import PrefillRate
 from .device.base import SlabMemory
 from .device.choice import make_device
-from .economics import Choice
-from .fp8_codec import Fp8Codec
+from .device.fp8_codec import Fp8Codec
 from .offload_scheduler import OffloadScheduler
 from .offload_worker import OffloadWorker
 from .parts import Parts
-from .rates import PrefillRate
-from .transfer import CopySignal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..tiers.histogram import IO_SECONDS, Histogram
-from .base import ConnectorWorkerOutput, LoadReport
+from ..tiers.base import IO_SECONDS, Histogram
+from .messages import ConnectorWorkerOutput, LoadReport
 
 # Histogram bounds: the size of one copy job, in bytes.
 _SIZES = (1e5, 1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)

@@ -29,21 +29,15 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import cast
 
-from ..tiers.context import NO_CONTEXT, RequestContext
+from ..tiers.base import NO_CONTEXT, RequestContext
 from ..tiers.hierarchy.hierarchy import Hierarchy
 from ..tiers.hierarchy.promotions import LoadTicket
-from .base import (
-    ConnectorMetadata,
-    CopyJob,
-    GroupBlockIds,
-    LoadReport,
-    LoadState,
-)
+from .costs.economics import OVERLAP_PARTS, PIECES_AT_ONCE
+from .costs.rates import ReadTimes
 from .counters import OffloadCounters
-from .economics import OVERLAP_PARTS, PIECES_AT_ONCE
-from .parts import Parts
-from .rates import ReadTimes
-from .transfer import JobIds, whole_positions
+from .messages import ConnectorMetadata, CopyJob, GroupBlockIds, LoadReport, LoadState
+from .parts import Parts, whole_positions
+from .request_offload import JobIds
 
 COPY_FAULT = "a copy from the cpu tier to the KV pool failed"
 SPOILT = "dropped"  # the tiers were told to forget blocks of a load that was under way

@@ -12,15 +12,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..tiers.context import NO_CONTEXT, RequestContext
-from ..tiers.hierarchy.hierarchy import Hierarchy, Prefix
+from ..tiers.base import NO_CONTEXT, RequestContext
+from ..tiers.hierarchy.hierarchy import Hierarchy
+from ..tiers.hierarchy.look_up import Prefix
 from ..tiers.hierarchy.promotions import LoadTicket
 from .base import RequestView
+from .costs.economics import NONE_READ, Economics, Plan
+from .costs.rates import ReadTimes
 from .counters import OffloadCounters
-from .economics import NONE_READ, Economics, Plan
 from .parts import Parts
-from .rates import ReadTimes
-from .transfer import Remembered
+from .request_offload import Remembered
 
 # One look-up of a long context holds the keys of thousands of blocks, and a step asks for few
 # requests again: the first that waits, and those that were told to.

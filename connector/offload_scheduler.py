@@ -18,11 +18,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
+from ..tiers.base import NO_CONTEXT, RequestContext
 from ..tiers.cache_server.slab_serving.serving import SlabServing
-from ..tiers.context import NO_CONTEXT, RequestContext
 from ..tiers.hierarchy.hierarchy import Hierarchy
 from ..tiers.mailbox import Alarm
-from .base import (
+from .base import KVConnectorScheduler, RequestView
+from .copy_signal import CopySignal
+from .costs.calibration import Calibration
+from .costs.economics import NOTHING, Choice, Economics
+from .costs.rates import PrefillRate, ReadTimes
+from .counters import OffloadCounters
+from .kept_turns import KeptTurns
+from .loads import Loads
+from .lookups import REMEMBERED_REQUESTS, Lookups
+from .messages import (
     NO_MATCH,
     NOTHING_FINISHED,
     NOTHING_TO_MOVE,
@@ -32,25 +41,17 @@ from .base import (
     EvictedBlock,
     GroupBlockIds,
     HandedOver,
-    KVConnectorScheduler,
     LoadReport,
     LoadState,
     Match,
     MatchKind,
-    RequestView,
 )
-from .counters import OffloadCounters
-from .economics import NOTHING, Calibration, Choice, Economics
-from .kept_turns import KeptTurns
-from .loads import Loads
-from .lookups import REMEMBERED_REQUESTS, Lookups
 from .outgoing import Outgoing
 from .parts import Parts
 from .prefill_decode.followed_prompts import Follows
 from .prefill_decode.hand_overs import HandOvers
 from .prefill_decode.prefill_waits import PrefillWaits
-from .rates import PrefillRate, ReadTimes
-from .transfer import CopySignal, JobIds, Remembered
+from .request_offload import JobIds, Remembered
 
 log = logging.getLogger(__name__)
 

@@ -18,15 +18,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .base import (
-    CLOSE_SECONDS,
-    NOTHING_FINISHED,
-    ConnectorMetadata,
-    ConnectorWorkerOutput,
-    CopyJob,
-    KVConnectorWorker,
-)
+from .base import CLOSE_SECONDS, KVConnectorWorker
 from .device.base import CopyDevice, Event, Stream
+from .messages import NOTHING_FINISHED, ConnectorMetadata, ConnectorWorkerOutput, CopyJob
 
 if TYPE_CHECKING:
     import torch

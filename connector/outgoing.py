@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..tiers.hierarchy.hierarchy import Hierarchy, StoreTicket
-from .base import ConnectorMetadata, CopyJob, EvictedBlock
 from .counters import OffloadCounters
+from .messages import ConnectorMetadata, CopyJob, EvictedBlock
 from .page_names import GROUP_BYTES, group_of, pages_of
 from .parts import Parts
-from .transfer import JobIds
+from .request_offload import JobIds
 
 # Limit on one job ahead of need: the evicted blocks of a later step queue behind it.
 AHEAD_BYTES = 16 * 1024**2

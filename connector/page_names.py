@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from functools import cache
 
 from ..tiers.block import DIGEST_BYTES
-from .base import EvictedBlock
+from .messages import EvictedBlock
 
 GROUP_BYTES = 2
 NAME_BYTES = DIGEST_BYTES + GROUP_BYTES

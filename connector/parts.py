@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 
 from ..tiers.base import Answer
 from ..tiers.block import key_suffix
-from ..tiers.hierarchy.hierarchy import Hierarchy, Prefix
-from .base import Part
+from ..tiers.hierarchy.hierarchy import Hierarchy
+from ..tiers.hierarchy.look_up import Prefix
+from .messages import Part
 from .page_names import GROUP_BYTES
-from .transfer import whole_positions
 
 # The first position that the token at a position attends to, or any token after it.
 FirstSeen = Callable[[int], int]
@@ -227,3 +227,12 @@ class _Search:
                 self.pending |= alone.pending
                 self.asked |= alone.asked
         return self._there[place]
+
+
+def whole_positions(tiers: Sequence[str], width: int, order: Sequence[str]) -> list[str]:
+    """The tier of each position whose `width` blocks are all there: the one furthest down in
+    `order`, which comes last."""
+    if width == 1:
+        return list(tiers)
+    whole = range(0, len(tiers) - width + 1, width)
+    return [max(tiers[start : start + width], key=order.index) for start in whole]

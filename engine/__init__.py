@@ -24,8 +24,8 @@ _HOMES = {
     "LLM": ".llm",
     "CompletionOutput": ".offline.outputs",
     "RequestOutput": ".offline.outputs",
-    "SamplingParams": ".sampling_params",
-    "StructuredOutputsParams": ".structured_params",
+    "SamplingParams": ".request.sampling_params",
+    "StructuredOutputsParams": ".request.structured_params",
 }
 
 

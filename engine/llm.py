@@ -50,9 +50,10 @@ from .request.prompt_embeds import read_embeds, write_embeds
 from .request.request import pack_token_ids
 from .request.sampling_params import SamplingParams, check_params_for_embeds
 from .sampling.loading import make_params_check
+from .text.bad_words import with_spelt_bad_words
 from .text.output_processor import OutputProcessor, TextOutput, generate_text
 from .text.reasoning import find_marks, with_reasoning_marks
-from .text.tokenizer import Tokenizer, with_spelt_bad_words
+from .text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from .core.engine_core import EngineCore
@@ -62,6 +63,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _JOIN_SECONDS = 5.0
+
+# Beyond the time that the tiers are given to write back.
+_CLOSE_GRACE_SECONDS = 10.0
 
 
 class EventLoopThread:
@@ -110,10 +114,6 @@ class EventLoopThread:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         finally:
             self._loop.close()
-
-
-# Beyond the time that the tiers are given to write back.
-_CLOSE_GRACE_SECONDS = 10.0
 
 
 class LLM:

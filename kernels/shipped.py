@@ -18,6 +18,13 @@ from .copy import copy_blocks_launch
 from .layer import layer_launch
 from .write import write_kv_launch
 
+POOLS = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp8e4nv": torch.float8_e4m3fn,
+}
+
 
 def shipped_configurations() -> list[Configuration]:
     """All of them. Imports triton."""
@@ -69,12 +76,6 @@ class _DecodeVariant(NamedTuple):
     scales: str = ""  # "head" or "token"
 
 
-POOLS = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp8e4nv": torch.float8_e4m3fn,
-}
 # Of each pool type the group of Llama, and the largest that is taken at the largest head size.
 DECODE_VARIANTS = (
     *(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import yaml
 
 from stratakv.engine.cli import route
 from stratakv.engine.cli.args import Parser, engine_options_of
+from stratakv.engine.cli.main import import_command
 from stratakv.engine.config.cache_server_options import read_options
 from stratakv.engine.config.engine_config import EngineConfig
 from stratakv.engine.config.engine_options import engine_config
@@ -87,7 +87,7 @@ def parse(words: Sequence[str], environment: Mapping[str, str] | None = None) ->
     """What the program would make of this command line: the settings of the engine or the router,
     the options of the cache server, else the arguments. Raises ConfigError."""
     command, *rest = words
-    module = importlib.import_module(f"stratakv.engine.cli.{command.replace('-', '_')}")
+    module = import_command(command)
     parser = Parser(prog=f"stratakv {command}")
     module.add_arguments(parser)
     ours = {name: text for name, text in os.environ.items() if not name.startswith("STRATAKV_")}

@@ -7,7 +7,6 @@ left out, with the reason.
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import shlex
@@ -22,7 +21,7 @@ import pytest
 
 from stratakv.connector.vllm.settings import read_settings
 from stratakv.engine.cli.args import Parser
-from stratakv.engine.cli.main import COMMANDS, main
+from stratakv.engine.cli.main import COMMANDS, import_command, main
 from stratakv.engine.config.cache_server_options import read_options
 from stratakv.engine.config.environment import OTHER_VARIABLES
 from stratakv.engine.config.schema import SCHEMA, variable_of
@@ -327,7 +326,7 @@ def test_what_is_not_run_could_be_given() -> None:
     for line in ours:
         _, name, *given = shlex.split(line, comments=True)
         assert name in COMMANDS, line
-        command = importlib.import_module(f"stratakv.engine.cli.{name.replace('-', '_')}")
+        command = import_command(name)
         parser = Parser(prog="probe")
         if given[0] == "vllm":  # of doctor
             del given[0]

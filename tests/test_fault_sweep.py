@@ -18,14 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.connector.economics import Choice
+from stratakv.connector.copy_signal import CopySignal
+from stratakv.connector.costs.economics import Choice
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
-from stratakv.connector.transfer import CopySignal
 from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.scheduler.scheduler import RETRY_SECONDS
 from stratakv.tiers.base import Answer, Stored, StoreTier
-from stratakv.tiers.hierarchy.guarded_store import BreakerState
+from stratakv.tiers.hierarchy.breaker import BreakerState
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.ssd.store import SsdStore
 from stratakv.tiers.tag import Proof, Proofs

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.connector.economics import STORE_PRIOR
+from stratakv.connector.costs.economics import STORE_PRIOR
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.tiers import assemble
 from stratakv.tiers.testing.fault_plan import parse_faults

@@ -257,8 +257,8 @@ def test_the_places_that_the_page_names_are_there() -> None:
     assert {name for name, _ in named} == {"FEW_PROGRAMS", "PIECE_BYTES", "QUICK_BLOCKS"}
     named += [
         ("PROGRAM_TILES", "kernels/attention/paged_decode_launch.py"),
-        ("SLAB_PRIOR", "connector/economics.py"),
-        ("STORE_PRIOR", "connector/economics.py"),
+        ("SLAB_PRIOR", "connector/costs/economics.py"),
+        ("STORE_PRIOR", "connector/costs/economics.py"),
         ("self.locked = Way.BATCHED", "connector/device/cuda_copier.py"),
     ]
     for name, file in named:

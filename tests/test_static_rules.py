@@ -440,8 +440,8 @@ def test_settings_stand_below_what_has_options() -> None:
     [
         ("tiers/settings/example.py", "from ..block import BlockLayout"),
         ("tiers/settings/example.py", "from .. import block"),
-        ("engine/config/engine_options.py", "from .settings import readers"),
-        ("engine/config/engine_options.py", "def f():\n    from .settings.resolve import resolve"),
+        ("engine/config/engine_options.py", "from .resolve import read_config_settings"),
+        ("engine/config/engine_config.py", "def f():\n    from .schema import Layer"),
     ],
 )
 def test_the_rule_of_settings_sees_each_form(

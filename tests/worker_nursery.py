@@ -42,7 +42,7 @@ MODULES = (
     "engine.cli.cache_server", "engine.cli.main", "engine.cli.serve", "engine.client.process",
     "engine.core.engine_core", "engine.core.process",
     "engine.core.worker_process.worker_process",
-    "engine.structured.grammar_process", "engine.text.tokenizer", "tiers.ssd",
+    "engine.structured.processes.grammar_process", "engine.text.tokenizer", "tiers.ssd",
 )  # fmt: skip
 # In place of 1 GiB: a pool is filled with zeros at the start, at up to 2.6 processor seconds a GiB.
 POOL_BYTES = 128 << 20

@@ -30,7 +30,7 @@ from .ssd.watched import WatchedStore
 from .tier_settings import CpuSettings, SsdSettings, TierSettings
 
 if TYPE_CHECKING:
-    from .remote.address import ServerAddress
+    from .remote.membership import ServerAddress
     from .remote.peer_tier import PeerTier
     from .remote.remote_store import RemoteStore
 
@@ -180,8 +180,8 @@ def close_stores(stores: list[StoreTier]) -> None:
 
 def _open_remote(layout: BlockLayout, settings: TierSettings, namespace: bytes) -> StoreTier:
     # Here, so that engines without cache servers do not load grpc.
+    from .remote.remote_settings import RemoteSettings
     from .remote.remote_store import open_remote
-    from .remote.settings import RemoteSettings
 
     file = settings.remote.tag_key_file
     key = None if file is None else read_mac_key(file, "--kv-offload-remote-tag-key-file").tag_key
@@ -197,7 +197,7 @@ def _open_remote(layout: BlockLayout, settings: TierSettings, namespace: bytes) 
 
 def _open_peers(layout: BlockLayout, settings: TierSettings, namespace: bytes) -> StoreTier:
     from .remote.peer_tier import PeerTier
-    from .remote.settings import RemoteSettings
+    from .remote.remote_settings import RemoteSettings
 
     # No key for tags: who has these blocks is an engine, which would have it too.
     client = RemoteSettings(credentials=settings.peer.credentials(), namespace=namespace)

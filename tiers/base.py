@@ -24,16 +24,25 @@ A tier must do this:
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, KeysView, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, KeysView, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 from .block import BlockLayout
 from .holds import Hold
 from .tag import Proof, Proofs
+
+if TYPE_CHECKING:
+    from .tag import Proof
+
+# From a look-up in memory to a disk that hardly answers.
+IO_SECONDS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
 
 
 class Answer(Enum):
@@ -325,3 +334,68 @@ class SlabTier(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the memory. Views handed out must be gone. Idempotent."""
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Observations counted by bucket: `counts[i]` of them are at most `bounds[i]` and above the
+    bound before; the last count is of those above every bound. One thread at a time."""
+
+    bounds: tuple[float, ...]  # ascending
+    counts: list[int] = field(init=False)
+    total: float = 0.0  # the sum of what was observed
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestContext:
+    """Who asks, and how much it matters. Everything is optional, and nothing changes an answer:
+    keys say what a block is."""
+
+    tenant: str | None = None
+    session: str | None = None  # requests of one conversation or job
+    priority: int = 0  # the lower, the earlier
+    pin: bool = False  # its blocks will be wanted again
+    adapter: str | None = None
+    transfer: Mapping[str, object] | None = None  # parameters of a transfer between engines
+
+
+NO_CONTEXT = RequestContext()
+
+
+def load_for(
+    store: StoreTier,
+    keys: Sequence[bytes],
+    buffers: Sequence[memoryview],
+    context: RequestContext,
+) -> Future[list[Proof | None]]:
+    """`StoreTier.load`; a store that does not know contexts never gets one."""
+    more = {"context": context} if _takes_context(store.load) else {}
+    return store.load(keys, buffers, **more)
+
+
+def prefetch_lookup_for(
+    store: StoreTier, keys: Sequence[bytes], context: RequestContext
+) -> Future[None] | None:
+    """`StoreTier.prefetch_lookup`; a store that does not know contexts never gets one."""
+    more = {"context": context} if _takes_context(store.prefetch_lookup) else {}
+    return store.prefetch_lookup(keys, **more)
+
+
+def _takes_context(method: Callable[..., object]) -> bool:
+    return _names_context(getattr(method, "__func__", method))
+
+
+@lru_cache(maxsize=256)
+def _names_context(function: Callable[..., object]) -> bool:
+    try:
+        return "context" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # nothing is known of it
+        return False

@@ -86,29 +86,18 @@ def encode_extras(extras: Sequence[Extra]) -> bytes:
     return cbor2.dumps([list(extra) for extra in extras], canonical=True)
 
 
-def block_digest(parent: bytes, token_bytes: bytes | memoryview, extras: bytes = b"") -> bytes:
-    """The 32-byte digest of one full block.
-
-    `token_bytes` holds the block's token ids as little-endian int32, `extras` the result of
-    `encode_extras`. Token bytes have a fixed length (the block size is in the root), so the
-    concatenation cannot be read in two ways.
-    """
-    hasher = hashlib.sha256(parent)
-    hasher.update(token_bytes)
-    if extras:
-        hasher.update(extras)
-    return hasher.digest()
-
-
 def chain_digests(
     parent: bytes,
     token_bytes: memoryview,
     block_size: int,
     extras: Mapping[int, bytes] | None = None,
 ) -> list[bytes]:
-    """Digests of the consecutive full blocks in `token_bytes`, whose parent is `parent`.
+    """Digests (32 bytes) of the consecutive full blocks in `token_bytes`, which are little-endian
+    int32. The first one's parent is `parent`.
 
-    `extras` maps an index within this run to encoded extras. A trailing partial block is ignored.
+    A block's tokens have a fixed length (the block size is in the root), so the concatenation
+    cannot be read in two ways. `extras` maps an index within this run to encoded extras. A trailing
+    partial block is ignored.
     """
     step = block_size * TOKEN_BYTES
     digests: list[bytes] = []

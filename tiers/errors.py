@@ -16,6 +16,20 @@ import errno
 import os
 from pathlib import Path
 
+# What a file system says that no waiting mends, and what does. Everything else may pass: a disk
+# that is not mounted, full, read-only or broken, permissions, a shortage of memory or descriptors.
+LASTING = {
+    errno.ELOOP: "its links lead in a circle; name a directory",
+    errno.ENAMETOOLONG: "a name in it is too long; use a shorter path",
+    errno.ENOTDIR: "a file is in the way of a directory; use another path or remove that file",
+    errno.EEXIST: "a file is in the way of a directory; use another path or remove that file",
+    errno.EISDIR: "a directory is in the way of a file; use another path or remove it",
+    errno.EFBIG: "a file may not become so large there; give the tier less, raise `ulimit -f`, or "
+    "use another path on a file system that takes larger files",
+    errno.EOPNOTSUPP: "its file system cannot do what the tier needs; use another path",
+    errno.ENOSYS: "its file system cannot do what the tier needs; use another path",
+}
+
 
 class TierError(Exception):
     """Base of everything a tier raises."""
@@ -32,21 +46,6 @@ class TierConfigError(TierError, ValueError):
 class TierDown(TierConfigError):
     """What the tier needs is not there at present, such as a mount or a server. Opening it later
     may succeed without anybody changing a setting."""
-
-
-# What a file system says that no waiting mends, and what does. Everything else may pass: a disk
-# that is not mounted, full, read-only or broken, permissions, a shortage of memory or descriptors.
-LASTING = {
-    errno.ELOOP: "its links lead in a circle; name a directory",
-    errno.ENAMETOOLONG: "a name in it is too long; use a shorter path",
-    errno.ENOTDIR: "a file is in the way of a directory; use another path or remove that file",
-    errno.EEXIST: "a file is in the way of a directory; use another path or remove that file",
-    errno.EISDIR: "a directory is in the way of a file; use another path or remove it",
-    errno.EFBIG: "a file may not become so large there; give the tier less, raise `ulimit -f`, or "
-    "use another path on a file system that takes larger files",
-    errno.EOPNOTSUPP: "its file system cannot do what the tier needs; use another path",
-    errno.ENOSYS: "its file system cannot do what the tier needs; use another path",
-}
 
 
 def lasting_cause(error: BaseException, path: Path | None = None) -> str | None:

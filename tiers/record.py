@@ -33,6 +33,13 @@ SEAL_BYTES = 16
 
 Buffer = bytes | bytearray | memoryview
 
+MAGIC = b"STRKVBLK"
+RECORD_VERSION = 2
+HEADER_BYTES = 128
+LARGEST_CODEC = 255
+
+_FIELDS = struct.Struct("<8sHHIQQ16s40sQ16s")
+
 
 class Seal:
     """A checksum that only who has the key can make: the first 16 bytes of HMAC-SHA256. It stands
@@ -50,12 +57,7 @@ class Seal:
         return hasher.digest()[:SEAL_BYTES]
 
 
-MAGIC = b"STRKVBLK"
-RECORD_VERSION = 2
-HEADER_BYTES = 128
-LARGEST_CODEC = 255
 _GENERATION_OFFSET, _KEY_OFFSET, _TAG_OFFSET, _CHECKED_BYTES = 24, 48, 96, 112
-_FIELDS = struct.Struct("<8sHHIQQ16s40sQ16s")
 
 
 class Defect(Enum):

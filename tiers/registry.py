@@ -9,7 +9,7 @@ A package declares one in its own `pyproject.toml`:
 
 where `open_tier` takes a `TierRequest` and returns an empty or a filled `StoreTier` that keeps the
 promise of `tiers/base.py` (`tiers/contract.py` checks that). `policies/choice.py` and
-`admission/choice.py` say what the other groups name. Nothing of a package is imported before its
+`admission/filters.py` say what the other groups name. Nothing of a package is imported before its
 name is given.
 """
 

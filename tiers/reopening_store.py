@@ -14,9 +14,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from .base import Answer, ReadSample, Stored, StoreTier, TierStats
+from .base import (
+    NO_CONTEXT,
+    Answer,
+    ReadSample,
+    RequestContext,
+    Stored,
+    StoreTier,
+    TierStats,
+    load_for,
+    prefetch_lookup_for,
+)
 from .block import BlockLayout
-from .context import NO_CONTEXT, RequestContext, load_for, prefetch_lookup_for
 from .errors import TierDown, TierError
 from .tag import Proof, Proofs
 

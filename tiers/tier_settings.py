@@ -16,9 +16,9 @@ from typing import ClassVar
 from .admission import DEFAULT_FILTER, FILTERS, known_filters
 from .codecs.choice import CODECS, DEFAULT_CODEC, NONE
 from .policies.choice import DEFAULT_POLICY, DEFAULT_SSD_POLICY, POLICIES, known_policies
-from .remote.address import ServerAddress
 from .remote.credentials import Credentials
-from .remote.settings import LOOKUP_SECONDS
+from .remote.membership import ServerAddress
+from .remote.remote_settings import LOOKUP_SECONDS
 from .settings import readers
 from .settings.option import setting
 from .settings.values import GIB, MAX_THREADS, MIB, ConfigError, within

@@ -140,6 +140,7 @@ NOW = Rules(
         "drill|faulty",
         "a module of tiers/testing/",
         exact=True,
+        but=("testing",),
         kinds=_MODULES,
     ),
     # `shown` as a variable holds what was shown. Meant are the functions that format values.

@@ -25,18 +25,17 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 
-from ...connector.base import (
+from ...connector.base import KVConnectorScheduler, RequestView
+from ...connector.messages import (
     NO_MATCH,
     NOTHING_TO_MOVE,
     ConnectorMetadata,
     ConnectorWorkerOutput,
     EvictedBlock,
     GroupBlockIds,
-    KVConnectorScheduler,
     LoadReport,
     Match,
     MatchKind,
-    RequestView,
 )
 from ...engine.cache.block_hash import make_block_hasher
 from ...engine.cache.kv_cache_manager import KVCacheManager

@@ -27,9 +27,9 @@ from unittest.mock import patch
 
 import numpy as np
 
+from ...engine.collector import settle_collector
 from ...engine.config.engine_options import engine_config
 from ...engine.core import offload
-from ...engine.core.collector import settle_collector
 from ...engine.core.engine_core import EngineCore
 from ...engine.models.spec import load_model_spec
 from ...engine.request.messages import AddRequest, TokenOutput

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ...engine.batch.batch_update import AddedRow, BatchUpdate
 from ...engine.request.sampling_params import SamplingParams
+from ...engine.sampling.processor_set import LogitsRows, ProcessorSet
 from ...engine.sampling.processors.base import ProcessorContext
-from ...engine.sampling.sampler import LogitsRows, ProcessorSet, Sampler
+from ...engine.sampling.sampler import Sampler
 from ..harness.comparison import Comparison, Gate, WrongWork, take_rounds
 from ..harness.plots import caption, draw_bars, new_figure, save_figure
 from ..harness.report import Report, median, print_table, ratios, run_and_tell

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...tiers.errors import TierError
-from ...tiers.remote.address import ServerAddress
+from ...tiers.remote.membership import ServerAddress
 from ...tiers.settings.values import ConfigError
 from ..harness import served
 from ..harness.comparison import (

@@ -33,12 +33,11 @@ from ...proto.v1 import cache_service_pb2 as messages
 from ...tiers.base import Stored
 from ...tiers.block import DIGEST_BYTES, BlockLayout, pack_key
 from ...tiers.processes.python_command import python_command
-from ...tiers.remote.address import ServerAddress
 from ...tiers.remote.credentials import Credentials
-from ...tiers.remote.membership import StaticMembership
+from ...tiers.remote.membership import ServerAddress, StaticMembership
+from ...tiers.remote.remote_settings import RemoteSettings
 from ...tiers.remote.remote_store import RemoteStore
 from ...tiers.remote.server_link import ServerLink
-from ...tiers.remote.settings import RemoteSettings
 from ...tiers.slab.shared_memory import SharedMemory
 from ...tiers.wire.frames import MAX_BLOCKS, State, pack_keys
 from ..harness.comparison import WrongWork

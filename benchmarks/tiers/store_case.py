@@ -27,7 +27,7 @@ from unittest.mock import patch
 
 import torch
 
-from ...connector.fp8_codec import DTYPES, Fp8Codec
+from ...connector.device.fp8_codec import DTYPES, Fp8Codec
 from ...tiers import record
 from ...tiers.base import Stored
 from ...tiers.block import BlockLayout

@@ -19,11 +19,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from ...connector.base import ConnectorMetadata, CopyJob
+from ...connector.copy_signal import CopySignal
 from ...connector.device.base import Event, Stream
 from ...connector.device.cpu import CpuCopyDevice, pool_pages, slab_pages
+from ...connector.messages import ConnectorMetadata, CopyJob
 from ...connector.offload_worker import OffloadWorker
-from ...connector.transfer import CopySignal
 from ...engine.worker.kv_pool import KvPool
 from ...tiers.slab.cpu_slab import CpuSlab
 from ..harness.comparison import Comparison, Gate, WrongWork

@@ -19,8 +19,8 @@ from ...proto.v1 import cache_service_pb2 as messages
 from ...tiers.assemble import close_stores, make_admission, make_slab, open_stores
 from ...tiers.block import ALIGNMENT, BlockLayout
 from ...tiers.hierarchy.hierarchy import Hierarchy
-from ...tiers.remote.address import ServerAddress
 from ...tiers.remote.credentials import Credentials
+from ...tiers.remote.membership import ServerAddress
 from ...tiers.remote.server_link import open_channel
 from ...tiers.settings.sizes import show_size
 from ...tiers.settings.values import ConfigError

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from ...tiers.errors import TierConfigError
-from ...tiers.remote.address import ServerAddress, parse_address
+from ...tiers.remote.membership import ServerAddress, parse_address
 from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
 from ...tiers.settings.option import Option, options_of, setting
@@ -21,6 +21,12 @@ from ...tiers.settings.values import ConfigError
 from ...tiers.tier_settings import CpuSettings, RemoteTierSettings, SsdSettings, TierSettings
 
 _seconds = readers.seconds_up_to(600.0)
+
+_TIER_OPTIONS: Mapping[str, Option] = {
+    **options_of(CpuSettings, "cpu", "cpu_"),
+    **options_of(SsdSettings, "ssd", "ssd_"),
+    **options_of(RemoteTierSettings, "remote", "remote_"),
+}
 
 
 def _servers(called: str, value: Any) -> tuple[ServerAddress, ...]:
@@ -94,13 +100,6 @@ class Settings(Generic[Own]):
             addresses=self.own.servers,
             require=self.own.require,
         )
-
-
-_TIER_OPTIONS: Mapping[str, Option] = {
-    **options_of(CpuSettings, "cpu", "cpu_"),
-    **options_of(SsdSettings, "ssd", "ssd_"),
-    **options_of(RemoteTierSettings, "remote", "remote_"),
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from ...kernels.copy.copy_engine import Batch
 from ...tiers.errors import InvalidBlock
 from .base import Stream
+
+ABOUT_AS_FAST = 0.95
+# A kernel takes time from those that compute, which the copy engine does not.
+KERNEL_GAIN = 1.5
+# Below this the copy engine is known to be slow, and a kernel is worth compiling to be compared.
+FRAGMENT_BYTES = 64 << 10
 
 
 class Way(Enum):
@@ -35,11 +42,6 @@ class Way(Enum):
 # In the order in which they are taken where two are about as fast: the cheaper one to submit first.
 LOCKED_WAYS = (Way.BATCHED, Way.SINGLE, Way.KERNEL)
 PAGEABLE_WAYS = (Way.PAGEABLE, Way.STAGED)
-ABOUT_AS_FAST = 0.95
-# A kernel takes time from those that compute, which the copy engine does not.
-KERNEL_GAIN = 1.5
-# Below this the copy engine is known to be slow, and a kernel is worth compiling to be compared.
-FRAGMENT_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +150,29 @@ def _check(what: str, ids: Sequence[int], count: int) -> None:
         raise InvalidBlock(f"{what} ids go from 0 to {count - 1}, not {min(ids)} to {max(ids)}")
     if len(set(ids)) < len(ids):
         raise InvalidBlock(f"a {what} is named twice in one copy: {list(ids)}")
+
+
+class Run(NamedTuple):
+    """`length` neighbouring places whose blocks go to as many neighbouring ones: one copy."""
+
+    source: int
+    target: int
+    length: int
+
+
+def merge_runs(sources: Sequence[int], targets: Sequence[int]) -> list[Run]:
+    """The pairs, blocks to slots or slots to blocks, as few copies: neighbours on both sides
+    become one run."""
+    if not sources:
+        return []
+    # Plain Python: for the tens of pairs of a job it takes half the time of arrays.
+    runs = []
+    source, target, length = sources[0], targets[0], 0
+    for next_source, next_target in zip(sources, targets, strict=True):
+        if next_source == source + length and next_target == target + length:
+            length += 1
+        else:
+            runs.append(Run(source, target, length))
+            source, target, length = next_source, next_target, 1
+    runs.append(Run(source, target, length))
+    return runs

@@ -21,8 +21,8 @@ import torch
 from ...tiers.errors import InvalidBlock
 from ...tiers.native.library import LEAST_BYTES, Rows, copy_rows_and_digest, has_digests
 from ...tiers.tag import payload_digest
-from ..transfer import merge_runs
 from .base import CopyDevice, DeviceError, Event, SlabMemory, Stream
+from .copy_plan import merge_runs
 
 # One job holds all blocks of one request or one step, so a queue this long means a stuck stream.
 QUEUE_JOBS = 1024

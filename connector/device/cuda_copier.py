@@ -39,6 +39,8 @@ ROUNDS = 3
 MOST_COPIES = 256  # in a round; some ways take microseconds for each
 Rates = dict[Way, float]
 
+GB = 1e9
+
 
 def measure_rates(
     runtime: Runtime, staging: StagingBuffer, stream: int, direction: Stream, block_bytes: int
@@ -104,9 +106,6 @@ def _best_seconds(runtime: Runtime, stream: int, launch: Callable[[], None]) -> 
         Point(runtime, stream).synchronise()
         best = min(best, time.perf_counter() - began)
     return best
-
-
-GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 SUPPORTED = Supported(HOST, "lmcache", (0, 5, 6), (0, 6, 0))
 STORE, LOOKUP, LOAD = "store", "lookup", "load"
 
+_FLAGS = os.EFD_NONBLOCK | os.EFD_CLOEXEC
+
 
 class _Task:
     """One submit of LMCache's, whose keys may lie on several shelves."""
@@ -338,9 +340,6 @@ class StrataL2Adapter(L2AdapterInterface):
                 return
             self._refused.add(reason)
         log.error("StrataKV below LMCache: %s", reason)
-
-
-_FLAGS = os.EFD_NONBLOCK | os.EFD_CLOEXEC
 
 
 def _number(given: dict[str, Any], name: str, default: int, most: int) -> int:

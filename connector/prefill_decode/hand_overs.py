@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ...tiers.base import Answer
 from ...tiers.hierarchy.hierarchy import Hierarchy
 from ...tiers.mailbox import Alarm
-from ..base import HandedOver
+from ..messages import HandedOver
 
 # From the prefill node's answer to the load on the decode node, through a router under load.
 LEASE_SECONDS = 30.0

@@ -27,8 +27,8 @@ from enum import Enum
 from ...tiers.hierarchy.hierarchy import Hierarchy
 from ...tiers.mailbox import Alarm
 from ..base import RequestView
+from ..costs.economics import UNMEASURED_SECONDS, Choice, Economics
 from ..counters import OffloadCounters
-from ..economics import UNMEASURED_SECONDS, Choice, Economics
 from ..lookups import Lookup
 from ..parts import Parts
 from .followed_prompts import FOLLOW_SECONDS, FollowedPrompt, Follows

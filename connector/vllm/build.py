@@ -14,8 +14,8 @@ from ..chunks.build import assemble, check_servers
 from ..chunks.failed import FailedChunks
 from ..chunks.mover import CLOSE_SECONDS
 from ..chunks.settings import Settings
-from ..economics import Choice, Economics
-from ..rates import PrefillRate
+from ..costs.economics import Choice, Economics
+from ..costs.rates import PrefillRate
 from .identity import ChunkIdentity, ChunkKeys, chunk_layout
 from .lookups import Lookups
 from .settings import VllmSettings, drill_of

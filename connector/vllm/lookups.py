@@ -22,7 +22,7 @@ from typing import Any
 
 from ...tiers.hierarchy.hierarchy import Hierarchy
 from ..chunks.failed import FailedChunks
-from ..economics import Economics
+from ..costs.economics import Economics
 from . import versions
 from .identity import GROUP_BYTES, ChunkKeys
 

@@ -15,7 +15,9 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,12 +25,12 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingConte
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from ...tiers.settings.values import ConfigError
+from ..costs.rates import PrefillRate
 from . import metrics, versions
 from .build import build_tiers
 from .host_model import names_of_tier
 from .identity import LAYOUTS, ChunkIdentity
 from .lookups import Found
-from .prefill import PrefillMeter
 from .settings import read_settings
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,8 @@ _RESULTS = {
 }
 # Beside what a load may take by its settings, for the copies.
 DRAIN_SECONDS = 5.0
+
+MAX_STEPS = 64  # whose chunks have not come yet
 
 
 class StrataTier(SecondaryTierManager):
@@ -232,3 +236,47 @@ def identity_of(
         is_replicated=bool(spec.replicated_layout),
         is_canonical=bool(config.canonical_layout),
     )
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    began: float
+    requests: set[str]
+    num_tokens: int = 0
+    num_context_tokens: int = 0
+    ended: float = 0.0
+
+
+class PrefillMeter:
+    """Tells `rate` of steps."""
+
+    def __init__(self, rate: PrefillRate, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate = rate
+        self._clock = clock
+        self._steps: list[_Step] = []
+
+    def scheduled(self, request_ids: Collection[str]) -> None:
+        """A step has been scheduled, and these requests are in one for the first time. Call it once
+        for each step."""
+        self._note()
+        if request_ids:
+            self._steps.append(_Step(self._clock(), set(request_ids)))
+            del self._steps[:-MAX_STEPS]
+
+    def stored(self, request_id: str, ends: Sequence[int], chunk_tokens: int) -> None:
+        """Chunks of a request have been computed, each up to the token in `ends`."""
+        for step in self._steps:
+            if request_id in step.requests and ends:
+                step.requests.remove(request_id)
+                step.ended = self._clock()
+                first, last = max(0, min(ends) - chunk_tokens), max(ends)
+                step.num_tokens += last - first
+                step.num_context_tokens += (first + last - 1) * (last - first) // 2
+                return
+
+    def _note(self) -> None:
+        told = [step for step in self._steps if step.num_tokens]
+        for step in told:
+            seconds = step.ended - step.began
+            self._rate.note(step.num_tokens, step.num_context_tokens, seconds)
+            self._steps.remove(step)

@@ -22,8 +22,8 @@ from ...tiers.hierarchy.promotions import LoadTicket
 from ...tiers.tag import Proof
 from ..chunks.failed import FailedChunks
 from ..chunks.mover import CLOSE_SECONDS, Assembly, ChunkMover, Parts
-from ..economics import Economics
-from ..rates import ReadTimes
+from ..costs.economics import Economics
+from ..costs.rates import ReadTimes
 
 
 class Ended(NamedTuple):

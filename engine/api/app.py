@@ -36,7 +36,7 @@ from ..text.tool_calls.choice import find_tool_parser, make_tool_format
 from .chat_template import ChatTemplate
 from .errors import ENGINE, ApiError, ClientGone, error_response, to_api_error
 from .front import Front
-from .http.auth import HEALTH_PATH, NODE_PATH, ApiKeyMiddleware
+from .http.api_key import HEALTH_PATH, NODE_PATH, ApiKeyMiddleware
 from .http.hosts import HostMiddleware
 from .metrics.metrics import Metrics
 from .openai.chat import create_chat_completion

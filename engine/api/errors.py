@@ -21,6 +21,11 @@ INVALID = "invalid_request_error"
 ENGINE = "engine_error"
 MAX_MESSAGE_CHARACTERS = 1000
 
+_BY_STATUS: dict[int, tuple[str, str]] = {
+    404: ("not_found", "there is no such route: the API lies under /v1"),
+    405: ("method_not_allowed", "the route exists but not for this method"),
+}
+
 
 class ApiError(Exception):
     """An answer of its own: HTTP status and the fields of OpenAI's error object. `retry_seconds`:
@@ -64,12 +69,6 @@ class ErrorBody(msgspec.Struct):
     """The error object as it is sent."""
 
     error: ErrorDetail
-
-
-_BY_STATUS: dict[int, tuple[str, str]] = {
-    404: ("not_found", "there is no such route: the API lies under /v1"),
-    405: ("method_not_allowed", "the route exists but not for this method"),
-}
 
 
 def to_api_error(error: BaseException) -> ApiError:

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from posixpath import normpath
-from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,46 +23,12 @@ from ..text.tokenizer import PromptTooLong, Tokenizer
 from ..text.tool_calls.choice import ToolFormat
 from .chat_template import ChatTemplate
 from .errors import ApiError
+from .in_flight import InFlight
 from .metrics.metrics import Metrics
 from .openai.dropped import DroppedFields
 from .openai.request.protocol import Prompt
 from .settings import ApiSettings
 from .token_texts import TokenTexts
-
-
-class InFlight:
-    """Counts the generating requests that are being answered, for load balancers, and ends them all
-    when the server ends. Use `with in_flight:` around a request. Belongs to one event loop."""
-
-    __slots__ = ("_ended", "count")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._ended: asyncio.Future[None] | None = None
-
-    @property
-    def ended(self) -> asyncio.Future[None]:
-        """Done once no request is to be answered any further."""
-        if self._ended is None:
-            self._ended = asyncio.get_running_loop().create_future()
-        return self._ended
-
-    def end(self) -> None:
-        """Have every open answer end now, with an error that says why. Idempotent."""
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-    def __enter__(self) -> None:
-        self.count += 1
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.count -= 1
-
 
 # Longer texts are tokenized in a thread. A hop costs about 50 us, as much as so many characters.
 MAX_INLINE_CHARACTERS = 2048

@@ -42,7 +42,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import takewhile
 
-from ...connector.base import EvictedBlock
+from ...connector.messages import EvictedBlock
 from ...connector.page_names import block_keys, group_suffix, page_keys
 from ..observer import Observer
 from .cold_blocks import ColdBlocks

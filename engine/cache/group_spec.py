@@ -192,14 +192,6 @@ def _common_size(counts: Sequence[int]) -> int:
     return most if most <= least * _NEARLY_EQUAL else least
 
 
-def describe_attention(groups: CacheGroups) -> str:
-    """How which layers attend, for a person."""
-    kinds: dict[LayerAttention, list[int]] = {}
-    for group in groups.groups:
-        kinds.setdefault(group.attention, []).extend(group.layers)
-    return _describe(kinds)
-
-
 def _describe(kinds: dict[LayerAttention, list[int]]) -> str:
     return ", ".join(f"{kind} in layers {_ranges(layers)}" for kind, layers in kinds.items())
 

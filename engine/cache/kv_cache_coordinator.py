@@ -21,10 +21,8 @@ from ...connector.page_names import group_suffix
 from ..models.layer_attention import LayerAttention
 from ..request.request import Request
 from .block_pool import BlockPool
-from .full_attention_manager import FullAttentionManager
-from .group_manager import GroupManager, num_free
+from .group_manager import FullAttentionManager, GroupManager, LocalAttentionManager, num_free
 from .kv_block import BlockIds, KVCacheBlock, page_ids, page_tables
-from .local_attention_manager import LocalAttentionManager
 
 # One list of blocks for all cache groups that share them, in the order of the first of these.
 GroupBlocks = tuple[list[KVCacheBlock], ...]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ...tiers.histogram import Histogram
+from ...tiers.base import Histogram
 from .kv_block import KVCacheBlock
 
 MAX_SAMPLED_BLOCKS = 64

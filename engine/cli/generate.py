@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
     set_up(log_level(args))
     check_model(engine_config_of(args))
     from ..llm import LLM  # what refuses a model needs none of these
+    from ..text.bad_words import with_spelt_bad_words
     from ..text.reasoning import with_reasoning_marks
-    from ..text.tokenizer import with_spelt_bad_words
 
     prompt = _read_prompt() if args.prompt == "-" else args.prompt
     with LLM(args.model, progress=_print_progress, **engine_options_of(args)) as llm:

@@ -44,6 +44,7 @@ COMMANDS = {
     "trace": "explain what a step trace recorded",
     "plan": "say what a model takes and what fits",
 }
+_OF_TIERS = ("ping", "describe", "check", "cache")  # their modules lie in tiers/
 _RELOADED = ("cache-server",)  # by SIGHUP, which is not to end them before they can be
 _USAGE = "usage: stratakv [--version] [--help] COMMAND ..."
 
@@ -167,13 +168,19 @@ def _run(words: list[str]) -> int:
     if name in _RELOADED:  # it has not read anything yet that it would have to read anew
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _check_working_directory()
-    command = importlib.import_module(f".{name.replace('-', '_')}", __package__)
+    command = import_command(name)
     parser = Parser(prog=f"stratakv {name}", description=command.DESCRIPTION)
     command.add_arguments(parser)
     args = parser.parse_all(words[1:])
     with naming_origins(args):
         code: int = command.run(args)
     return code
+
+
+def import_command(name: str) -> Any:
+    """The module of one of COMMANDS."""
+    folder = ".tiers." if name in _OF_TIERS else "."
+    return importlib.import_module(folder + name.replace("-", "_"), __package__)
 
 
 def _help() -> str:

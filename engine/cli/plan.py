@@ -42,6 +42,8 @@ MAX_DEVICES = 1024
 MAX_PER_SECOND = 1e24
 MIN_PER_SECOND = 1e-3
 
+_SIZES = ("memory", "cpu", "ssd", "reserve")  # which are shown in the unit that they came in
+
 
 def _size(called: str, value: Any) -> int:
     size: int = readers.size(called, value)
@@ -100,9 +102,6 @@ _FLAGS: Mapping[str, tuple[Reader, str, str]] = {
         _per_second, "N", "prompt tokens/s of all devices, instead of --flops",
     ),
 }  # fmt: skip
-
-
-_SIZES = ("memory", "cpu", "ssd", "reserve")  # which are shown in the unit that they came in
 
 
 @dataclass(frozen=True, slots=True)

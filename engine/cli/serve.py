@@ -19,7 +19,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...tiers.remote.address import is_address
+from ...tiers.remote.membership import is_address
 from ...tiers.settings.sizes import rough_size
 from ...tiers.settings.values import ConfigError, show_size
 from .. import logs
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     aliases = model_aliases(settings.model, settings.engine_options)
     with sock:
         check_model(config)
-        from ..api.http.server import make_tls_context  # what refuses a model needs none of it
+        from ..api.http.tls_context import make_tls_context
 
         tls = make_tls_context(server)
         check_params = make_params_check(config.logits_processors)

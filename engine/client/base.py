@@ -16,13 +16,12 @@ from typing import Any
 
 from ..request.messages import AddRequest, Ready, TokenOutput
 
+# So many are no accident of one request; a few more end the core.
+UNHEALTHY_FAILED_STEPS = 3
+
 
 class EngineDead(RuntimeError):
     """The core is gone or cannot answer; nothing more will come of this client."""
-
-
-# So many are no accident of one request; a few more end the core.
-UNHEALTHY_FAILED_STEPS = 3
 
 
 class EngineClient(ABC):

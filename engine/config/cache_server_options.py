@@ -35,6 +35,18 @@ _MOST_TEXT_BYTES = 16 * 1024**2  # of tenants or a token; more are for others to
 
 _port = readers.integer_within(0, MAX_PORT)
 
+_CPU = options_of(CpuSettings, "cpu", "cpu_")
+_SSD = options_of(SsdSettings, "ssd", "ssd_")
+_CODECS = (NONE, *CODECS)  # engines bring others
+
+# Defaults in words, where there is no value.
+UNSET: Mapping[str, str] = {
+    "data_port": "the one after --port",
+    "shared_memory": "on; off with --tenants, for who runs as this user could read every tenant's",
+    "token_file": "on loopback one that clients of this user find by themselves",
+    "secret_file": f"{DEFAULT_SECRET_NAME} in --ssd-path; without one a new secret each time",
+}
+
 
 def _seconds(name: str, value: Any) -> float:
     seconds: float = readers.number(name, value)
@@ -55,9 +67,6 @@ def _tier_option(name: str, option: Option, default: Any, **changed: Any) -> Any
     return name, replace(option, section="server", field=name, **changed), default
 
 
-_CPU = options_of(CpuSettings, "cpu", "cpu_")
-_SSD = options_of(SsdSettings, "ssd", "ssd_")
-_CODECS = (NONE, *CODECS)  # engines bring others
 _TIERS = (
     _tier_option("cpu_policy", _CPU["cpu_policy"], CpuSettings().policy),
     _tier_option("ssd_policy", _SSD["ssd_policy"], SERVER_SSD.policy),
@@ -121,13 +130,6 @@ _TABLE = (
 )  # fmt: skip
 OPTIONS: Mapping[str, Option] = {name: option for name, option, _ in _TABLE}
 DEFAULTS: Mapping[str, Any] = {name: default for name, _, default in _TABLE}
-# Defaults in words, where there is no value.
-UNSET: Mapping[str, str] = {
-    "data_port": "the one after --port",
-    "shared_memory": "on; off with --tenants, for who runs as this user could read every tenant's",
-    "token_file": "on loopback one that clients of this user find by themselves",
-    "secret_file": f"{DEFAULT_SECRET_NAME} in --ssd-path; without one a new secret each time",
-}
 
 
 def default_text(name: str) -> str:
@@ -187,7 +189,7 @@ def server_settings(
     """`running`: of a server that runs already, which keeps its secret, its key and the token that
     it has left for clients; their files are not looked at, for they may be on a disk that is gone.
     Raises ConfigError or TierConfigError."""
-    from ...tiers.cache_server.key_salt import read_secret
+    from ...tiers.cache_server.secret_file import read_secret
     from ...tiers.cache_server.server import ServerSettings
 
     ssd_path: Path | None = options["ssd_path"]

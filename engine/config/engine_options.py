@@ -49,7 +49,7 @@ from .engine_config import (
 from .offload_config import OFFLOAD_OPTIONS, REMOTE, OffloadConfig, has_tier
 from .unsupported_options import explain_not_built
 
-EMBEDDED_MODEL = Path(__file__).parent / "models" / "embedded"
+EMBEDDED_MODEL = Path(__file__).parents[1] / "models" / "embedded"
 EMBEDDED_NAME = "stratakv-embedded"
 
 

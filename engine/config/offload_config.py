@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ...connector.economics import Choice
+from ...connector.costs.economics import Choice
 from ...tiers.errors import TierConfigError
 from ...tiers.registry import installed_tiers
-from ...tiers.remote.address import DEFAULT_PORT, ServerAddress, is_address, parse_address
+from ...tiers.remote.membership import DEFAULT_PORT, ServerAddress, is_address, parse_address
 from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
 from ...tiers.settings.option import Option, check_options, options_of, setting

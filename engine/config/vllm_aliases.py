@@ -18,6 +18,11 @@ from ...tiers.settings.values import GIB, MAX_SIZE_BYTES, ConfigError
 from ..request.logprobs import MAX_LOGPROBS
 from .engine_config import POOLINGS
 
+_ONE_DEVICE = "the engine computes on one device, and models over several are not built"
+_POOLING_TYPES = ("pooling_type", "seq_pooling_type")
+_ALWAYS_ON = ("normalize", "use_activation")
+_MAX_GIB = MAX_SIZE_BYTES // GIB
+
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
@@ -41,10 +46,6 @@ class Alias:
 
 
 _NOTHING = Meaning()
-_ONE_DEVICE = "the engine computes on one device, and models over several are not built"
-_POOLING_TYPES = ("pooling_type", "seq_pooling_type")
-_ALWAYS_ON = ("normalize", "use_activation")
-_MAX_GIB = MAX_SIZE_BYTES // GIB
 
 
 def _renamed(name: str, read: readers.Reader) -> Translate:

@@ -20,12 +20,8 @@ from typing import Protocol
 
 import numpy as np
 
-from ...connector.base import (
-    ConnectorMetadata,
-    ConnectorWorkerOutput,
-    KVConnectorScheduler,
-    TierEstimates,
-)
+from ...connector.base import KVConnectorScheduler, TierEstimates
+from ...connector.messages import ConnectorMetadata, ConnectorWorkerOutput
 from ..request.sampling_params import SamplingParams
 from ..scheduler.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from .prefill_savings import MIN_PROMPT_TOKENS, PrefillSavings, PromptCost

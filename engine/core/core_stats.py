@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ...connector.rates import PrefillRate
+from ...connector.costs.rates import PrefillRate
+from ...tiers.base import Histogram
 from ...tiers.block import BlockLayout
-from ...tiers.histogram import Histogram
 from ..config.engine_config import EngineConfig
 from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
 from .prefill_savings import PrefillSavings, PromptCost

@@ -15,12 +15,9 @@ from typing import Any
 
 import torch
 
-from ...connector.base import (
-    NOTHING_FINISHED,
-    KVConnectorScheduler,
-    NullConnector,
-)
-from ...connector.rates import PrefillRate
+from ...connector.base import KVConnectorScheduler, NullConnector
+from ...connector.costs.rates import PrefillRate
+from ...connector.messages import NOTHING_FINISHED
 from ...tiers.block import Identity
 from ..cache.block_hash import make_block_hasher
 from ..cache.kv_cache_manager import KVCacheManager

@@ -24,12 +24,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...connector.base import (
-    CLOSE_SECONDS,
-    ConnectorMetadata,
-    ConnectorWorkerOutput,
-    KVConnectorWorker,
-)
+from ...connector.base import CLOSE_SECONDS, KVConnectorWorker
+from ...connector.messages import ConnectorMetadata, ConnectorWorkerOutput
 from ..config.engine_config import EngineConfig
 from ..models.dtypes import dtype_name
 from ..models.spec import ModelSpec

@@ -15,9 +15,9 @@ from ...connector.build import (
     build_offload,
     build_scheduler_side,
 )
-from ...connector.economics import Choice
+from ...connector.costs.economics import Choice
+from ...connector.costs.rates import PrefillRate
 from ...connector.parts import Parts
-from ...connector.rates import PrefillRate
 from ...tiers.block import LAYOUT_VERSION, ROOT_VERSION, BlockLayout, Identity, tenant_salt
 from ...tiers.errors import TierConfigError, TierDown
 from ...tiers.mac_key import MacKey

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ...connector.rates import MEMORY_STEPS, PrefillRate
+from ...connector.costs.rates import MEMORY_STEPS, PrefillRate
 from ..scheduler.output import SchedulerOutput
 
 MIN_PROMPT_TOKENS = 32

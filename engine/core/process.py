@@ -29,9 +29,9 @@ import zmq
 
 from ...tiers.settings.values import ConfigError
 from .. import logs
+from ..collector import settle_collector
 from ..config.optional_packages import explain_missing_module
 from ..request.messages import Fatal, FromCore, encoder, refuse, to_core_decoder
-from .collector import settle_collector
 from .loop import CoreLoop
 from .start import CoreStart, read_start, tell_import
 

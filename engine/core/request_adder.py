@@ -11,7 +11,8 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from ...connector.base import Elsewhere, KVConnectorScheduler
+from ...connector.base import KVConnectorScheduler
+from ...connector.messages import Elsewhere
 from ..request.handover_ticket import Ticket
 from ..request.messages import INVALID_GRAMMAR, OVERLOADED, AddRequest, TokenOutput
 from ..request.request import Request

@@ -13,9 +13,9 @@ import math
 import msgspec
 import numpy as np
 
-from ...connector.base import Elsewhere
+from ...connector.messages import Elsewhere
+from ...tiers.base import NO_CONTEXT, RequestContext
 from ...tiers.block import tenant_salt
-from ...tiers.context import NO_CONTEXT, RequestContext
 from ...tiers.settings.format import format_value
 from ..config.engine_config import MEAN, POOLINGS
 from ..request.handover_ticket import Ticket, fits, is_possible

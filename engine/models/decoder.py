@@ -27,8 +27,7 @@ from ...kernels.layer.rotate_write import Rotary
 from .checkpoint.checkpoint import CPU
 from .checkpoint.weights import DecoderWeights, LayerWeights, load_weights, random_weights
 from .families import Activation
-from .layers import Elementwise, Linear
-from .mlp import DenseMlp, make_mlp
+from .layers import DenseMlp, Elementwise, Linear, make_mlp
 from .rope import rope_tables
 from .spec import ModelSpec
 

@@ -7,10 +7,8 @@ key.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from ...tiers.block import BlockLayout
 from ...tiers.settings.values import ConfigError
@@ -18,12 +16,10 @@ from .checkpoint.files import check_directory, is_there
 from .checkpoint.foreign_directory import explain_no_config
 from .checkpoint.generation_config import GENERATION_CONFIG
 from .checkpoint.json_fields import JsonFields, read_json
-from .families import ARCHITECTURES, FAMILIES, TEXT_PARTS, Family, Windows
+from .families import ARCHITECTURES, FAMILIES, TEXT_PARTS, Family
 from .layer_attention import LayerAttention, full, window
+from .layer_windows import parse_windows
 from .rope_spec import (
-    FULL,
-    LAYER_KINDS,
-    SLIDING,
     RopeSpec,
     parse_rope,
     parse_two_ropes,
@@ -67,6 +63,19 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 _QUANTISED = "quantised weights are not supported; take the model that they were made of"
 
+CONFIG = "config.json"
+MAX_EOS_IDS = 64
+# The number types of checkpoints that models can be computed in.
+STORED_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+# Of a config.json with a text part: what is said of the whole model, and cannot be ignored.
+_OF_THE_WHOLE = ("quantization_config", "compression_config")
+_IN_BOTH = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype")
+_TIED = "tie_word_embeddings"
+
+# Names that early exports gave an architecture.
+_SPELT = {"LLaMAForCausalLM": "LlamaForCausalLM"}
+
 
 def refuse_unsupported(config: JsonFields, family: Family) -> None:
     """Raise ConfigError for the first key with a value that is not neutral, but for those that the
@@ -84,81 +93,6 @@ def refuse_unsupported(config: JsonFields, family: Family) -> None:
                 expected = "absent or 0"
             why = _QUANTISED if name == "quantization_config" else "anything else is not supported"
             raise config.fault(name, f"{expected} ({why})", config.values[name])
-
-
-# Values of the families where config.json is silent, which is not the same as null.
-DEFAULT_WINDOW = 4096
-DEFAULT_MAX_WINDOW_LAYERS = 28
-DEFAULT_WINDOW_PATTERN = 6
-
-
-class LayerWindows(NamedTuple):
-    """The window in positions, a token's own among them, and the layers that have it."""
-
-    window: int
-    layers: tuple[int, ...]
-
-
-def parse_windows(config: JsonFields, family: Family, num_layers: int) -> LayerWindows | None:
-    """The window and its layers where any layer has one, else None; raises ConfigError naming the
-    key."""
-    size = _window(config, family)
-    kinds = _layer_types(config, num_layers)
-    if SLIDING in kinds and size is None:
-        raise config.fault("layer_types", f"{FULL} for every layer, as it has no window", kinds)
-    if size is None:
-        if family.windows is Windows.MOST_LAYERS and not kinds:
-            raise config.fault("sliding_window", "a whole number, or layer_types be given", None)
-        return None
-    layers = tuple(range(num_layers))
-    if family.windows is not Windows.EVERY_LAYER:
-        slides = _slides_by_type(kinds) if kinds else _slides_by_number(config, family)
-        layers = tuple(layer for layer in layers if slides(layer))
-    return LayerWindows(size, layers) if layers else None
-
-
-def _slides_by_type(kinds: list[object]) -> Callable[[int], bool]:
-    return lambda layer: kinds[layer] == SLIDING
-
-
-def _slides_by_number(config: JsonFields, family: Family) -> Callable[[int], bool]:
-    if family.windows is Windows.MOST_LAYERS:
-        pattern = config.integer("sliding_window_pattern", DEFAULT_WINDOW_PATTERN)
-        return lambda layer: (layer + 1) % pattern > 0
-    first = config.integer("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS, minimum=0)
-    return lambda layer: layer >= first
-
-
-def _window(config: JsonFields, family: Family) -> int | None:
-    """The window that layers have if they have one."""
-    if family.windows is Windows.NONE:
-        for name in ("sliding_window", "use_sliding_window"):
-            if config.has(name) and config.values[name] is not False:
-                raise config.fault(name, "absent, for this family has none", config.values[name])
-        return None
-    if family.windows is Windows.SOME_LAYERS and not config.boolean("use_sliding_window", False):
-        return None
-    if "sliding_window" in config.values and not config.has("sliding_window"):
-        return None
-    return config.integer("sliding_window", DEFAULT_WINDOW, minimum=2)
-
-
-def _layer_types(config: JsonFields, num_layers: int) -> list[object]:
-    """One kind for each layer, or nothing where config.json does not say."""
-    kinds = config.values.get("layer_types")
-    if kinds is None:
-        return []
-    listed = kinds if isinstance(kinds, list) else []
-    if len(listed) != num_layers or any(kind not in LAYER_KINDS for kind in listed):
-        expected = f"a list of {' or '.join(LAYER_KINDS)} for each of the {num_layers} layers"
-        raise config.fault("layer_types", expected, kinds)
-    return listed
-
-
-CONFIG = "config.json"
-MAX_EOS_IDS = 64
-# The number types of checkpoints that models can be computed in.
-STORED_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,12 +256,6 @@ def resolve_max_model_len(spec: ModelSpec, wanted: int | None) -> int:
     )
 
 
-# Of a config.json with a text part: what is said of the whole model, and cannot be ignored.
-_OF_THE_WHOLE = ("quantization_config", "compression_config")
-_IN_BOTH = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype")
-_TIED = "tie_word_embeddings"
-
-
 def _text_part(whole: JsonFields) -> JsonFields:
     """The fields of the text part where the model has others, else all as they are. Raises
     ConfigError."""
@@ -349,10 +277,6 @@ def _text_part(whole: JsonFields) -> JsonFields:
     # The whole knows better where an answer ends, and decides which matrices are one.
     values |= {field: whole.values[field] for field in (*_IN_BOTH, _TIED) if whole.has(field)}
     return JsonFields(values | {"architectures": [part.architecture]}, inner.where)
-
-
-# Names that early exports gave an architecture.
-_SPELT = {"LLaMAForCausalLM": "LlamaForCausalLM"}
 
 
 def _architecture(config: JsonFields) -> str:

@@ -21,6 +21,15 @@ OPERATIONS = "operations"
 PREFILL_TOKENS = "prefill_tokens"
 GIVEN, MEASURED, REFERENCE = "given", "measured", "reference"
 
+# Flag → the rate it gives, and of what
+_FLAGS = {
+    "cpu_bandwidth": ("cpu", "bytes"),
+    "ssd_bandwidth": ("ssd", "bytes"),
+    "network_bandwidth": ("network", "bytes"),
+    "flops": (OPERATIONS, "operations"),
+    "prefill_tokens_per_second": (PREFILL_TOKENS, "tokens"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Rate:
@@ -36,14 +45,6 @@ REFERENCES: Mapping[str, Rate] = {
     "ssd": Rate(7e9, REFERENCE, "bytes, one NVMe drive on PCIe 4.0 read in sequence"),
     "network": Rate(50e9, REFERENCE, "bytes, a link of 400 Gbit/s"),
     OPERATIONS: Rate(4e14, REFERENCE, "operations, 40 % of an H100's dense bfloat16 peak"),
-}
-# Flag → the rate it gives, and of what
-_FLAGS = {
-    "cpu_bandwidth": ("cpu", "bytes"),
-    "ssd_bandwidth": ("ssd", "bytes"),
-    "network_bandwidth": ("network", "bytes"),
-    "flops": (OPERATIONS, "operations"),
-    "prefill_tokens_per_second": (PREFILL_TOKENS, "tokens"),
 }
 
 

@@ -30,6 +30,8 @@ PROCESSOR_FAILED = "logits_processor_failed"  # one of another package raised fo
 INVALID_GRAMMAR = "invalid_grammar"
 OVERLOADED = "overloaded"  # the engine was full and did not take the request; try again later
 
+MAX_PRIORITY = 2**31
+
 
 class RequestExtras(
     msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, frozen=True
@@ -53,9 +55,6 @@ class RequestExtras(
 
 
 NO_EXTRAS = RequestExtras()
-
-
-MAX_PRIORITY = 2**31
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True):

@@ -26,6 +26,8 @@ from .sampling_params import SamplingParams
 # Token ids travel to the core and are hashed as little-endian int32. The core checks their range.
 BYTES_PER_TOKEN = 4
 
+_PROMPT = b"stratakv.prompt"
+
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     """Raises ValueError for an id that is no integer of 32 bits."""
@@ -46,9 +48,6 @@ def unpack_token_ids(packed: bytes) -> list[int]:
 
 
 TokenArray = npt.NDArray[np.int32]
-
-
-_PROMPT = b"stratakv.prompt"
 
 
 class BlockHasher(NamedTuple):

@@ -38,6 +38,20 @@ MAX_PATTERN_COUNT = 1024
 MAX_EXTRA_ARGS_BYTES = 16 * 1024  # as JSON
 MAX_EXTRA_ARGS_DEPTH = 8
 
+_SEEDS = 2**64
+
+_FLAGS = (
+    "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "skip_reading_prefix_cache",
+)  # fmt: skip
+_WHOLE = ("n", "max_tokens", "min_tokens", "top_k")
+_WHOLE_OR_NONE = ("seed", "logprobs", "prompt_logprobs", "thinking_token_budget")
+_MARKS = ("reasoning_start_token_ids", "reasoning_end_token_ids")
+_REAL = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+_NUMBERS = (*_WHOLE, *_WHOLE_OR_NONE, *_REAL)
+_PLAIN = frozenset((int, float, bool, str, type(None)))
+
 
 class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """End an answer once its last tokens are one pattern of `min_pattern_size` to
@@ -273,9 +287,6 @@ def check_params_for_embeds(params: SamplingParams) -> None:
         )
 
 
-_SEEDS = 2**64
-
-
 def child_params(params: SamplingParams, child: int, *, with_prompt: bool) -> SamplingParams:
     """The parameters of one of several answers to the same prompt. Each has a seed of its own;
     the prompt's log-probabilities are computed for the one `with_prompt` only."""
@@ -294,19 +305,6 @@ def with_changes(params: SamplingParams, **changes: int | None) -> SamplingParam
     for name, value in changes.items():
         msgspec.structs.force_setattr(changed, name, value)
     return changed
-
-
-_FLAGS = (
-    "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "skip_reading_prefix_cache",
-)  # fmt: skip
-_WHOLE = ("n", "max_tokens", "min_tokens", "top_k")
-_WHOLE_OR_NONE = ("seed", "logprobs", "prompt_logprobs", "thinking_token_budget")
-_MARKS = ("reasoning_start_token_ids", "reasoning_end_token_ids")
-_REAL = (
-    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
-_NUMBERS = (*_WHOLE, *_WHOLE_OR_NONE, *_REAL)
-_PLAIN = frozenset((int, float, bool, str, type(None)))
 
 
 def _plain(value: Any) -> Any:

@@ -48,10 +48,6 @@ class ClientRequest:
     request: NodeRequest
 
 
-class _Refused(Exception):
-    """A prefill node answered, and not with 200."""
-
-
 class Proxy:
     """Sends requests to nodes. Belongs to one event loop."""
 

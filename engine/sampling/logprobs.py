@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..request.logprobs import PositionLogprobs
 from .copies import to_host
-from .row_parts import row_parts
+from .row_states import row_parts
 
 # Reported for anything below it: JSON has no infinity, and a model may rule a token out.
 LOGPROB_FLOOR = -9999.0

@@ -8,7 +8,7 @@ rows that need one. Both follow BatchUpdates alone and keep nothing of a row onc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,6 +19,12 @@ from ..batch.batch_update import AddedRow, BatchUpdate, IntArray
 NO_LOGPROBS = -1
 
 _SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
+
+# A temporary of this many float64 takes 8 MiB. Of a whole batch with a large vocabulary it would
+# take hundreds, fresh from the system every time: a draw from 256 rows took five times as long.
+LOGITS_CHUNK_CPU = 2**20
+# Elsewhere there are no such caches, and each part is some thirty launches: 64 MiB.
+LOGITS_CHUNK_GPU = 2**23
 
 
 class Seeded(NamedTuple):
@@ -182,3 +188,11 @@ class RowStates(RowFollower, Generic[State]):
         self._drop(target)
         if state is not None:
             self.put(target, state)
+
+
+def row_parts(num_rows: int, vocab_size: int, device_type: str = "cpu") -> Iterator[slice]:
+    """Consecutive slices that cover all rows."""
+    at_once = LOGITS_CHUNK_CPU if device_type == "cpu" else LOGITS_CHUNK_GPU
+    size = max(1, at_once // max(1, vocab_size))
+    for start in range(0, num_rows, size):
+        yield slice(start, min(num_rows, start + size))

@@ -14,136 +14,33 @@ The logits stay on the device that computed them; parameters go there and one an
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...tiers.settings.values import ConfigError
 from ..batch.batch_update import BatchUpdate, IntArray
 from ..request.logprobs import PositionLogprobs
 from .copies import HostCopies, begin_to_host, to_device
 from .loading import LoadedProcessor
 from .logprobs import position_entries, position_tensors, raw_logprobs
-from .processors.base import Drafts, LogitsProcessor, ProcessorContext
-from .processors.builtin import BadWords, LogitBias, MinP, MinTokens, Penalties
-from .processors.guarded import GuardedProcessor
-from .processors.thinking import ThinkingBudget
-from .row_parts import row_parts
-from .row_states import NO_LOGPROBS, RowStates, SamplingRows
+from .processor_set import LogitsRows, ProcessorSet
+from .processors.base import Drafts, ProcessorContext
+from .row_states import NO_LOGPROBS, SamplingRows, row_parts
 from .token_mask import TokenMask
 from .truncation import draw_among_few, exp_, leaves_few, truncate
-
-# Penalties come behind biases: repetition looks at the sign that these leave.
-BUILT_IN: tuple[type[LogitsProcessor], ...] = (
-    MinTokens, BadWords, LogitBias, Penalties, MinP, ThinkingBudget,
-)  # fmt: skip
-
-
-class LogitsRows(NamedTuple):
-    """To what each row of logits belongs, as `LogitsProcessor.apply` explains it."""
-
-    rows: IntArray  # of the batch
-    offsets: IntArray | None = None
-    drafts: Drafts | None = None
-
-    def at(self, indices: IntArray) -> LogitsRows:
-        """Some of them."""
-        if self.offsets is None or self.drafts is None:
-            return LogitsRows(self.rows[indices])
-        drafts = [self.drafts[index] for index in indices.tolist()]
-        return LogitsRows(self.rows[indices], self.offsets[indices], drafts)
-
-
-class ProcessorSet:
-    """The logits processors of one sampler, in the order in which they are applied.
-
-    Those that can change which token is likeliest come before the greedy choice, the others after
-    the temperature. All are kept up to date; only active ones are applied.
-    """
-
-    def __init__(
-        self,
-        processors: Iterable[LogitsProcessor],
-        context: ProcessorContext | None = None,
-        loaded: Iterable[LoadedProcessor] = (),
-    ) -> None:
-        """`loaded` are of other packages and come last, in `context`; raises ConfigError for one
-        that cannot be made."""
-        others: list[GuardedProcessor] = []
-        if context is not None:
-            self._failed = RowStates[str](context.max_rows, lambda added: None)
-            others = [_guard(*one, context, self._failed.put) for one in loaded]
-        self._others = tuple(others)
-        self._all = (*processors, *others)
-        self._before_choice = [one for one in self._all if not one.is_argmax_invariant]
-        # The last word, whatever the order: nothing may weaken an end mark that is forced.
-        self._before_choice.sort(key=lambda one: isinstance(one, ThinkingBudget))
-        self._after_temperature = [one for one in self._all if one.is_argmax_invariant]
-
-    @classmethod
-    def built_in(
-        cls, context: ProcessorContext, loaded: Iterable[LoadedProcessor] = ()
-    ) -> ProcessorSet:
-        return cls((processor(context) for processor in BUILT_IN), context, loaded)
-
-    def failures(self, rows: IntArray) -> dict[int, str]:
-        """What is told of those of `rows` that processors of other packages have failed for, by
-        index, until other requests take these rows."""
-        return dict(self._failed.of(rows)) if self._others else {}
-
-    def take_drafts(self, rows: IntArray) -> npt.NDArray[np.bool_]:
-        """Whether the requests in these rows may be given draft tokens: all processors that apply
-        to them follow those."""
-        may: npt.NDArray[np.bool_] = np.ones(len(rows), np.bool_)
-        for processor in self._others:
-            may[processor.refuses_drafts(rows)] = False
-        return may
-
-    def update_state(self, update: BatchUpdate) -> None:
-        if self._others:
-            self._failed.update(update)
-        for processor in self._all:
-            processor.update_state(update)
-
-    def before_choice(self, logits: Tensor, rows: LogitsRows) -> Tensor:
-        """Bans, biases and penalties, which greedy rows obey too. May overwrite `logits`."""
-        return _apply(self._before_choice, logits, rows)
-
-    def after_temperature(self, logits: Tensor, rows: LogitsRows) -> Tensor:
-        """Apply the processors that matter to random draws only. May overwrite `logits`."""
-        return _apply(self._after_temperature, logits, rows)
-
-
-def _guard(
-    name: str,
-    kind: type[LogitsProcessor],
-    context: ProcessorContext,
-    note_failure: Callable[[int, str], None],
-) -> GuardedProcessor:
-    try:
-        return GuardedProcessor(name, kind, context, note_failure)
-    except Exception as error:  # code of others, at start
-        raise ConfigError(
-            f"the logits processor {name} cannot be made: {type(error).__name__}: {error}; its "
-            "constructor takes a ProcessorContext"
-        ) from error
-
-
-def _apply(processors: Sequence[LogitsProcessor], logits: Tensor, rows: LogitsRows) -> Tensor:
-    for processor in processors:
-        if processor.is_active:
-            logits = processor.apply(logits, *rows)
-    return logits
-
 
 NO_NUMBERS: npt.NDArray[np.float64] = np.zeros(0)
 _MASK_64 = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+
+_NONE_SHORT: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+
+# On the CPU torch finds the highest of many four times as fast as the place where it is.
+_HIGHEST_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,9 +333,6 @@ class Choice:
         )
 
 
-_NONE_SHORT: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
-
-
 def _check_drafts(belongs: LogitsRows) -> None:
     rows, offsets, drafts = belongs
     assert offsets is not None and drafts is not None
@@ -457,10 +351,6 @@ def _take(tensor: Tensor, indices: IntArray) -> Tensor:
     if len(indices) == len(tensor):
         return tensor
     return tensor[to_device(indices, tensor.device)]
-
-
-# On the CPU torch finds the highest of many four times as fast as the place where it is.
-_HIGHEST_BLOCK = 128
 
 
 def highest(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
-from ...connector.base import Match, MatchKind
+from ...connector.messages import Match, MatchKind
 from ..cache.kv_cache_coordinator import GroupBlocks
 from ..config.engine_config import SchedulerConfig
 from ..observer import Decision, Obstacle

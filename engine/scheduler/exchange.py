@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...connector.base import (
+from ...connector.messages import (
     NOTHING_FINISHED,
     ConnectorMetadata,
     ConnectorWorkerOutput,

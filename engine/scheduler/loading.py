@@ -26,7 +26,8 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from ...connector.base import KVConnectorScheduler, LoadReport
+from ...connector.base import KVConnectorScheduler
+from ...connector.messages import LoadReport
 from ..cache.kv_block import page_tables
 from ..cache.kv_cache_coordinator import GroupBlocks
 from ..cache.kv_cache_manager import KVCacheManager

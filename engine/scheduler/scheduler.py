@@ -29,11 +29,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from enum import Enum
 
-from ...connector.base import (
-    ConnectorWorkerOutput,
-    KVConnectorScheduler,
-)
-from ...tiers.context import NO_CONTEXT, RequestContext
+from ...connector.base import KVConnectorScheduler
+from ...connector.messages import ConnectorWorkerOutput
+from ...tiers.base import NO_CONTEXT, RequestContext
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config.engine_config import SchedulerConfig
 from ..observer import GuardedObservers, Observer, StepMade, StepSnapshot
@@ -47,6 +45,7 @@ from .output import (
     OutputWriter,
     SchedulerOutput,
     add_figures,
+    end_token_ids,
     fault_of,
 )
 from .places import Places
@@ -54,7 +53,6 @@ from .policies import open_policy
 from .pressure import MemoryPressure
 from .running import RunningRound
 from .step import NO_STEP, EntryKind, StepBuilder, StepInFlight
-from .stop import end_token_ids
 
 # A request that was told to ask the tiers again does so after this time at the latest, so that a
 # lost wake-up costs a moment and not the request.

@@ -13,7 +13,7 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
-from ...connector.base import ConnectorMetadata
+from ...connector.messages import ConnectorMetadata
 from ..cache.kv_block import BlockIds
 from ..cache.kv_cache_coordinator import GroupBlocks
 from ..cache.kv_cache_manager import KVCacheManager

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..request.reasoning_marks import Mark
 from ..request.request import Request
 from .base import BITS
-from .masks import Follower
+from .mask_jobs import Follower
 from .vocabulary import Vocabulary
 
 MOST_WHITE = 64  # tokens behind which an answer is given up, if nothing else could have come

@@ -33,6 +33,8 @@ BITS = 32
 LARGE_BYTES = 1024**2  # of a grammar: to free one takes long, 10 ms for 25 MB
 Words = npt.NDArray[np.int32]  # [words]: bit t % 32 of word t // 32 is token t's
 
+_MOST_FORCED = 64
+
 
 class GrammarError(ValueError):
     """This grammar cannot be followed, and why, with the position where that is known."""
@@ -150,9 +152,6 @@ def follow_forced(grammar: Grammar, num_words: int) -> None:
         word = int(row[words[0]]) & (1 << BITS) - 1
         if word & word - 1 or not matcher.accept(int(words[0]) * BITS + word.bit_length() - 1):
             return  # several, or it is one that ends the answer
-
-
-_MOST_FORCED = 64
 
 
 def fill_drafts(matcher: Matcher, drafts: Sequence[int], rows: npt.NDArray[np.int32]) -> list[bool]:

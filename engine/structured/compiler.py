@@ -28,10 +28,10 @@ import numpy as np
 
 from ..request.structured_params import GrammarSpec
 from .base import BITS, Backend, Grammar, GrammarError, NotNow, Words
-from .fair_queue import FairQueue, Shares
-from .followed_apart import GrammarApart
-from .grammar_processes import FollowingProcess, GrammarProcesses, TooSlow
-from .limited_thread import Job, Limit, LimitedThread
+from .processes.fair_queue import FairQueue, Shares
+from .processes.followed_apart import GrammarApart
+from .processes.grammar_processes import FollowingProcess, GrammarProcesses, TooSlow
+from .processes.limited_thread import Job, Limit, LimitedThread
 
 logger = logging.getLogger(__name__)
 

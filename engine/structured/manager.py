@@ -31,14 +31,18 @@ from .compiler import (
     GrammarCompiler,
     TooManyGrammars,
 )
-from .fair_queue import Shares
-from .grammar_processes import GrammarProcesses
-from .limited_thread import Limit
-from .masks import MASK_LIMIT, SLOW_SECONDS, AheadMaker, Follower, MaskJob, MaskMaker
+from .mask_jobs import SLOW_SECONDS, Follower, MaskJob
+from .masks import MASK_LIMIT, MaskMaker
+from .masks_ahead import AheadMaker
+from .processes.fair_queue import Shares
+from .processes.grammar_processes import GrammarProcesses
+from .processes.limited_thread import Limit
 from .vocabulary import Vocabulary
 
 _JSON_KINDS = (Kind.JSON, Kind.JSON_OBJECT, Kind.STRUCTURAL_TAG)
 _NO_DRAFTS: Mapping[str, Sequence[int]] = {}
+
+_FAILED = "the answer cannot follow its grammar any further"
 
 
 class Waiting(NamedTuple):
@@ -472,6 +476,3 @@ class GrammarManager:
 
 def _nothing() -> None:
     """Nobody is to be woken."""
-
-
-_FAILED = "the answer cannot follow its grammar any further"

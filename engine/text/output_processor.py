@@ -23,6 +23,11 @@ from .detokenizer import Decoder, IncrementalDetokenizer
 from .reasoning import Thoughts
 from .tool_calls.base import CallPiece
 
+# More than any first token's text depends on.
+_CONTEXT_TOKENS = 16
+
+_GOES_ON = TokenOutput(request_id="", new_token_ids=[])
+
 
 class StopStrings:
     """Looks for the stop strings of one request in text that arrives in pieces. Joined, the results
@@ -84,10 +89,6 @@ def _overlap(text: str, stop: str, most: int) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
-
-
-# More than any first token's text depends on.
-_CONTEXT_TOKENS = 16
 
 
 @dataclass(slots=True)
@@ -231,9 +232,6 @@ def _is_json(params: SamplingParams) -> bool:
     """Whether a grammar has the whole answer be JSON, as calls that are required are."""
     asked = params.structured_outputs
     return asked is not None and (asked.json is not None or bool(asked.json_object))
-
-
-_GOES_ON = TokenOutput(request_id="", new_token_ids=[])
 
 
 async def generate_text(

@@ -9,102 +9,17 @@ special_tokens.py.
 from __future__ import annotations
 
 import hashlib
-import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
-import msgspec
 from tokenizers import Tokenizer as FastTokenizer
 
 from ...tiers.settings.values import ConfigError
 from ..models.checkpoint.files import is_there
 from ..models.checkpoint.json_fields import read_json
-from ..request.sampling_params import MAX_BAD_SEQUENCE_TOKENS, SamplingParams
 from .special_tokens import add_tokens, read_settings
-
-# Any text would do; tokenizers that mark the start of a text mark this one instead of the space.
-_ANCHOR = "a"
-
-
-def with_spelt_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """The same parameters with the spellings of their bad words among `bad_words_token_ids`.
-
-    Doing it twice changes nothing. Raises ValueError without a tokenizer, and as
-    `spell_bad_words` does.
-    """
-    if not params.bad_words:
-        return params
-    if tokenizer is None:
-        raise ValueError("bad_words need a tokenizer; use bad_words_token_ids instead")
-    spelt = spell_bad_words(tokenizer, params.bad_words)
-    sequences = tuple(dict.fromkeys((*params.bad_words_token_ids, *spelt)))
-    return msgspec.structs.replace(params, bad_words_token_ids=sequences)
-
-
-def spell_bad_words(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is spelt at the start of a text and after a space, without special tokens
-    around it; every spelling once. Raises ValueError, naming the word, for one that cannot be spelt
-    or takes too many tokens.
-
-    A word has one spelling at the start of a text and often another one after a space:
-
-        byte-level    "word" → word       "a word" → a Ġword
-        SentencePiece "word" → ▁word      "a word" → ▁a ▁word      the same, kept once
-
-    Both are used, so spaces around a word mean nothing.
-    """
-    spelt: dict[tuple[int, ...], None] = {}
-    for word in words:
-        spelt.update(dict.fromkeys(_spellings(tokenizer, word)))
-    return tuple(spelt)
-
-
-def _spellings(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
-    bare = word.strip(" ")
-    try:
-        candidates = [_encode(tokenizer, bare), _encode_after_space(tokenizer, bare)]
-    except ValueError as error:
-        raise ValueError(f"bad_words must be valid texts, got {word!r}: {error}") from error
-    # Some vocabularies drop what they lack, or have one token for all of it.
-    found = [ids for ids in candidates if ids and _same(_decode(tokenizer, ids), bare)]
-    if not found:
-        raise ValueError(
-            f"bad_words must be words that the model's tokens can spell, got {word!r}; leave it out"
-        )
-    longest = max(map(len, found))
-    if longest > MAX_BAD_SEQUENCE_TOKENS:
-        raise ValueError(
-            f"bad_words must take at most {MAX_BAD_SEQUENCE_TOKENS} tokens each, got {word!r}, "
-            f"which takes {longest}"
-        )
-    return found
-
-
-def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
-
-
-def _encode_after_space(tokenizer: Tokenizer, word: str) -> tuple[int, ...]:
-    """The tokens after the anchor's own; nothing where the two cannot be told apart."""
-    anchor = _encode(tokenizer, _ANCHOR)
-    whole = _encode(tokenizer, f"{_ANCHOR} {word}")
-    return whole[len(anchor) :] if whole[: len(anchor)] == anchor else ()
-
-
-def _decode(tokenizer: Tokenizer, ids: tuple[int, ...]) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def _same(first: str, second: str) -> bool:
-    """Whether two texts differ in no more than a tokenizer's normalisation may change."""
-    return _folded(first) == _folded(second) != ""
-
-
-def _folded(text: str) -> str:
-    return unicodedata.normalize("NFKC", text).casefold().replace(" ", "")
-
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"

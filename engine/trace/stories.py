@@ -22,6 +22,11 @@ from .records import (
     StartRecord,
 )
 
+# Obstacles of one request alone: whoever stands behind it goes first.
+_STANDS_ASIDE = {
+    each.value for each in (Obstacle.LOOKUP, Obstacle.WRITER, Obstacle.PREFILL, Obstacle.MASK)
+}
+
 
 class State(Enum):
     """What a request does."""
@@ -31,10 +36,6 @@ class State(Enum):
     RUNNING = "running"
 
 
-# Obstacles of one request alone: whoever stands behind it goes first.
-_STANDS_ASIDE = {
-    each.value for each in (Obstacle.LOOKUP, Obstacle.WRITER, Obstacle.PREFILL, Obstacle.MASK)
-}
 _ENTERS = {
     Decision.QUEUED.value: State.WAITING,
     Decision.WAITS.value: State.WAITING,

@@ -7,23 +7,38 @@ and so holds zeros for ever.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
 import math
+import mmap
+import os
+import threading
+import weakref
 from dataclasses import replace
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from ...kernels.cpu.huge_pages import HUGE_PAGE_BYTES, ask_for_huge_pages
+from ...kernels.cpu.library import CpuLibrary, cpu_library
 from ...tiers.block import BlockLayout
 from ...tiers.settings.sizes import rough_size
-from ...tiers.settings.values import ConfigError
+from ...tiers.settings.values import MIB, ConfigError
 from ..models.checkpoint.checkpoint import CPU
 from ..models.dtypes import pool_dtype
 from .pool_demand import SHARE_FLAG, check_memory
-from .pool_memory import zeroed_memory
+
+AT_ONCE_BYTES = 128 * MIB
+# Of a larger pool: what the first requests write before the thread has gone far.
+_FIRST_BYTES = 32 * MIB
+_LOWEST_PRIORITY = 19
 
 
 class KvPool:
     """`tensor` is `[num_blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]`,
-    contiguous, zeroed (on the CPU by `pool_memory.py`). `kernel_tensor` is the same memory as
+    contiguous, zeroed. `kernel_tensor` is the same memory as
     attention sees it, and `kernel_layout` how a block lies there: as above, unless attention reads
     smaller blocks, of which a block holds several."""
 
@@ -74,3 +89,45 @@ def block_shape(layout: BlockLayout) -> tuple[int, ...]:
 
 def _memory_of(device: torch.device) -> str:
     return "memory" if device.type == "cpu" else f"the memory of {device}"
+
+
+def zeroed_memory(num_bytes: int) -> Tensor:
+    """`[num_bytes]` uint8 zeros, in huge pages where the system has some. Of more than
+    AT_ONCE_BYTES the first pages are there at once. The others are taken by a thread of the lowest
+    priority, which ends when that is done or the memory is gone; without the compiled library, or
+    where no thread can be had, each comes when it is first used. Raises OSError or RuntimeError
+    where the memory cannot be had."""
+    if num_bytes <= AT_ONCE_BYTES:  # by malloc, which may have pages of an earlier pool
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        ask_for_huge_pages(memory)
+        return memory.zero_()
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    try:
+        mapped = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=private)
+    except OverflowError as error:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
+    lent = np.frombuffer(mapped, np.uint8)  # lives as long as any tensor over this memory
+    ends = ctypes.c_int64(0)
+    weakref.finalize(lent, setattr, ends, "value", 1)
+    whole = torch.from_numpy(lent)
+    start = -whole.data_ptr() % HUGE_PAGE_BYTES
+    memory = whole[start : start + num_bytes]
+    ask_for_huge_pages(memory)
+    memory[:_FIRST_BYTES].zero_()
+    library = cpu_library()
+    if isinstance(library, CpuLibrary):
+        arguments = (library, mapped, memory.data_ptr(), num_bytes, ends)
+        name = "pool-pages"
+        taker = threading.Thread(target=_take_pages, args=arguments, name=name, daemon=True)
+        with contextlib.suppress(RuntimeError):  # that there is no thread is no lack of memory
+            taker.start()
+    return memory
+
+
+def _take_pages(
+    library: CpuLibrary, mapped: mmap.mmap, address: int, num_bytes: int, ends: ctypes.c_int64
+) -> None:
+    """`mapped` is kept meanwhile, or the memory could be another's."""
+    with contextlib.suppress(OSError):  # a sandbox may refuse it: the pages are wanted all the same
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+    library.take_pages(address, num_bytes, ctypes.byref(ends))

@@ -24,14 +24,8 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 import torch
 
-from ...connector.base import (
-    CLOSE_SECONDS,
-    NOTHING_TO_MOVE,
-    ConnectorMetadata,
-    ConnectorWorkerOutput,
-    KVConnectorWorker,
-    NullConnectorWorker,
-)
+from ...connector.base import CLOSE_SECONDS, KVConnectorWorker, NullConnectorWorker
+from ...connector.messages import NOTHING_TO_MOVE, ConnectorMetadata, ConnectorWorkerOutput
 from ..batch.batch_update import IntArray
 from ..cache.group_spec import plan_groups
 from ..models.decoder import Decoder
@@ -44,11 +38,10 @@ from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
 from .block_table import BlockTable, MultiGroupBlockTable
 from .forward.attention_metadata import ranges
 from .forward.forward import LateTokens, StepInputs, step_order
-from .input_batch import ExpectedTokens, InputBatch
+from .input_batch import ExpectedTokens, InputBatch, PromptEmbeds
 from .kv_pool import KvPool
 from .pool_demand import PoolDemand, check_pool_size
 from .pooling import PoolingCollector
-from .prompt_embeds import PromptEmbeds
 from .prompt_logprobs import PromptLogprobsCollector
 from .runtime.device_config import Placement
 from .runtime.device_runtime import DeviceRuntime
@@ -62,6 +55,12 @@ from .runtime.runtimes import (
     open_sizer,
 )
 from .step_batch import StepBatch
+
+NO_ROWS: IntArray = np.zeros(0, np.int64)
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PLACEMENT = Placement()
 
 
 class StepRefused(RuntimeError):
@@ -86,13 +85,6 @@ class SampledStep(NamedTuple):
 
     choice: Choice
     expected: ExpectedTokens
-
-
-NO_ROWS: IntArray = np.zeros(0, np.int64)
-
-logger = logging.getLogger(__name__)
-
-DEFAULT_PLACEMENT = Placement()
 
 
 P = ParamSpec("P")

@@ -23,6 +23,10 @@ MAX_SPLITS = 256
 DOT_ROWS = 16  # the fewest rows of a matrix product; groups are padded to it
 NEWEST = (9, 0)  # what is taken where there is no device: in the interpreter
 
+DOT_MANY = "dot, many heads"
+
+HEAD_SIZES = (64, 128, 256)
+
 
 class Row(NamedTuple):
     tile: int  # tokens
@@ -33,7 +37,6 @@ class Row(NamedTuple):
 # How scores are computed: sums of products where no heads share a kv head, else matrix products.
 # More heads than the fewest rows of a product take other rows where numbers are converted.
 VECTOR, DOT, DOT_TOKEN_SCALES = "vector", "dot", "dot, a scale for each token"
-DOT_MANY = "dot, many heads"
 
 # Lowest capability -> (path, bytes of a pool element, largest head size) -> row.
 # Chosen by what the compiler says: no spill, and few enough registers that several programs share
@@ -71,7 +74,6 @@ TABLE: dict[tuple[int, int], dict[tuple[str, int, int], Row]] = {
         (VECTOR, 1, 256): Row(16, 4, 3),
     },
 }
-HEAD_SIZES = (64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)

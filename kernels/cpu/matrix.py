@@ -26,6 +26,8 @@ from .workspace import ResultMemory, Workspace
 SILU, GELU_TANH = 0, 1
 _MANY_BYTES = 8 << 20  # of results, as the logits of many requests are
 
+_OF_THREAD = threading.local()
+
 
 def reason_against_matrices(dtype: torch.dtype, device: torch.device) -> str | None:
     """Why the library cannot multiply by matrices of this type, or None."""
@@ -150,9 +152,6 @@ def _workspace() -> Workspace:
     if found is None:
         found = _OF_THREAD.workspace = Workspace()
     return found
-
-
-_OF_THREAD = threading.local()
 
 
 def _padded(

@@ -14,10 +14,10 @@ from enum import StrEnum
 
 import torch
 
-from stratakv.connector.base import EvictedBlock, MatchKind
+from stratakv.connector.copy_signal import CopySignal
+from stratakv.connector.messages import EvictedBlock, MatchKind
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
-from stratakv.connector.transfer import CopySignal
 from stratakv.tiers.block import BlockLayout, pack_key
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 

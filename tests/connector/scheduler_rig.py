@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from stratakv.connector.base import (
+from stratakv.connector.copy_signal import CopySignal
+from stratakv.connector.messages import (
     ConnectorMetadata,
     ConnectorWorkerOutput,
     EvictedBlock,
     LoadReport,
 )
 from stratakv.connector.offload_scheduler import OffloadScheduler
-from stratakv.connector.transfer import CopySignal
 from stratakv.tiers.base import StoreTier
 from stratakv.tiers.block import BlockLayout, pack_key
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy

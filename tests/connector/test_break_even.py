@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from stratakv.connector.base import ConnectorWorkerOutput, MatchKind
+from stratakv.connector.costs.calibration import COPIES, LEAST_READ_BYTES, in_words
+from stratakv.connector.costs.economics import Economics
 from stratakv.connector.device.cpu import CpuCopyDevice
-from stratakv.connector.economics import COPIES, LEAST_READ_BYTES, Economics, in_words
+from stratakv.connector.messages import ConnectorWorkerOutput, MatchKind
 from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.tiers.base import ReadSample
 from stratakv.tiers.errors import TierClosed

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stratakv.connector.base import EvictedBlock, LoadReport
 from stratakv.connector.build import OffloadSettings, build_offload
+from stratakv.connector.messages import EvictedBlock, LoadReport
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.mac_key import MacKey

@@ -9,11 +9,10 @@ from concurrent.futures import Future
 
 import pytest
 
-from stratakv.connector.economics import Choice
+from stratakv.connector.copy_signal import CopySignal
+from stratakv.connector.costs.economics import Choice
 from stratakv.connector.offload_scheduler import OffloadScheduler
-from stratakv.connector.transfer import CopySignal
-from stratakv.tiers.base import StoreTier
-from stratakv.tiers.context import NO_CONTEXT, RequestContext
+from stratakv.tiers.base import NO_CONTEXT, RequestContext, StoreTier
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.tag import Proof

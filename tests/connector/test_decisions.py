@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import time
 
-from stratakv.connector.base import ConnectorWorkerOutput, MatchKind
-from stratakv.connector.economics import PROBE_EVERY
+from stratakv.connector.costs.economics import PROBE_EVERY
+from stratakv.connector.messages import ConnectorWorkerOutput, MatchKind
 from stratakv.tiers.block import pack_key
 
 from .test_offload_scheduler import WAIT_SECONDS, Rig, digest, request, rig

@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from stratakv.connector.economics import (
+from stratakv.connector.costs.economics import (
     GRACE_SECONDS,
     PROBE_BLOCKS,
     PROBE_EVERY,

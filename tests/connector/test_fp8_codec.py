@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stratakv.connector.fp8_codec import DTYPES, Fp8Codec
+from stratakv.connector.device.fp8_codec import DTYPES, Fp8Codec
 from stratakv.tiers.base import Stored
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.codecs.choice import make_codec

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from stratakv.connector.base import MatchKind, Part
 from stratakv.connector.build import OffloadSettings, build_offload
-from stratakv.connector.economics import Choice
+from stratakv.connector.costs.economics import Choice
+from stratakv.connector.messages import MatchKind, Part
 from stratakv.connector.parts import FirstSeen, Parts
 from stratakv.engine.cache.block_hash import make_block_hasher
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager

@@ -13,9 +13,9 @@ from stratakv.connector import kept_turns as module
 from stratakv.tiers.base import Answer
 from stratakv.tiers.block import pack_key
 from stratakv.tiers.contract import filled_buffers
-from stratakv.tiers.remote.address import ServerAddress
+from stratakv.tiers.remote.membership import ServerAddress
+from stratakv.tiers.remote.remote_settings import RemoteSettings
 from stratakv.tiers.remote.remote_store import RemoteStore, open_remote
-from stratakv.tiers.remote.settings import RemoteSettings
 
 from ..tiers.cache_server.rig import WAIT_SECONDS, RunningServer, running_server
 from .scheduler_rig import LAYOUT, Rig, digest

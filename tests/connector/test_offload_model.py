@@ -22,12 +22,12 @@ import numpy as np
 import pytest
 import torch
 
-from stratakv.connector.base import EvictedBlock, LoadReport, MatchKind
+from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.device.base import DeviceError, Event, Stream
 from stratakv.connector.device.cpu import CpuCopyDevice
+from stratakv.connector.messages import EvictedBlock, LoadReport, MatchKind
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
-from stratakv.connector.transfer import CopySignal
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierBusy, TierError
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from stratakv.connector.base import (
+from stratakv.connector.loads import Loads
+from stratakv.connector.lookups import REMEMBERED_LOOKUPS
+from stratakv.connector.messages import (
     NOTHING_FINISHED,
     NOTHING_TO_MOVE,
     ConnectorWorkerOutput,
@@ -16,8 +18,6 @@ from stratakv.connector.base import (
     LoadReport,
     MatchKind,
 )
-from stratakv.connector.loads import Loads
-from stratakv.connector.lookups import REMEMBERED_LOOKUPS
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.tiers.base import Answer
 from stratakv.tiers.block import pack_key

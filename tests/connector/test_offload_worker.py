@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from stratakv.connector.base import ConnectorMetadata, ConnectorWorkerOutput, CopyJob
+from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.device.base import DeviceError, Event, Stream
 from stratakv.connector.device.cpu import CpuCopyDevice, CpuEvent
+from stratakv.connector.messages import ConnectorMetadata, ConnectorWorkerOutput, CopyJob
 from stratakv.connector.offload_worker import OffloadWorker
-from stratakv.connector.transfer import CopySignal
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.slab.cpu_slab import CpuSlab
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from stratakv.connector.base import ConnectorMetadata, CopyJob, EvictedBlock
 from stratakv.connector.device.base import Event, Stream
+from stratakv.connector.messages import ConnectorMetadata, CopyJob, EvictedBlock
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from stratakv.connector.base import ConnectorMetadata, CopyJob, LoadReport, MatchKind
-from stratakv.connector.economics import Choice
+from stratakv.connector.costs.economics import Choice
+from stratakv.connector.messages import ConnectorMetadata, CopyJob, LoadReport, MatchKind
 
 from .scheduler_rig import WAIT_SECONDS, FakeRequest, Rig, digest, request
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from stratakv.connector.base import ConnectorWorkerOutput, MatchKind
-from stratakv.connector.economics import Choice
+from stratakv.connector.copy_signal import CopySignal
+from stratakv.connector.costs.economics import Choice
+from stratakv.connector.messages import ConnectorWorkerOutput, MatchKind
 from stratakv.connector.offload_scheduler import OffloadScheduler
-from stratakv.connector.transfer import CopySignal
 from stratakv.tiers.base import Answer
 from stratakv.tiers.block import pack_key
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy

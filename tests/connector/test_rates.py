@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from stratakv.connector.rates import MEMORY_STEPS, LinkRate, PrefillRate
+from stratakv.connector.costs.rates import MEMORY_STEPS, LinkRate, PrefillRate
 
 
 def context(start: int, count: int) -> int:

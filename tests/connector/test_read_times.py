@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from stratakv.connector.rates import LinkRate, ReadTimes
+from stratakv.connector.costs.rates import LinkRate, ReadTimes
 from stratakv.tiers.hierarchy.promotions import LoadTicket
 
 BLOCK_BYTES = 1000

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratakv.connector.transfer import CopySignal, Run, merge_runs
+from stratakv.connector.copy_signal import CopySignal
+from stratakv.connector.device.copy_plan import Run, merge_runs
 
 
 def test_neighbours_on_both_sides_are_one_run() -> None:

@@ -17,13 +17,13 @@ import msgspec
 import pytest
 import torch
 
-from stratakv.connector.base import ConnectorMetadata, ConnectorWorkerOutput, EvictedBlock
 from stratakv.connector.build import (
     OffloadSettings,
     WorkerDescription,
     build_scheduler_side,
     build_worker_side,
 )
+from stratakv.connector.messages import ConnectorMetadata, ConnectorWorkerOutput, EvictedBlock
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.tier_settings import CpuSettings, SsdSettings
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.connector.base import Part
 from stratakv.connector.build import OffloadSettings, build_offload
-from stratakv.connector.economics import Choice
+from stratakv.connector.costs.economics import Choice
+from stratakv.connector.messages import Part
 from stratakv.connector.parts import Parts
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
 from stratakv.engine.request.request import Request

@@ -20,7 +20,7 @@ STARTERS = (
     "stratakv.engine.api.openai.templates.process",
     "stratakv.engine.client.launcher",
     "stratakv.engine.core.worker_process.process_executor",
-    "stratakv.engine.structured.grammar_processes",
+    "stratakv.engine.structured.processes.grammar_processes",
 )
 
 

@@ -26,8 +26,8 @@ from stratakv.engine.config.engine_options import EMBEDDED_MODEL, engine_config
 from stratakv.engine.core.offload import offload_settings
 from stratakv.tiers.admission import make_filter
 from stratakv.tiers.admission.base import AdmissionFilter
-from stratakv.tiers.admission.choice import FILTERS
 from stratakv.tiers.admission.contract import check_filter_contract
+from stratakv.tiers.admission.filters import FILTERS
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.cache_server.access.tenants import Quota
 from stratakv.tiers.cache_server.tenant_store import TenantStore

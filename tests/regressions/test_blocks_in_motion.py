@@ -17,9 +17,9 @@ from stratakv.tiers.cache_server.tenant_store import FORGET_SECONDS, TenantStore
 from stratakv.tiers.contract import make_keys, payload_of
 from stratakv.tiers.errors import TierDown
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.remote.address import ServerAddress
+from stratakv.tiers.remote.membership import ServerAddress
+from stratakv.tiers.remote.remote_settings import RemoteSettings
 from stratakv.tiers.remote.remote_store import RemoteStore, open_remote
-from stratakv.tiers.remote.settings import RemoteSettings
 from stratakv.tiers.reopening_store import StandbyStore
 from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.ssd import SsdStore

@@ -27,10 +27,10 @@ from stratakv.tiers.cache_server.access.tls import TlsFiles
 from stratakv.tiers.cache_server.transports.memory_server import MemoryServer
 from stratakv.tiers.contract import make_keys, put
 from stratakv.tiers.errors import TierConfigError, TierError
-from stratakv.tiers.remote.address import ServerAddress
 from stratakv.tiers.remote.credentials import Credentials
+from stratakv.tiers.remote.membership import ServerAddress
+from stratakv.tiers.remote.remote_settings import RemoteSettings
 from stratakv.tiers.remote.remote_store import open_remote
-from stratakv.tiers.remote.settings import RemoteSettings
 from stratakv.tiers.wire.frames import encode_greeting
 from stratakv.tiers.wire.own_token import find_token, leave_token, take_away_token
 from stratakv.tiers.wire.sockets import ConnectionLost

@@ -21,12 +21,12 @@ from stratakv.tiers.base import Stored
 from stratakv.tiers.cache_server import tenant_store as tenant_store_module
 from stratakv.tiers.cache_server.access.shares import Shares
 from stratakv.tiers.contract import make_buffers, make_keys
-from stratakv.tiers.remote.address import ServerAddress
-from stratakv.tiers.remote.block_connection import Refused
-from stratakv.tiers.remote.data_client import DataConnection
-from stratakv.tiers.remote.memory_client import MemoryConnection
+from stratakv.tiers.remote.membership import ServerAddress
+from stratakv.tiers.remote.remote_settings import RemoteSettings
 from stratakv.tiers.remote.remote_store import open_remote
-from stratakv.tiers.remote.settings import RemoteSettings
+from stratakv.tiers.remote.transports.block_connection import Refused
+from stratakv.tiers.remote.transports.data_client import DataConnection
+from stratakv.tiers.remote.transports.memory_client import MemoryConnection
 from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.wire.frames import (
     WELCOME,
@@ -138,7 +138,9 @@ def test_t02_memory_without_seals(tmp_path: Path, seals: int) -> None:
 def test_t02_a_client_that_refuses_memory_takes_the_socket(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("stratakv.tiers.remote.memory_client.has_fixed_size", lambda _fd: False)
+    monkeypatch.setattr(
+        "stratakv.tiers.remote.transports.memory_client.has_fixed_size", lambda _fd: False
+    )
     with running_server() as server:
         store = open_remote([ServerAddress("127.0.0.1", server.port)], LAYOUT, RemoteSettings())
         try:

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from stratakv.connector.base import ConnectorMetadata, CopyJob, Match, MatchKind
-from stratakv.connector.economics import Choice, Plan
+from stratakv.connector.copy_signal import CopySignal
+from stratakv.connector.costs.economics import Choice, Plan
+from stratakv.connector.messages import ConnectorMetadata, CopyJob, Match, MatchKind
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
-from stratakv.connector.transfer import CopySignal
 from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.core.engine_core import MAX_FAILED_STEPS, EngineCore
 from stratakv.engine.worker.block_table import BlockTable, MultiGroupBlockTable

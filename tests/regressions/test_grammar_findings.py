@@ -21,7 +21,7 @@ from stratakv.engine.request.structured_params import (
 from stratakv.engine.structured.answers import MOST_WHITE, White
 from stratakv.engine.structured.backends import open_backend
 from stratakv.engine.structured.base import Backend, GrammarError
-from stratakv.engine.structured.masks import Follower
+from stratakv.engine.structured.mask_jobs import Follower
 from stratakv.engine.structured.xgrammar_scope import why_unsupported, why_untamed
 
 from ..engine.structured.vocabularies import embedded, say, words

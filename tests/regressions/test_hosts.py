@@ -14,7 +14,7 @@ from stratakv.engine.cli.serve import api_settings
 from stratakv.engine.config.server_options import ServerConfig
 from stratakv.engine.router.app import Router
 from stratakv.engine.router.settings import NodeAddress, RouterConfig
-from stratakv.tiers.cache_server.metrics import MetricsEndpoint
+from stratakv.tiers.cache_server.metrics_endpoint import MetricsEndpoint
 from stratakv.tiers.settings import readers
 from stratakv.tiers.settings.values import ConfigError
 

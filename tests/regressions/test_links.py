@@ -20,10 +20,10 @@ from stratakv.tiers.cache_server.access.tls import TlsFiles
 from stratakv.tiers.cache_server.slab_serving import process
 from stratakv.tiers.cache_server.slab_serving.served_files import ServedFiles
 from stratakv.tiers.errors import TierConfigError
-from stratakv.tiers.remote.address import ServerAddress
 from stratakv.tiers.remote.credentials import Credentials
+from stratakv.tiers.remote.membership import ServerAddress
+from stratakv.tiers.remote.remote_settings import RemoteSettings
 from stratakv.tiers.remote.server_link import ServerLink, open_channel
-from stratakv.tiers.remote.settings import RemoteSettings
 from stratakv.tiers.wire.rpc import Stub
 
 from ..tiers.cache_server.rig import LAYOUT, WAIT_SECONDS, running_server

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from stratakv.connector.base import MatchKind
-from stratakv.connector.economics import Choice
+from stratakv.connector.copy_signal import CopySignal
+from stratakv.connector.costs.economics import Choice
+from stratakv.connector.messages import MatchKind
 from stratakv.connector.offload_scheduler import OffloadScheduler
-from stratakv.connector.transfer import CopySignal
 from stratakv.engine.cli.serve import _tell_start
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL, engine_config
 from stratakv.engine.config.server_options import ServerConfig
@@ -23,7 +23,7 @@ from stratakv.engine.request.messages import PROTOCOL_VERSION, Ready
 from stratakv.tiers.admission import AdmissionFilter
 from stratakv.tiers.base import Answer
 from stratakv.tiers.block import BlockLayout, pack_key
-from stratakv.tiers.hierarchy.guarded_store import LATE_ANSWERS
+from stratakv.tiers.hierarchy.breaker import LATE_ANSWERS
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.testing.fault_plan import parse_faults

@@ -16,9 +16,9 @@ import pytest
 from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.contract import make_buffers, make_keys, payload_of, put
 from stratakv.tiers.errors import TierError
-from stratakv.tiers.remote.address import ServerAddress
+from stratakv.tiers.remote.membership import ServerAddress
+from stratakv.tiers.remote.remote_settings import RemoteSettings
 from stratakv.tiers.remote.remote_store import RemoteStore, open_remote
-from stratakv.tiers.remote.settings import RemoteSettings
 from stratakv.tiers.remote.transfers import Transfers
 from stratakv.tiers.wire.frames import GREETING, REQUEST, encode_greeting
 from stratakv.tiers.wire.limits import Limits

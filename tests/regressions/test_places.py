@@ -17,8 +17,8 @@ from stratakv.tiers.cache_server.transports import memory_server
 from stratakv.tiers.cache_server.transports.memory_server import MemoryServer
 from stratakv.tiers.cache_server.transports.session_server import SessionSettings
 from stratakv.tiers.errors import TierConfigError
-from stratakv.tiers.remote.address import ServerAddress
 from stratakv.tiers.remote.credentials import Credentials
+from stratakv.tiers.remote.membership import ServerAddress
 from stratakv.tiers.settings.values import ConfigError
 from stratakv.tiers.wire.limits import Limits
 from stratakv.tiers.wire.own_token import find_token, leave_token

@@ -13,7 +13,7 @@ import h11
 import numpy as np
 import pytest
 
-from stratakv.engine.api.http.server import MAX_HEADER_BYTES, _BoundedHeads
+from stratakv.engine.api.http.http_protocol import MAX_HEADER_BYTES, _BoundedHeads
 from stratakv.engine.config.cache_server_options import read_options, server_settings
 from stratakv.engine.request.prompt_embeds import EmbedsError, read_embeds, write_embeds
 from stratakv.engine.trace.records import DroppedRecord

@@ -15,7 +15,7 @@ import pytest
 from stratakv.engine.cli.main import main
 from stratakv.engine.router.settings import read_node
 from stratakv.tiers.errors import TierConfigError
-from stratakv.tiers.remote.address import parse_address
+from stratakv.tiers.remote.membership import parse_address
 from stratakv.tiers.remote.server_link import ServerLink
 from stratakv.tiers.settings import readers
 from stratakv.tiers.settings.values import ConfigError

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.connector.economics import Economics, in_words
+from stratakv.connector.costs.calibration import in_words
+from stratakv.connector.costs.economics import Economics
 from stratakv.engine.cli.serve import _tell_start
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL, engine_config
 from stratakv.engine.config.server_options import ServerConfig

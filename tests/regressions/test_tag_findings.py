@@ -16,10 +16,10 @@ from stratakv.tiers.cache_server.tenant_store import TenantStore
 from stratakv.tiers.contract import fetch, filled_buffers, make_buffers, make_keys, payload_of
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.mac_key import MacKey
-from stratakv.tiers.remote.address import ServerAddress
-from stratakv.tiers.remote.block_connection import BlockConnection
-from stratakv.tiers.remote.memory_client import MemoryConnection
+from stratakv.tiers.remote.membership import ServerAddress
 from stratakv.tiers.remote.remote_store import RemoteStore, open_remote
+from stratakv.tiers.remote.transports.block_connection import BlockConnection
+from stratakv.tiers.remote.transports.memory_client import MemoryConnection
 from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.tag import Proof, Tagger

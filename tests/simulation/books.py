@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from stratakv.tiers.hierarchy.guarded_store import MAX_PROBES
+from stratakv.tiers.hierarchy.breaker import MAX_PROBES
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.hierarchy.write_back import BATCHES_IN_FLIGHT, SHARES_OF_SLAB
 from stratakv.tiers.hierarchy.writes import LATE_SHARE

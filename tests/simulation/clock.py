@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 from stratakv.tiers import mailbox
-from stratakv.tiers.hierarchy.guarded_store import Breaker
+from stratakv.tiers.hierarchy.breaker import Breaker
 from stratakv.tiers.mailbox import Alarm
 
 PRODUCT = "stratakv."

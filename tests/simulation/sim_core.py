@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stratakv.connector.economics import Choice
+from stratakv.connector.copy_signal import CopySignal
+from stratakv.connector.costs.economics import Choice
+from stratakv.connector.costs.rates import PrefillRate
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
-from stratakv.connector.rates import PrefillRate
-from stratakv.connector.transfer import CopySignal
 from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.core.calls import CoreCalls
 from stratakv.engine.core.engine_core import EngineCore

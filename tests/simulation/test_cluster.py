@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.connector.base import Match
+from stratakv.connector.messages import Match
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.prefill_decode.prefill_waits import End, PrefillWaits, WaitLimit
 from stratakv.engine.core import request_builder

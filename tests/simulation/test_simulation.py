@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 
 from stratakv.connector import loads
-from stratakv.connector.base import ConnectorMetadata, CopyJob, EvictedBlock, LoadReport
+from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.device.base import Stream
+from stratakv.connector.messages import ConnectorMetadata, CopyJob, EvictedBlock, LoadReport
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
-from stratakv.connector.transfer import CopySignal
 from stratakv.engine.batch.batch_update import BatchUpdate
 from stratakv.engine.scheduler.output import SchedulerOutput
 from stratakv.engine.worker.step_batch import StepBatch

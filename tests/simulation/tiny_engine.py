@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from stratakv.connector.base import ConnectorMetadata
+from stratakv.connector.messages import ConnectorMetadata
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.engine.batch.batch_update import BatchUpdate

@@ -16,12 +16,12 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from stratakv.connector.copy_signal import CopySignal
+from stratakv.connector.costs.economics import Choice
 from stratakv.connector.device.base import DeviceError
-from stratakv.connector.economics import Choice
 from stratakv.connector.offload_scheduler import CLOSE_SECONDS, OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.connector.parts import Parts as KeyParts
-from stratakv.connector.transfer import CopySignal
 from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
 from stratakv.engine.scheduler.exchange import LOAD_FAILED

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import asdict
 
-from stratakv.tiers.histogram import Histogram
+from stratakv.tiers.base import Histogram
 
 
 def test_values_on_between_and_beyond_the_bounds() -> None:

@@ -22,9 +22,9 @@ from stratakv.tiers.base import Stored
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.contract import make_buffers, make_keys, payload_of
 from stratakv.tiers.errors import TierError
-from stratakv.tiers.remote.address import ServerAddress
+from stratakv.tiers.remote.membership import ServerAddress
+from stratakv.tiers.remote.remote_settings import RemoteSettings
 from stratakv.tiers.remote.remote_store import RemoteStore, open_remote
-from stratakv.tiers.remote.settings import RemoteSettings
 
 # Half a MiB a block: a copy takes long enough to be stopped in its middle.
 LAYOUT = BlockLayout(num_layers=8, block_size=16, num_kv_heads=4, head_dim=128, kv_dtype="float32")

@@ -7,8 +7,7 @@ contract    what any filter has to pass
 """
 
 from .base import AdmissionFilter, AdmitAll
-from .choice import DEFAULT_FILTER, FILTERS, known_filters, make_filter
-from .filters import WriteBudget
+from .filters import DEFAULT_FILTER, FILTERS, WriteBudget, known_filters, make_filter
 
 __all__ = [
     "DEFAULT_FILTER",

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ..errors import TierConfigError
-from .base import AdmissionFilter
+from ..registry import find_entry, installed
+from .base import AdmissionFilter, AdmitAll
+from .contract import check_filter_contract
+from .reuse import ReuseFilter
 
 # A use saves about fifty times what a write costs: of the embedded model 3.1 ms against 0.06 of
 # processors on two cores. Not measured on a GPU.
@@ -23,6 +26,11 @@ MAX_NAMES = 262_144
 
 SECONDS_PER_DAY = 86_400.0
 BURST_SECONDS = 3_600.0
+
+ENTRY_POINTS = "stratakv.admission"
+
+DEFAULT_FILTER = "while-used"
+ALIASES = {"second-sight": "doorkeeper"}  # names of earlier versions
 
 
 class WhileUsed(AdmissionFilter):
@@ -136,3 +144,37 @@ class WriteBudget(AdmissionFilter):
             elif admitted:
                 self._left -= 1
         return verdicts
+
+
+# Takes the number of blocks that the tier below can hold.
+FilterFactory = Callable[[int], AdmissionFilter]
+FILTERS: Mapping[str, FilterFactory] = {
+    "while-used": WhileUsed,
+    "all": lambda _blocks: AdmitAll(),
+    "doorkeeper": Doorkeeper,
+    "reuse": ReuseFilter,
+}
+
+
+def known_filters() -> list[str]:
+    """All names: ours, then those that other packages bring, then those of earlier versions."""
+    return list(dict.fromkeys([*FILTERS, *installed(ENTRY_POINTS), *ALIASES]))
+
+
+def make_filter(name: str, blocks_below: int) -> AdmissionFilter:
+    """A filter by name: one of ours, or of another package. Raises TierConfigError for a name that
+    nobody brings and for a filter that cannot be loaded or does not keep the promise of
+    `base.py`."""
+    name = ALIASES.get(name, name)
+    if name in FILTERS:
+        return FILTERS[name](blocks_below)
+    point = find_entry(ENTRY_POINTS, "admission filter", name, tuple(FILTERS))
+    try:
+        make: FilterFactory = point.load()
+        check_filter_contract(make)
+        return make(blocks_below)
+    except Exception as error:  # code of others, at start: whatever it is, it is named
+        raise TierConfigError(
+            f"the admission filter {name} ({point.value}) cannot be used: "
+            f"{type(error).__name__}: {error}"
+        ) from error

@@ -151,16 +151,6 @@ class Leases(Generic[_Held]):
         lease = self._leases.get(number)
         return lease if lease is not None and lease.owner == owner else None
 
-    def renew_lease(self, number: int, seconds: float, owner: str = "") -> bool:
-        """Have a lease end `seconds` from now; False if the owner has none of that number."""
-        deadline = self._deadline(seconds)
-        lease = self.find_lease(number, owner)
-        if lease is None:
-            return False
-        lease.deadline = deadline
-        heapq.heappush(self._deadlines, (deadline, number))
-        return True
-
     def end_lease(self, lease: Lease[_Held]) -> None:
         """End a lease that was found, whatever the time; the caller takes back what it held."""
         del self._leases[lease.number]

@@ -36,7 +36,8 @@ from .access.tenants import Tenants
 from .access.tickets import Tickets
 from .access.tls import LiveTls, TlsFiles
 from .health import MAX_CHECKS, MAX_WATCHERS, Health
-from .metrics import MetricsEndpoint, ServerMetrics
+from .metrics import ServerMetrics
+from .metrics_endpoint import MetricsEndpoint
 from .served_store import ServedStores
 from .service import CacheService, DataPlane
 from .tenant_stores import StoreSettings, TenantStores

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Codecs by name: what a flag may say, and who makes the codec for a layout.
 
-Knows the codecs that need no more than bytes. Others, such as `connector/fp8_codec.py`, are given
-by who knows them.
+Knows the codecs that need no more than bytes. Others, such as connector/device/fp8_codec.py, are
+given by the modules that know them.
 """
 
 from __future__ import annotations

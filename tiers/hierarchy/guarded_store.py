@@ -12,166 +12,31 @@ from __future__ import annotations
 import copy
 import dataclasses
 import mmap
-import random
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from enum import Enum
 
-from ..base import Answer, StoreTier, TierStats
+from ..base import (
+    IO_SECONDS,
+    NO_CONTEXT,
+    Answer,
+    Histogram,
+    RequestContext,
+    StoreTier,
+    TierStats,
+    prefetch_lookup_for,
+)
 from ..block import KEY_BYTES
-from ..context import NO_CONTEXT, RequestContext, prefetch_lookup_for
 from ..errors import TierBusy
-from ..histogram import IO_SECONDS, Histogram
 from ..mailbox import Mailbox
 from ..tag import Proof
-
-FAILURES, LATE_ANSWERS = 5, 3
-WINDOW_SECONDS = 1.0
-# A pause and a probe that is lost together stay below the two seconds after which a store that
-# works again is to be asked again.
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 0.75
-PROBE_SECONDS = 1.0
-# Probes that have not ended. A store that answers none of so many is waited for.
-MAX_PROBES = 8
+from .breaker import Breaker
 
 LATE = "late"
 LATE_WRITE = "late_write"
 # Faults of single blocks, which say nothing about the store: it would not keep them; the slab's
 # bytes were not what came with them; what was read was stored as another block.
 REFUSED, DAMAGED, WRONG_TAG = "refused", "damaged_in_slab", "wrong_tag"
-
-
-class BreakerState(Enum):
-    """The value is the label in metrics."""
-
-    CLOSED = "closed"
-    OPEN = "open"
-    PROBING = "probing"
-
-
-class Breaker:
-    """Stops asking a store that fails, and finds out when it works again.
-
-        closed ──(5 failures, or 3 late answers, within 1 s)───► open
-        closed ──(3 late answers in a row, or a call that hangs)──► open
-        open   ──(after a pause with jitter)──► probing: a probe is under way, and nothing else
-        probing ──(it was answered)──► closed      probing ──(it failed)──► open, a longer pause
-
-    A store that hangs costs every request its deadline; behind a breaker only the first few pay,
-    and none pays for finding out that it works again. A probe that does not end soon is followed
-    by another, up to a bound, since an answer may be lost. The breaker has no thread: it is told
-    what happened and asked whether to go on, by one thread. Time is monotonic."""
-
-    def __init__(
-        self,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        jitter: Callable[[], float] = random.random,
-    ) -> None:
-        self._clock = clock
-        self._jitter = jitter  # from 0 to 1, so that many engines do not probe at once
-        self._failures: deque[float] = deque(maxlen=FAILURES)
-        self._late: deque[float] = deque(maxlen=LATE_ANSWERS)
-        self._late_in_row = 0
-        self._pause = FIRST_PAUSE_SECONDS
-        self._is_open = False
-        self._probe_at = 0.0
-        self._announced_at: float | None = None
-        self._probes = 0  # under way
-        self.times_opened = 0
-
-    @property
-    def state(self) -> BreakerState:
-        """The state now: probing while a probe is under way."""
-        if not self._is_open:
-            return BreakerState.CLOSED
-        return BreakerState.PROBING if self._probes else BreakerState.OPEN
-
-    @property
-    def allows(self) -> bool:
-        """Whether to ask the store."""
-        return not self._is_open
-
-    @property
-    def probes_at(self) -> float | None:
-        """When the next probe is due, on the monotonic clock; None where none is to be made."""
-        return self._probe_at if self._is_open and self._probes < MAX_PROBES else None
-
-    @property
-    def probe_due(self) -> bool:
-        """Whether to probe now."""
-        return self.probes_at is not None and self._clock() >= self._probe_at
-
-    def announce_probe(self, mailbox: Mailbox) -> None:
-        """Have the owner of `mailbox` woken for the next probe, once for each."""
-        moment = self.probes_at
-        if moment is not None and moment != self._announced_at:
-            self._announced_at = moment
-            mailbox.wake_at(moment)
-
-    def probe_began(self) -> None:
-        """A probe is under way; `probe_ended` must follow."""
-        self._probes += 1
-        self._probe_at = self._clock() + PROBE_SECONDS
-
-    def probe_ended(self, answered: bool) -> None:
-        """The store has answered a probe, however late, or has failed it."""
-        self._probes -= 1
-        if not self._is_open:
-            return
-        if answered:
-            self._is_open = False
-            self._pause = FIRST_PAUSE_SECONDS
-            self._late_in_row = 0
-        else:
-            self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
-            self._wait(self._clock())
-
-    def succeeded(self) -> None:
-        """The store did what it was asked, in time."""
-        self._late_in_row = 0
-
-    def failed(self) -> None:
-        """The store raised, or what it answered made no sense."""
-        self._count(self._failures)
-
-    def was_late(self) -> None:
-        """The store missed a deadline."""
-        self._late_in_row += 1
-        self._count(self._late)
-        if self._late_in_row >= LATE_ANSWERS:
-            self.hung()
-
-    def hung(self) -> None:
-        """The store missed a deadline that only a store that hangs can miss."""
-        if not self._is_open:
-            self._open(self._clock())
-
-    def answered_late(self) -> None:
-        """What was late has ended at last: the store may be back, so probe at once."""
-        if self._is_open:
-            self._probe_at = self._clock()
-
-    def _count(self, times: deque[float]) -> None:
-        if self._is_open:
-            return  # it was asked before
-        now = self._clock()
-        times.append(now)
-        if len(times) == times.maxlen and now - times[0] <= WINDOW_SECONDS:
-            self._open(now)
-
-    def _open(self, now: float) -> None:
-        self.times_opened += 1
-        self._is_open = True
-        self._wait(now)
-        self._failures.clear()
-        self._late.clear()
-
-    def _wait(self, now: float) -> None:
-        self._probe_at = now + self._pause * (0.75 + 0.5 * self._jitter())
 
 
 @dataclass(slots=True)

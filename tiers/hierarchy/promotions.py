@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from ..base import SlabTier
-from ..context import NO_CONTEXT, RequestContext, load_for
+from ..base import NO_CONTEXT, RequestContext, SlabTier, load_for
 from ..mailbox import Mailbox
 from ..tag import Proof, Proofs, Tagger
 from .guarded_store import LATE, WRONG_TAG, GuardedStore, check_answers, find_stores, name_of

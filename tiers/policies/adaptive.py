@@ -36,6 +36,9 @@ HALF_LIFE = 1024
 MARGIN = 0.002
 DEVIATIONS = 1.5
 
+MIN_GONE = 16_384
+MAX_GONE = 262_144
+
 
 class Trial:
     """Whether a policy serves at least what LRU would have served, from what both were asked.
@@ -122,10 +125,6 @@ def take_tails_first(
                     to_do += [run, parent.run]
                     break
     return taken
-
-
-MIN_GONE = 16_384
-MAX_GONE = 262_144
 
 
 class AdaptivePolicy(EvictionPolicy):

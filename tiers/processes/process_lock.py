@@ -13,6 +13,8 @@ import os
 from contextlib import suppress
 from weakref import WeakSet
 
+_LOCKS: WeakSet[ProcessLock] = WeakSet()
+
 
 class ProcessLock:
     """Owns `descriptor`, on which the owner calls flock; until `close`."""
@@ -48,5 +50,4 @@ def _close_copies() -> None:
                 os.close(descriptor)
 
 
-_LOCKS: WeakSet[ProcessLock] = WeakSet()
 os.register_at_fork(after_in_child=_close_copies)

@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import TierConfigError
 from ..wire.listen import is_loopback
 from ..wire.own_token import find_token, token_places
-from .address import ServerAddress
+from .membership import ServerAddress
 
 log = logging.getLogger(__name__)
 

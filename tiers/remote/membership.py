@@ -9,13 +9,21 @@ membership service takes the place of a fixed list.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from .address import ServerAddress
+from ..errors import TierConfigError
 
 _MASK = 2**64 - 1
 _ODD = 0x9E3779B97F4A7C15  # spreads a product over the upper bits
+
+DEFAULT_PORT = 9400
+SCHEMES = ("grpc", "grpcs")
+_ADDRESS = re.compile(
+    r"(?P<scheme>[a-z]+)://(?P<host>\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._~-]+)?\]|[A-Za-z0-9._-]+)(?::(?P<port>[0-9]{1,5}))?/?"
+)
 
 
 class Membership(Protocol):
@@ -61,3 +69,47 @@ class Rendezvous:
             scores = [((number ^ seed) * _ODD) & _MASK for seed in seeds]
             owners.append(scores.index(max(scores)))
         return owners
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """Where a server listens."""
+
+    host: str  # without brackets
+    port: int
+    tls: bool = False
+
+    @property
+    def target(self) -> str:
+        """Host and port, as grpc takes them."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{SCHEMES[self.tls]}://{self.target}"
+
+
+def is_address(text: str) -> bool:
+    """Whether this is meant to be the address of a cache server."""
+    return text.partition("://")[0] in SCHEMES and "://" in text
+
+
+def parse_address(text: str) -> ServerAddress:
+    """Raises TierConfigError for anything but an address."""
+    match = _ADDRESS.fullmatch(text.strip())
+    port = int((match and match["port"]) or DEFAULT_PORT)
+    if match is None or match["scheme"] not in SCHEMES or not 0 < port < 65536:
+        raise TierConfigError(
+            f"a cache server's address looks like grpc://host:{DEFAULT_PORT} or "
+            f"grpcs://host:{DEFAULT_PORT}, not {text[:200]!r}{_in_brackets(text)}"
+        )
+    return ServerAddress(match["host"].strip("[]"), port, match["scheme"] == "grpcs")
+
+
+def _in_brackets(text: str) -> str:
+    """What to add where an IPv6 address stands bare."""
+    scheme, _, rest = text.strip().partition("://")
+    host, _, port = rest.rpartition(":")
+    if "[" in rest or host.count(":") < 2 or not port.isdecimal():
+        return ""
+    return f"; an IPv6 address stands in brackets: {scheme}://[{host[:100]}]:{port[:5]}"

@@ -19,13 +19,13 @@ from ..base import Answer, Stored, StoreTier, TierStats
 from ..block import BlockLayout
 from ..errors import TierClosed
 from ..tag import Proof, Proofs
-from .address import ServerAddress
-from .block_connection import BlockConnection
 from .futures import all_of, raise_if_none_began, submit, then
+from .membership import ServerAddress
+from .remote_settings import RemoteSettings
 from .server_link import ServerLink, all_up, errors_of
 from .server_watch import ServerWatch
-from .settings import RemoteSettings
 from .transfers import Transfer, Transfers, as_bytes, check_buffers
+from .transports.block_connection import BlockConnection
 
 NAME = "peer"
 

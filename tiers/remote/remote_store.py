@@ -20,15 +20,14 @@ from ..block import BlockLayout
 from ..errors import TierBusy, TierClosed, TierError
 from ..tag import Proof, Proofs
 from ..wire.frames import MAX_BLOCKS, State
-from .address import ServerAddress
-from .block_connection import BlockConnection
 from .futures import all_of, raise_if_none_began, submit, then
-from .membership import Membership, Rendezvous, StaticMembership
+from .membership import Membership, Rendezvous, ServerAddress, StaticMembership
 from .presence_cache import PresenceCache
+from .remote_settings import RemoteSettings
 from .server_link import ServerLink, all_up, errors_of
 from .server_watch import ServerWatch
-from .settings import RemoteSettings
 from .transfers import Transfer, Transfers, as_bytes, check_buffers
+from .transports.block_connection import BlockConnection
 
 log = logging.getLogger(__name__)
 

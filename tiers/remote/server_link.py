@@ -29,15 +29,15 @@ from ..wire.messages import layout_message
 from ..wire.rpc import Stub, make_channel
 from ..wire.sockets import ConnectionLost
 from ..wire.status import Retry, verdict_of
-from .address import ServerAddress
-from .block_connection import BlockConnection
 from .credentials import Credentials
-from .data_client import DataConnection
-from .memory_client import MemoryConnection
+from .membership import ServerAddress
 from .presence_cache import PresenceCache
-from .settings import RemoteSettings
-from .stream_client import StreamConnection
+from .remote_settings import RemoteSettings
 from .transfer_queue import RemoteError, RemoteLate
+from .transports.block_connection import BlockConnection
+from .transports.data_client import DataConnection
+from .transports.memory_client import MemoryConnection
+from .transports.stream_client import StreamConnection
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from ..errors import InvalidBlock
 from ..tag import Proofs
 from ..wire.frames import MAX_BLOCKS
 from ..wire.sockets import ConnectionLost
-from .block_connection import BlockConnection
 from .server_link import ServerLink
 from .transfer_queue import RemoteError, RemoteLate, TransferQueue
+from .transports.block_connection import BlockConnection
 
 _T = TypeVar("_T")
 

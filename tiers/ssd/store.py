@@ -8,9 +8,7 @@ Look-ups are answered from memory. Reads and writes go to a few threads each; se
 from __future__ import annotations
 
 import logging
-import mmap
 import os
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -24,88 +22,12 @@ from ..errors import InvalidBlock, TierBusy, TierClosed, TierConfigError
 from ..mac_key import MacKey
 from ..policies.choice import DEFAULT_SSD_POLICY
 from ..tag import Proof, Proofs
-from .disk.disk_queue import DiskQueue
-from .disk.io_pool import GRACE_SECONDS, Done, IoPool
-from .disk.slot_file import Scratch, SlotFile
 from .folder.opening import open_store
 from .index.slot_index import LAST_GENERATION
 from .reader import Part, Reader
 from .state import Job
+from .trial_read import TRIAL_BYTES, trial_read
 from .writer import Writer
-
-TRIAL_BYTES = 16 * 1024**2
-
-
-def trial_read(
-    slot_file: SlotFile, layout: BlockLayout, slots: Sequence[int], threads: int, seconds: float
-) -> ReadSample | None:
-    """Read these slots to see how quick the disk is, past index, checks and counters: in runs as
-    loads do, by so many threads; None where the disk is late or fails. Nobody looks at what is
-    read, so slots may be written meanwhile. Waits for `seconds` at most; a read that hangs keeps
-    its thread, and nothing else."""
-    if not slots:
-        return None
-    trial = _Trial(slot_file, layout, sorted(slots))
-    pool = IoPool(slot_file, threads, "stratakv-ssd-trial", TRIAL_BYTES)
-    began = time.monotonic()
-    pool.start(trial.slots, trial)
-    trial.over.wait(seconds)
-    took = time.monotonic() - began
-    failed = trial.stop()
-    pool.close(time.monotonic() + (0.0 if failed or not trial.over.is_set() else GRACE_SECONDS))
-    return ReadSample(trial.num_bytes, took) if trial.num_bytes and not failed else None
-
-
-class _Trial:
-    """`over` is set when all slots are read, or one has failed."""
-
-    def __init__(self, slot_file: SlotFile, layout: BlockLayout, slots: Sequence[int]) -> None:
-        self.slots = slots
-        self.over = threading.Event()
-        self.num_bytes = 0
-        self._slot_file = slot_file
-        self._layout = layout
-        self._memory = memoryview(mmap.mmap(-1, len(slots) * layout.slot_bytes))
-        self._lock = threading.Lock()
-        self._ended = 0
-        self._stopped = False
-        self._failed = False
-
-    def stop(self) -> bool:
-        """Begin and count nothing more; return whether a read has failed."""
-        with self._lock:
-            self._stopped = True
-            return self._failed
-
-    def prepare(self, run: range, scratch: Scratch) -> None:
-        """A read needs no preparation."""
-
-    def start(self, run: range, scratch: Scratch, disk: DiskQueue, number: int) -> None:
-        if self._stopped:
-            raise TimeoutError("the trial is over")
-        payloads = self._payloads(run)
-        self._slot_file.start_read(disk, number, self.slots[run.start], payloads, scratch)
-
-    def finish(self, done: Sequence[Done]) -> tuple[()]:
-        with self._lock:
-            for run, scratch, result in done:
-                self._ended += len(run)
-                if self._stopped:
-                    continue
-                if isinstance(result, Exception):
-                    self._failed = True
-                    continue
-                whole = self._slot_file.take_read(result, self._payloads(run), scratch)
-                self.num_bytes += whole * self._layout.page_bytes
-            if self._failed or self._ended == len(self.slots):
-                self.over.set()
-        return ()
-
-    def _payloads(self, run: range) -> list[memoryview]:
-        size = self._layout.slot_bytes
-        places = (self._memory[i * size : (i + 1) * size] for i in run)
-        return [place[: self._layout.page_bytes] for place in places]
-
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ..base import Answer, ReadSample, Stored, StoreTier, TierStats
-from ..context import NO_CONTEXT, RequestContext, load_for, prefetch_lookup_for
+from ..base import (
+    NO_CONTEXT,
+    Answer,
+    ReadSample,
+    RequestContext,
+    Stored,
+    StoreTier,
+    TierStats,
+    load_for,
+    prefetch_lookup_for,
+)
 from ..errors import InvalidBlock, TierBusy, TierClosed, TierConfigError, TierError
 from ..mailbox import Alarm
 from ..tag import Proof, Proofs

@@ -38,6 +38,14 @@ _PIECE: str = cache_service_pb2.BlockPiece.DESCRIPTOR.full_name
 # Entered around every call; takes the call's path and grpc's context.
 Around = Callable[[str, Any], AbstractAsyncContextManager[None]]
 
+# A proxy of the environment is meant for the web: it would see the token of every call without
+# TLS, and take servers of this very machine away. The second option keeps out
+# GRPC_ADDRESS_HTTP_PROXY, of which the first does not speak.
+_NO_PROXY = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.address_http_proxy_enabled_addresses", ""),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Method:
@@ -72,15 +80,6 @@ def _method(descriptor: Any) -> Method:
 
 
 METHODS = tuple(_method(descriptor) for descriptor in _SERVICE.methods)
-
-
-# A proxy of the environment is meant for the web: it would see the token of every call without
-# TLS, and take servers of this very machine away. The second option keeps out
-# GRPC_ADDRESS_HTTP_PROXY, of which the first does not speak.
-_NO_PROXY = (
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.address_http_proxy_enabled_addresses", ""),
-)
 
 
 def make_channel(

@@ -5,8 +5,7 @@ does about it.
     server  error ──► Ending: code, reason, message ──► the wire (the reason as trailing metadata)
     client  the wire ──► Verdict: reason (of a miss), and whether asking again makes sense
 
-Whatever an engine meets is a miss; `reason` is what it is counted under. The words of the data
-connection (`wire.Status`) stand in the same table.
+Whatever an engine meets is a miss; `reason` is what it is counted under.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from ..errors import InvalidBlock, TierBusy, TierClosed, TierConfigError, TierError
-from .frames import Status, WireError
+from .frames import WireError
 
 REASON_KEY = "stratakv-reason"  # of the trailing metadata
 WRONG_LAYOUT = "layout"
@@ -164,24 +163,7 @@ _BY_CODE = {
     Code.DATA_LOSS: Verdict("corrupt", Retry.LATER),
 }
 
-_BY_DATA_STATUS = {
-    Status.OK: Verdict("none", Retry.NEVER),
-    Status.BAD_TICKET: Verdict("ticket", Retry.TICKET),
-    Status.BAD_VERSION: Verdict("version", Retry.RARELY),
-    Status.BAD_REQUEST: Verdict("invalid", Retry.NEVER),
-    Status.BUSY: Verdict("busy", Retry.LATER),
-    Status.DRAINING: Verdict("draining", Retry.LATER),
-    Status.NO_LEASE: Verdict("lease", Retry.TICKET),
-    Status.INTERNAL: Verdict("internal", Retry.LATER),
-}
-
 _BY_REASON = {row.reason: Verdict(row.reason, row.retry) for row in reversed(TABLE)}
-
-REASONS = frozenset(
-    verdict.reason
-    for table in (_BY_CODE, _BY_DATA_STATUS, _BY_REASON)
-    for verdict in table.values()
-)
 
 
 def ending_of(error: BaseException) -> Ending:
@@ -199,8 +181,3 @@ def verdict_of(error: Any) -> Verdict:
         if key == REASON_KEY and value in _BY_REASON:
             return _BY_REASON[value]
     return _BY_CODE.get(error.code(), _BY_CODE[Code.UNKNOWN])
-
-
-def verdict_of_data(status: Status) -> Verdict:
-    """What a client makes of a status of the data connection."""
-    return _BY_DATA_STATUS[status]

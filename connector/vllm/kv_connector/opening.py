@@ -16,8 +16,8 @@ from ....tiers.settings.values import ConfigError
 from ...build import BuiltSide, OffloadSettings, build_scheduler_side
 from ...chunks.build import check_servers
 from ...chunks.settings import Settings
-from ...economics import Choice
-from ...rates import PrefillRate
+from ...costs.economics import Choice
+from ...costs.rates import PrefillRate
 from .. import versions
 from ..host_model import names_of
 from ..identity import LAYOUTS, ChunkIdentity, ChunkKeys, chunk_layout

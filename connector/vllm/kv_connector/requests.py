@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...rates import PrefillRate
+from ...costs.rates import PrefillRate
 from ..identity import ChunkKeys
 
 # vLLM's key of a block of its first cache group, behind the hash; digests are those of all groups.

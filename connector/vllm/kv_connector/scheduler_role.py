@@ -28,7 +28,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from ....tiers.base import Answer
 from ....tiers.settings.values import ConfigError
-from ...base import (
+from ...build import BuiltSide
+from ...costs.rates import PrefillRate
+from ...messages import (
     NOTHING_FINISHED,
     NOTHING_TO_MOVE,
     ConnectorMetadata,
@@ -36,10 +38,8 @@ from ...base import (
     EvictedBlock,
     MatchKind,
 )
-from ...build import BuiltSide
 from ...page_names import NAME_BYTES
 from ...parts import Parts
-from ...rates import PrefillRate
 from ..identity import ChunkKeys
 from .events import TierEvents
 from .groups import NULL_BLOCK

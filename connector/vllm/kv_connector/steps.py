@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass, field
 
 from ....tiers.block import BlockLayout
-from ...base import ConnectorMetadata, ConnectorWorkerOutput
+from ...messages import ConnectorMetadata, ConnectorWorkerOutput
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,217 +7,14 @@ use before a model has been loaded.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import math
 import socket
 import ssl
-from pathlib import Path
-from typing import Any
 
-import h11
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ....tiers.settings.values import ConfigError
-from ...config.server_options import ServerConfig
-from ..errors import ApiError, encode_error
-
-
-class _Encrypted(Exception):
-    """The key wants a password."""
-
-
-def make_tls_context(server: ServerConfig) -> ssl.SSLContext | None:
-    """The TLS context of the server's sockets, or None for plain HTTP. TLS 1.2 is the least.
-    Made before the model is loaded, so that a bad file is known at once. Raises ConfigError, with
-    the flag and the file, for files that cannot be used."""
-    certificate, key = server.ssl_certfile, server.ssl_keyfile
-    if certificate is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    _read_certificates("--ssl-certfile", certificate, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-    if key is not None:
-        _check_readable("--ssl-keyfile", key)
-    flag, place = ("--ssl-certfile", certificate) if key is None else ("--ssl-keyfile", key)
-    try:
-        context.load_cert_chain(certificate, key, password=_refuse_password)
-    except _Encrypted:
-        raise ConfigError(
-            f"{flag} {place} holds a key that is encrypted, and a server has nobody to ask for the "
-            "password; give it without (`openssl pkey -in FILE -out NEW`), readable by this user "
-            "only"
-        ) from None
-    except ssl.SSLError as error:
-        if error.reason == "KEY_VALUES_MISMATCH":
-            raise ConfigError(
-                f"--ssl-keyfile {place} is not the key of the certificate in --ssl-certfile "
-                f"{certificate}; give the two that were made together"
-            ) from error
-        cure = "; name the key's file with --ssl-keyfile" if key is None else ""
-        raise ConfigError(f"{flag} {place} holds no private key as PEM{cure}") from error
-    if server.ssl_ca_certs is not None:
-        _read_certificates("--ssl-ca-certs", server.ssl_ca_certs, context)
-    context.verify_mode = ssl.VerifyMode(server.ssl_cert_reqs)
-    return context
-
-
-def _read_certificates(flag: str, path: Path, context: ssl.SSLContext) -> None:
-    """Have `context` trust the certificates in a file, and see by it that there are any."""
-    _check_readable(flag, path)
-    try:
-        context.load_verify_locations(path)
-    except ssl.SSLError as error:
-        raise ConfigError(f"{flag} {path} holds no certificate as PEM; give one") from error
-
-
-def _check_readable(flag: str, path: Path) -> None:
-    # A pipe would be waited for.
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{flag} {path} is no ordinary file; give one in PEM form")
-    try:
-        path.open("rb").close()
-    except OSError as error:
-        raise ConfigError(f"{flag} {path} cannot be read ({error.strerror})") from error
-
-
-def _refuse_password() -> str:
-    raise _Encrypted
-
-
-logger = logging.getLogger(__name__)
-
-# Limit on the request line and all headers together, also before they are complete.
-MAX_HEADER_BYTES = 64 * 1024
-HEAD_SECONDS = 30.0
-# Within it a client must take something of what waits for it. The kernel tells of a reader in large
-# steps, so a shorter time would cut slow ones off.
-STALL_SECONDS = 300.0
-
-_INVALID = ApiError("this is no valid HTTP request; send HTTP/1.1", code="invalid_http")
-
-
-class _BoundedHeads(h11.Connection):
-    """h11 counts what has not become a whole head yet, and not one that comes at once."""
-
-    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        if self.their_state is not h11.IDLE:
-            return super().next_event()
-        before = len(self.trailing_data[0])
-        event = super().next_event()
-        if isinstance(event, h11.Request):
-            size = before - len(self.trailing_data[0])
-            if size > MAX_HEADER_BYTES:
-                raise h11.RemoteProtocolError(
-                    f"a head of {size} bytes; {MAX_HEADER_BYTES} are taken", error_status_hint=431
-                )
-        return event
-
-
-class HttpProtocol(H11Protocol):
-    """One HTTP connection, made by uvicorn, with limits on the time that it may stand still.
-
-    Otherwise a client that sends nothing or half a head would hold the connection for ever, and one
-    that reads nothing would hold its answer in memory as well. Bytes that are not HTTP are answered
-    with an error object.
-    """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.conn = _BoundedHeads(h11.SERVER, MAX_HEADER_BYTES)
-
-    _head_timer: asyncio.TimerHandle | None = None
-    _stall_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The first head is awaited from here on."""
-        super().connection_made(transport)
-        self._watch_head()
-
-    def data_received(self, data: bytes) -> None:
-        """The time runs until the head is whole; the body has a limit of its own."""
-        super().data_received(data)
-        self._watch_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is awaited any more."""
-        self._stop_watching()
-        self._stop_stall_timer()
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        """More waits to be read than the transport likes."""
-        super().pause_writing()
-        self._watch_reader()
-
-    def resume_writing(self) -> None:
-        """Nearly everything was read. A connection that closes waits for the rest as well."""
-        if not self.transport.is_closing():
-            self._stop_stall_timer()
-        super().resume_writing()
-
-    def shutdown(self) -> None:
-        """The server ends. With TLS a connection closes when the client says so too, which one that
-        is idle does not; it has been told, so nothing more is waited for."""
-        super().shutdown()
-        if self.scheme != "https" or not self.transport.is_closing():
-            return
-        try:
-            is_told = not self.transport.get_write_buffer_size()
-        except AttributeError:  # asyncio's, of a connection that is lost and not yet told so here
-            return
-        if is_told:
-            self.transport.abort()
-
-    def timeout_keep_alive_handler(self) -> None:
-        """The connection closes, once the last of what was written has been read."""
-        super().timeout_keep_alive_handler()
-        self._watch_reader()
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer in the form of every other error."""
-        body = encode_error(_INVALID)
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        response = h11.Response(status_code=_INVALID.status, headers=headers, reason=b"Bad Request")
-        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
-
-    def _watch_head(self) -> None:
-        if self.conn.their_state is not h11.IDLE:
-            self._stop_watching()
-        elif self._head_timer is None and not self.transport.is_closing():
-            self._head_timer = self.loop.call_later(HEAD_SECONDS, self.timeout_keep_alive_handler)
-
-    def _watch_reader(self) -> None:
-        if self._stall_timer is None:
-            waiting = self.transport.get_write_buffer_size()
-            self._stall_timer = self.loop.call_later(STALL_SECONDS, self._check_reader, waiting)
-
-    def _check_reader(self, waited: int) -> None:
-        """While the application is paused nothing is added, so any reading makes this less."""
-        self._stall_timer = None
-        if 0 < waited <= self.transport.get_write_buffer_size():
-            logger.info("a client read nothing for %g seconds and is cut off", STALL_SECONDS)
-            self.transport.abort()
-        elif waited > 0:
-            self._watch_reader()
-
-    def _stop_stall_timer(self) -> None:
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
-
-    def _stop_watching(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
+from .http_protocol import MAX_HEADER_BYTES, HttpProtocol
 
 KEEP_ALIVE_SECONDS = 75  # above what load balancers usually wait, so that they close first
 BACKLOG = 2048
@@ -244,9 +41,9 @@ def make_server(
     tls: ssl.SSLContext | None = None,
 ) -> HttpServer:
     """A server that does not run yet. `log_level` is one of uvicorn's names, such as `info`, at
-    which it says nothing, since whoever runs it says when it starts and ends. Requests that run
-    when the end is asked for have `shutdown_seconds` to finish. With `tls`, which `tls.py` makes,
-    it speaks https and nothing else."""
+    which it logs no start and no end: its caller does. Requests that run when the end is asked for
+    have `shutdown_seconds` to finish. With `tls`, made by `make_tls_context`, it speaks https
+    alone."""
     config = uvicorn.Config(
         app,
         http=HttpProtocol,

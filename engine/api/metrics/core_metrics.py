@@ -21,7 +21,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ....tiers.hierarchy.guarded_store import BreakerState
+from ....tiers.hierarchy.breaker import BreakerState
 from ...client.base import EngineClient, EngineDead
 from . import metric_tables as tables
 from .metric_tables import Kind, Shown, Table

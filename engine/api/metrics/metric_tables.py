@@ -12,6 +12,10 @@ from typing import NamedTuple
 
 LABELS = ("model_name", "engine")  # on every metric
 
+CAUSES = ("preemption", "load_failed", "load_given_up")
+
+_TIERING = "vllm:kv_offload_tiering_"
+
 
 class Kind(Enum):
     """The type of a metric."""
@@ -86,7 +90,6 @@ SCHEDULER: Table = (
 WAITING_BY_REASON = _gauge("vllm:num_requests_waiting_by_reason", "Waiting requests by reason.")
 RECOMPUTES = _counter("stratakv:recomputes", "Times a request computed tokens again.")
 RECOMPUTED_TOKENS = _counter("stratakv:recomputed_tokens", "Tokens computed again.")
-CAUSES = ("preemption", "load_failed", "load_given_up")
 
 # Metrics of the sampled blocks of the KV pool.
 POOL: Table = (
@@ -238,7 +241,6 @@ CPU_USAGE = _gauge("vllm:kv_offload_cpu_cache_usage_perc", "Part held by transfe
 CPU_READ_USAGE = _gauge("vllm:kv_offload_cpu_cache_read_usage_perc", "Part being read.")
 CPU_WRITE_USAGE = _gauge("vllm:kv_offload_cpu_cache_write_usage_perc", "Part being filled.")
 
-_TIERING = "vllm:kv_offload_tiering_"
 # Connector metrics; the label `tier` is place and name, as `0:primary` and `1:ssd`.
 LOOKUPS: Table = (
     ("lookup_queries", _counter(f"{_TIERING}chunk_queries", "Chunks looked up in a tier.")),

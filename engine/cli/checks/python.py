@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -223,11 +222,6 @@ def this_python() -> str:
 def this_environment() -> Mapping[str, str]:
     """What vLLM would be started with from here."""
     return dict(os.environ)
-
-
-def as_facts(found: Mapping[str, Any]) -> PythonFacts:
-    """Facts of plain values, as the probe prints them."""
-    return msgspec.convert(found, type=PythonFacts)
 
 
 def _short(text: str) -> str:

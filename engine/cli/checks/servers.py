@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ....tiers.errors import TierConfigError
-from ....tiers.remote.address import ServerAddress
 from ....tiers.remote.credentials import Credentials
+from ....tiers.remote.membership import ServerAddress
 from ....tiers.settings.format import format_name
 from ....tiers.settings.sizes import rough_size
 from ....tiers.settings.values import ConfigError

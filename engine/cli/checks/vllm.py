@@ -46,6 +46,9 @@ ALIASES = ("NHD", "HND")  # of layouts, which vLLM resolves
 CPU_LAYOUT, CPU_BLOCK_TOKENS = "LBHNC", 32
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
+# What StrataConnector knows of the kinds that configurations of models name.
+CONNECTOR_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmCase:
@@ -368,9 +371,6 @@ def _check_kinds(case: VllmCase, kinds: Sequence[str]) -> Iterator[Finding]:
             "StrataSpec", "take StrataConnector, or compare answers with and without our tiers",
         )  # fmt: skip
 
-
-# What StrataConnector knows of the kinds that configurations of models name.
-CONNECTOR_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 CHECKS: tuple[Check[VllmCase], ...] = (
     check_python,

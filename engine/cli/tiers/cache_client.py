@@ -19,8 +19,8 @@ from ....tiers.settings.format import one_line
 from ....tiers.settings.values import ConfigError
 
 if TYPE_CHECKING:
-    from ....tiers.remote.address import ServerAddress
     from ....tiers.remote.credentials import Credentials
+    from ....tiers.remote.membership import ServerAddress
 
 CALL_SECONDS = 5.0
 EXIT_NO_ANSWER = 1
@@ -124,7 +124,7 @@ class CacheClient:
 
 
 def _address(args: argparse.Namespace) -> ServerAddress:
-    from ....tiers.remote.address import parse_address
+    from ....tiers.remote.membership import parse_address
 
     return parse_address(readers.text("ADDRESS", args.address))
 

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ....tiers.cache_server.tenant_stores import remove_left, stores_left
+from ....tiers.cache_server.layout_note import remove_left, stores_left
 from ....tiers.errors import TierConfigError
 from ....tiers.mac_key import MacKey, read_mac_key
 from ....tiers.settings import readers

@@ -110,8 +110,8 @@ def _ask_for_block(
     """How blocks move, and round trips of a load that finds nothing. Raises NoAnswer."""
     from ....tiers.block import DIGEST_BYTES, pack_key
     from ....tiers.errors import TierError
+    from ....tiers.remote.remote_settings import RemoteSettings
     from ....tiers.remote.server_link import ServerLink
-    from ....tiers.remote.settings import RemoteSettings
     from ....tiers.wire.frames import WireError
     from ....tiers.wire.messages import read_layout
     from ....tiers.wire.sockets import ConnectionLost

@@ -23,7 +23,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from ....connector.base import CLOSE_SECONDS, ConnectorMetadata, ConnectorWorkerOutput
+from ....connector.base import CLOSE_SECONDS
+from ....connector.messages import ConnectorMetadata, ConnectorWorkerOutput
 from ....tiers.processes.python_command import python_command
 from ....tiers.settings.values import ConfigError
 from ...config.engine_config import EngineConfig

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ....connector.base import ConnectorMetadata, ConnectorWorkerOutput
 from ....connector.build import WorkerDescription
+from ....connector.messages import ConnectorMetadata, ConnectorWorkerOutput
 from ...config.engine_config import EngineConfig
 from ...sampling.token_mask import TokenMask
 from ...scheduler.output import ModelRunnerOutput, SchedulerOutput

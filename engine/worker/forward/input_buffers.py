@@ -31,67 +31,6 @@ from .kernel_attention import Chunks, ChunkSize, Decodes, KernelPlan
 # The slot of a row that only fills up the batch: nothing is written for it.
 _NO_SLOT = -1
 
-
-class _Buffer(NamedTuple):
-    """One array: to write and to copy from, in each turn, and to read on the device."""
-
-    arrays: tuple[npt.NDArray[np.integer], ...]
-    staged: tuple[Tensor, ...]
-    there: Tensor
-
-
-class _DeviceTable:
-    """The block table of one cache group, on the device: by row of the batch, and of the step."""
-
-    def __init__(self, device: torch.device, max_requests: int, max_blocks: int) -> None:
-        shape = max_requests, max_blocks
-        self.rows = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._batch = torch.zeros(shape, dtype=torch.int32, device=device)
-
-    def follow(self, table: BlockTable) -> None:
-        """Take in what changed in the host's."""
-        rows, places, blocks = table.take_changes()
-        if len(rows):
-            there = [to_device(array, self._batch.device) for array in (rows, places, blocks)]
-            self._batch.index_put_((there[0], there[1]), there[2])
-
-    def lay_down(self, rows: Tensor, width: int, padded: int) -> None:
-        """The first `width` blocks of these rows of the batch, and nobody's rows behind them."""
-        # Beyond a request's own blocks nothing is read.
-        self.rows[: len(rows), :width].copy_(self._batch[:, :width].index_select(0, rows))
-        self.rows[len(rows) : padded].zero_()
-
-
-class _Splits:
-    """The split plan of one view. It changes when a request of the batch needs another tile, and is
-    sent only then."""
-
-    def __init__(
-        self,
-        planner: SplitPlanner,
-        max_requests: int,
-        window: int | None,
-        make: Callable[[int, torch.dtype], _Buffer],
-    ) -> None:
-        self.buffer = make(planner.num_words(max_requests), torch.int32)
-        self._planner, self._window = planner, window
-        self._array = PlanArray(planner, max_requests)
-        self._tiles = b""  # of the plan on the device
-
-    def lay_down(self, lengths: npt.NDArray[np.integer], turn: int) -> bool:
-        """Stage the plan for requests of so many tokens; False where the device has it already."""
-        tiles = self._planner.tiles(lengths, self._window)
-        if tiles.tobytes() == self._tiles:
-            return False
-        self._tiles = tiles.tobytes()
-        self._array.lay_down(self.buffer.arrays[turn], tiles)
-        return True
-
-    def plan(self, count: int) -> SplitPlan:
-        """The plan of the first `count` requests, on the device."""
-        return self._array.plan(self.buffer.there, count)
-
-
 _BLOCKS_ALIGNED = 4  # of a table's row, 4 bytes each
 
 # For the step being laid down and the one before it.
@@ -277,3 +216,63 @@ class InputBuffers:
         """The first `count`, in one piece."""
         staged = buffer.staged[self._turn]
         buffer.there[:count].copy_(staged[:count], non_blocking=True)
+
+
+class _Buffer(NamedTuple):
+    """One array: to write and to copy from, in each turn, and to read on the device."""
+
+    arrays: tuple[npt.NDArray[np.integer], ...]
+    staged: tuple[Tensor, ...]
+    there: Tensor
+
+
+class _DeviceTable:
+    """The block table of one cache group, on the device: by row of the batch, and of the step."""
+
+    def __init__(self, device: torch.device, max_requests: int, max_blocks: int) -> None:
+        shape = max_requests, max_blocks
+        self.rows = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._batch = torch.zeros(shape, dtype=torch.int32, device=device)
+
+    def follow(self, table: BlockTable) -> None:
+        """Take in what changed in the host's."""
+        rows, places, blocks = table.take_changes()
+        if len(rows):
+            there = [to_device(array, self._batch.device) for array in (rows, places, blocks)]
+            self._batch.index_put_((there[0], there[1]), there[2])
+
+    def lay_down(self, rows: Tensor, width: int, padded: int) -> None:
+        """The first `width` blocks of these rows of the batch, and nobody's rows behind them."""
+        # Beyond a request's own blocks nothing is read.
+        self.rows[: len(rows), :width].copy_(self._batch[:, :width].index_select(0, rows))
+        self.rows[len(rows) : padded].zero_()
+
+
+class _Splits:
+    """The split plan of one view. It changes when a request of the batch needs another tile, and is
+    sent only then."""
+
+    def __init__(
+        self,
+        planner: SplitPlanner,
+        max_requests: int,
+        window: int | None,
+        make: Callable[[int, torch.dtype], _Buffer],
+    ) -> None:
+        self.buffer = make(planner.num_words(max_requests), torch.int32)
+        self._planner, self._window = planner, window
+        self._array = PlanArray(planner, max_requests)
+        self._tiles = b""  # of the plan on the device
+
+    def lay_down(self, lengths: npt.NDArray[np.integer], turn: int) -> bool:
+        """Stage the plan for requests of so many tokens; False where the device has it already."""
+        tiles = self._planner.tiles(lengths, self._window)
+        if tiles.tobytes() == self._tiles:
+            return False
+        self._tiles = tiles.tobytes()
+        self._array.lay_down(self.buffer.arrays[turn], tiles)
+        return True
+
+    def plan(self, count: int) -> SplitPlan:
+        """The plan of the first `count` requests, on the device."""
+        return self._array.plan(self.buffer.there, count)

@@ -19,7 +19,7 @@ from stratakv.benchmarks.service.command import _plan
 from stratakv.benchmarks.service.transports import Plan, Transport
 from stratakv.benchmarks.tiers.scale import layout_of
 from stratakv.tiers.cache_server.access.tls import TlsFiles
-from stratakv.tiers.remote.address import ServerAddress
+from stratakv.tiers.remote.membership import ServerAddress
 
 from ...tiers.cache_server.rig import RunningServer, running_server
 

@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratakv.connector.base import ConnectorWorkerOutput, Elsewhere, MatchKind
-from stratakv.connector.economics import UNMEASURED_SECONDS, Choice
+from stratakv.connector.copy_signal import CopySignal
+from stratakv.connector.costs.economics import UNMEASURED_SECONDS, Choice
+from stratakv.connector.costs.rates import PrefillRate
+from stratakv.connector.messages import ConnectorWorkerOutput, Elsewhere, MatchKind
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.parts import FirstSeen, Parts
 from stratakv.connector.prefill_decode import followed_prompts as following
@@ -28,8 +30,6 @@ from stratakv.connector.prefill_decode.prefill_waits import (
     End,
     WaitLimit,
 )
-from stratakv.connector.rates import PrefillRate
-from stratakv.connector.transfer import CopySignal
 from stratakv.engine.models.layer_attention import window
 from stratakv.tiers.block import pack_key
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy

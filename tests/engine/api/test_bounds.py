@@ -18,7 +18,7 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
 from stratakv.engine.api.errors import ApiError
-from stratakv.engine.api.http import server as http_server
+from stratakv.engine.api.http import http_protocol
 from stratakv.engine.api.openai.request.body import decode_body
 from stratakv.engine.api.openai.request.protocol import CompletionRequest
 from stratakv.engine.api.settings import ApiSettings
@@ -151,7 +151,7 @@ def _connections(live: Any) -> int:
 
 
 def test_a_stream_that_nobody_reads_is_cut_off(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(http_protocol, "STALL_SECONDS", 0.3)
     aborted = live.stats().get("ended_abort", 0)
     body = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True, "stream": True, "n": 8}
     with _ask_and_do_not_read(live, COMPLETIONS, body):
@@ -163,7 +163,7 @@ def test_a_stream_that_nobody_reads_is_cut_off(live: Any, monkeypatch: pytest.Mo
 def test_an_answer_that_nobody_reads_is_dropped(
     live: Any, narrow: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(http_protocol, "STALL_SECONDS", 0.3)
     narrow.get("/health")
     usual = _connections(live)
     with _ask_and_do_not_read(live, "/detokenize", {"tokens": [40] * 2_000_000}):
@@ -172,7 +172,7 @@ def test_an_answer_that_nobody_reads_is_dropped(
 
 
 def test_a_slow_reader_gets_everything(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(http_protocol, "STALL_SECONDS", 0.3)
     with _ask_and_do_not_read(live, "/detokenize", {"tokens": [40] * 300_000}) as sock:
         sock.settimeout(10)
         received, began = b"", time.monotonic()

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from stratakv.engine.api.http import server as http_server
+from stratakv.engine.api.http import http_protocol
 from stratakv.engine.api.settings import ApiSettings
 from stratakv.tiers.settings.values import ConfigError
 
@@ -141,7 +141,7 @@ def test_headers_over_the_limit(web: httpx.Client, strict: Any) -> None:
 def test_a_head_that_does_not_come(
     strict: Any, part: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
     began = time.monotonic()
     assert _talk(strict, part) == b"", "closed without an answer"
     assert 0.15 < time.monotonic() - began < 20
@@ -150,7 +150,7 @@ def test_a_head_that_does_not_come(
 def test_the_head_of_a_second_request_that_does_not_come(
     strict: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
     whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     with socket.create_connection(strict.address, timeout=10) as sock:
         for _ in range(2):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from stratakv.engine.api.http.server import HttpProtocol
+from stratakv.engine.api.http.http_protocol import HttpProtocol
 
 
 class LostTransport:

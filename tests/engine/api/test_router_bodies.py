@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
+from stratakv.tiers.tier_settings import RemoteTierSettings
+
 from ...offload_config import offload_config
 from ...tiers.cache_server.rig import server_process
 from .conftest import MAX_MODEL_LEN, LiveServer
@@ -51,8 +53,9 @@ def nodes(model_path: Path) -> Iterator[dict[str, httpx.Client]]:
     with server_process("--cpu-bytes", "32MiB") as cache:
         tiers = ("cpu", f"grpc://127.0.0.1:{cache.port}")
         offload = offload_config(
-            tiers=tiers, cpu_bytes=8 * 2**20, load="always", require_tiers=True
-        )
+            tiers=tiers, cpu_bytes=8 * 2**20, load="always", require_tiers=True,
+            remote=RemoteTierSettings(lookup_seconds=10.0),  # on a machine that is busy
+        )  # fmt: skip
         live = {
             "prefill": LiveServer(model_path, offload=offload, role="prefill"),
             "decode": LiveServer(model_path, offload=offload, role="decode"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from stratakv.connector.base import EvictedBlock
+from stratakv.connector.messages import EvictedBlock
 from stratakv.engine.cache.block_pool import BlockPool
 from stratakv.engine.cache.kv_block import KVCacheBlock
 from stratakv.engine.observer import Observer

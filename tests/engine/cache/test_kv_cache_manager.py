@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from stratakv.connector.base import EvictedBlock
+from stratakv.connector.messages import EvictedBlock
 from stratakv.engine.cache.block_hash import make_block_hasher
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager
 from stratakv.engine.models.layer_attention import LayerAttention, full, window

@@ -8,7 +8,7 @@ import pytest
 from stratakv.engine.cache.block_pool import BlockPool
 from stratakv.engine.cache.kv_block import KVCacheBlock
 from stratakv.engine.cache.residency import MAX_SAMPLED_BLOCKS, Residency
-from stratakv.tiers.histogram import Histogram
+from stratakv.tiers.base import Histogram
 
 from ...clock import Clock
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from stratakv.connector.base import EvictedBlock
+from stratakv.connector.messages import EvictedBlock
 from stratakv.connector.page_names import block_keys, page_keys, pages_of
 from stratakv.engine.cache.block_pool import BlockPool
 from stratakv.engine.cache.group_spec import pages_per_block

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from stratakv import __version__
@@ -27,7 +28,7 @@ from stratakv.engine.cli.checks.servers import check_servers
 from stratakv.engine.cli.main import main
 from stratakv.tiers.assemble import open_ssd
 from stratakv.tiers.block import BlockLayout
-from stratakv.tiers.remote.address import parse_address
+from stratakv.tiers.remote.membership import parse_address
 from stratakv.tiers.tier_settings import RemoteTierSettings, SsdSettings, TierSettings
 
 from ...free_ports import free_ports
@@ -47,7 +48,7 @@ FOUND: dict[str, Any] = {
 
 
 def found(**changes: Any) -> python.PythonFacts:
-    return python.as_facts(FOUND | changes)
+    return msgspec.convert(FOUND | changes, type=python.PythonFacts)
 
 
 def vllm_is(**changes: Any) -> python.PythonFacts:

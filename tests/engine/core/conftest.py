@@ -18,8 +18,8 @@ from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.request.messages import AddRequest, TokenOutput
 from stratakv.engine.request.request import pack_token_ids
 from stratakv.engine.request.sampling_params import SamplingParams
-from stratakv.engine.structured import limited_thread
-from stratakv.tiers.remote import settings
+from stratakv.engine.structured.processes import limited_thread
+from stratakv.tiers.remote import remote_settings
 
 from ...stepping import step_outputs
 
@@ -53,13 +53,13 @@ def patient_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of cache servers wait for answers however busy the machine is. As shipped a look-up
     has a tenth of a second, and what comes later is computed."""
     patient = partial(
-        settings.RemoteSettings,
+        remote_settings.RemoteSettings,
         attach_seconds=20.0,
         lookup_seconds=10.0,
         load_seconds=20.0,
         store_seconds=20.0,
     )
-    monkeypatch.setattr(settings, "RemoteSettings", patient)
+    monkeypatch.setattr(remote_settings, "RemoteSettings", patient)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

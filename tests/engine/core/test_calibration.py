@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 
-from stratakv.connector.base import ConnectorMetadata, ConnectorWorkerOutput
-from stratakv.connector.rates import PrefillRate
+from stratakv.connector.costs.rates import PrefillRate
+from stratakv.connector.messages import ConnectorMetadata, ConnectorWorkerOutput
 from stratakv.engine.core import calibration
 from stratakv.engine.core.calibration import Calibration, CalibrationBudget, calibrate
 from stratakv.engine.core.engine_core import EngineCore

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stratakv.connector.base import ConnectorWorkerOutput
+from stratakv.connector.messages import ConnectorWorkerOutput
 from stratakv.engine.config.engine_config import (
     CacheConfig,
     EngineConfig,

@@ -26,8 +26,8 @@ from stratakv.engine.request.messages import INVALID_GRAMMAR, AddRequest, TokenO
 from stratakv.engine.request.structured_params import GrammarSpec, StructuredOutputsParams
 from stratakv.engine.structured.base import Backend, Grammar, GrammarError, Matcher, Words
 from stratakv.engine.structured.compiler import POLL_SECONDS
-from stratakv.engine.structured.limited_thread import Limit
 from stratakv.engine.structured.manager import GrammarManager
+from stratakv.engine.structured.processes.limited_thread import Limit
 from stratakv.engine.text.tokenizer import Tokenizer
 from stratakv.kernels.cpu.library import Missing, cpu_library
 

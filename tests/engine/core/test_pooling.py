@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import LlamaForCausalLM
 
-from stratakv.connector.base import Elsewhere
+from stratakv.connector.messages import Elsewhere
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.request.messages import AddRequest, RequestExtras, TokenOutput
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.sampling.loading import LoadedProcessor
+from stratakv.engine.sampling.processor_set import LogitsRows, ProcessorSet
 from stratakv.engine.sampling.processors.adapter import AdapterLogitsProcessor
 from stratakv.engine.sampling.processors.base import ProcessorContext, RowsFailed
-from stratakv.engine.sampling.sampler import LogitsRows, ProcessorSet
 
 from .batches import VOCAB, added, row_of
 from .other_processors import Callables

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from stratakv.engine.sampling import row_parts
+from stratakv.engine.sampling import row_states
 from stratakv.engine.sampling.sampler import Sampler
 from stratakv.engine.sampling.truncation import FIRST_CANDIDATES
 
@@ -132,7 +132,7 @@ def test_seeds_draw_afresh_at_each_position(rng):
 def test_a_large_vocabulary(wishes, rng, monkeypatch):
     """Draws stay right where the work is cut into several parts, and where top-p sorts it all."""
     vocab, copies = 1000, 500
-    monkeypatch.setattr(row_parts, "LOGITS_CHUNK_CPU", 120 * vocab)
+    monkeypatch.setattr(row_states, "LOGITS_CHUNK_CPU", 120 * vocab)
     logits = torch.sort(torch.randn(vocab), descending=True).values
     sampler = Sampler(copies, vocab, seed=11)
     tokens: list[int] = []

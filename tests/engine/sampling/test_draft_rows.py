@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from stratakv.engine.sampling import row_parts
+from stratakv.engine.sampling import row_states
 from stratakv.engine.sampling.sampler import Sampled, Sampler
 
 from .batches import VOCAB, RandomBatch, added
@@ -55,7 +55,7 @@ def entries(sampled: Sampled) -> list[Any]:
 
 @pytest.mark.parametrize("chunk", [2**20, 2 * VOCAB])
 def test_a_row_behind_drafts_is_as_if_they_were_there(chunk, rng, scale, monkeypatch):
-    monkeypatch.setattr(row_parts, "LOGITS_CHUNK_CPU", chunk)
+    monkeypatch.setattr(row_states, "LOGITS_CHUNK_CPU", chunk)
     batch, together, differ = RandomBatch(rng, MAX_ROWS, VOCAB), sampler(), 0
     for _ in range(80 if scale == "ci" else 4000):
         together.update(batch.change([wishes_of(rng) for _ in range(3)]))

@@ -15,9 +15,10 @@ import torch
 
 from stratakv.engine.batch.batch_update import AddedRow, BatchUpdate
 from stratakv.engine.sampling.loading import LoadedProcessor
+from stratakv.engine.sampling.processor_set import LogitsRows, ProcessorSet
 from stratakv.engine.sampling.processors.base import LogitsProcessor, ProcessorContext
 from stratakv.engine.sampling.processors.guarded import GuardedProcessor
-from stratakv.engine.sampling.sampler import LogitsRows, ProcessorSet, Sampler
+from stratakv.engine.sampling.sampler import Sampler
 from stratakv.tiers.settings.values import ConfigError
 
 from .batches import VOCAB, RandomBatch, added, row_of

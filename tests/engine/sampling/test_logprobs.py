@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from stratakv.engine.sampling import row_parts
+from stratakv.engine.sampling import row_states
 from stratakv.engine.sampling.logprobs import (
     LOGPROB_FLOOR,
     prompt_logprobs,
@@ -100,7 +100,7 @@ def test_prompt_logprobs_are_those_of_each_position():
 def test_cutting_the_work_changes_nothing(monkeypatch):
     logits, token_ids = torch.randn(50, VOCAB), torch.randint(0, VOCAB, (50,))
     whole = prompt_logprobs(logits, token_ids, 3)
-    monkeypatch.setattr(row_parts, "LOGITS_CHUNK_CPU", 7 * VOCAB)
+    monkeypatch.setattr(row_states, "LOGITS_CHUNK_CPU", 7 * VOCAB)
     assert prompt_logprobs(logits, token_ids, 3) == whole
     assert position_logprobs(raw_logprobs(logits), token_ids, [3] * 50) == whole
 

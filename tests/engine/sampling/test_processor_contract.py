@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stratakv.engine.sampling.processor_set import BUILT_IN
 from stratakv.engine.sampling.processors.base import LogitsProcessor
 from stratakv.engine.sampling.processors.builtin import (
     BadWords,
@@ -18,7 +19,6 @@ from stratakv.engine.sampling.processors.builtin import (
     Penalties,
 )
 from stratakv.engine.sampling.processors.thinking import ThinkingBudget
-from stratakv.engine.sampling.sampler import BUILT_IN
 
 from ...pages import find_block
 from .processor_contract import check_processor

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from stratakv.engine.sampling.processor_set import LogitsRows, ProcessorSet
 from stratakv.engine.sampling.processors.base import LogitsProcessor, ProcessorContext
 from stratakv.engine.sampling.processors.builtin import BadWords, LogitBias, MinTokens, Penalties
-from stratakv.engine.sampling.sampler import LogitsRows, ProcessorSet
 
 from .batches import VOCAB, added, row_of
 

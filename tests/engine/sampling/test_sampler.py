@@ -11,7 +11,7 @@ import torch
 
 from stratakv.engine.batch.batch_update import AddedRow, BatchUpdate, MovedRow
 from stratakv.engine.request.sampling_params import SamplingParams
-from stratakv.engine.sampling import row_parts, truncation
+from stratakv.engine.sampling import row_states, truncation
 from stratakv.engine.sampling.sampler import Sampled, Sampler, highest, uniform_of
 from stratakv.engine.sampling.truncation import FIRST_CANDIDATES
 
@@ -259,7 +259,7 @@ def test_rows_drawn_again_after_the_wait_are_those_that_are_drawn_at_once(
     at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU one sees only with the answer that top-p needed more candidates."""
-    monkeypatch.setattr(row_parts, "LOGITS_CHUNK_CPU", at_once)
+    monkeypatch.setattr(row_states, "LOGITS_CHUNK_CPU", at_once)
     vocab, shares = 3 * FIRST_CANDIDATES, (0.97, 0.3, 1.0) * 4
     wishes: list[dict[str, Any]] = [
         *({"temperature": 1.0, "seed": i, "top_p": share} for i, share in enumerate(shares)),

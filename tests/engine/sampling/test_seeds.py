@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stratakv.engine.request.sampling_params import SamplingParams
-from stratakv.engine.sampling import row_parts
+from stratakv.engine.sampling import row_states
 from stratakv.engine.sampling.sampler import Sampler
 from stratakv.engine.worker.block_table import BlockTable, MultiGroupBlockTable
 from stratakv.engine.worker.input_batch import InputBatch, WorkerRequest
@@ -98,6 +98,6 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(wishes, rng, monkeypatch):
     expected = alone(params)
     assert len(set(expected)) > 10
     assert in_company(params, rng) == expected
-    monkeypatch.setattr(row_parts, "LOGITS_CHUNK_CPU", 2 * VOCAB)
+    monkeypatch.setattr(row_states, "LOGITS_CHUNK_CPU", 2 * VOCAB)
     assert in_company(params, rng) == expected
     assert alone(SamplingParams(max_tokens=LENGTH, seed=43, **wishes)) != expected

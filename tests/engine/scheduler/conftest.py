@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from stratakv.connector.base import EvictedBlock
+from stratakv.connector.messages import EvictedBlock
 from stratakv.connector.page_names import pages_of
 from stratakv.engine.cache.block_hash import make_block_hasher
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager

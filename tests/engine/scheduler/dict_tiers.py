@@ -11,18 +11,17 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from stratakv.connector.base import (
+from stratakv.connector.base import KVConnectorScheduler, RequestView
+from stratakv.connector.messages import (
     ConnectorMetadata,
     ConnectorWorkerOutput,
     CopyJob,
     EvictedBlock,
     GroupBlockIds,
-    KVConnectorScheduler,
     LoadReport,
     LoadState,
     Match,
     MatchKind,
-    RequestView,
 )
 from stratakv.connector.page_names import group_suffix
 from stratakv.engine.models.layer_attention import LayerAttention, full

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from stratakv.connector.base import EvictedBlock, LoadReport, Match, MatchKind, RequestView
+from stratakv.connector.base import RequestView
+from stratakv.connector.messages import EvictedBlock, LoadReport, Match, MatchKind
 from stratakv.engine.request.request import RequestStatus
 from stratakv.engine.scheduler.admission import MOST_DEFERRED
 

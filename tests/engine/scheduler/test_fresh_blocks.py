@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from stratakv.connector.base import ConnectorMetadata, EvictedBlock
+from stratakv.connector.messages import ConnectorMetadata, EvictedBlock
 
 from .conftest import Engine, MakeEngine, digest_of, reference
 from .dict_tiers import SIZE, DictTiers

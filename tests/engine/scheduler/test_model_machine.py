@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
-from stratakv.connector.base import EvictedBlock
+from stratakv.connector.messages import EvictedBlock
 from stratakv.connector.page_names import group_suffix
 from stratakv.engine.cache.kv_block import KVCacheBlock
 from stratakv.engine.cache.kv_cache_coordinator import GroupBlocks

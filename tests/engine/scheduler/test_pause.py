@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from stratakv.connector.base import Match, MatchKind
+from stratakv.connector.messages import Match, MatchKind
 from stratakv.engine.scheduler.scheduler import Pause
 
 from .conftest import MakeEngine, reference

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from stratakv.engine.request.sampling_params import RepetitionDetection, SamplingParams
-from stratakv.engine.scheduler.stop import repeats
+from stratakv.engine.scheduler.output import repeats
 
 
 def by_definition(tokens: list[int], low: int, high: int, count: int) -> bool:

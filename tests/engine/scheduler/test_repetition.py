@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from stratakv.engine.scheduler.output import ModelRunnerOutput
-from stratakv.engine.scheduler.stop import repeats
+from stratakv.engine.scheduler.output import ModelRunnerOutput, repeats
 
 from .conftest import Engine, MakeEngine
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from stratakv.connector.base import Match, MatchKind, RequestView
+from stratakv.connector.base import RequestView
+from stratakv.connector.messages import Match, MatchKind
 from stratakv.engine.request.request import Progress
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from stratakv.engine.request.request import Request, RequestStatus
 from stratakv.engine.request.sampling_params import SamplingParams
-from stratakv.engine.scheduler.stop import check_stop, end_token_ids, stop_reason
+from stratakv.engine.scheduler.output import check_stop, end_token_ids, stop_reason
 
 EOS = frozenset({2, 3})
 STOPPED = RequestStatus.FINISHED_STOPPED

@@ -18,8 +18,8 @@ from stratakv.engine.request.structured_params import StructuredOutputsParams
 from stratakv.engine.structured import compiler as compiler_module
 from stratakv.engine.structured.backends import open_backend
 from stratakv.engine.structured.compiler import Compilation, GrammarCompiler
-from stratakv.engine.structured.grammar_processes import GrammarProcesses
-from stratakv.engine.structured.limited_thread import Limit
+from stratakv.engine.structured.processes.grammar_processes import GrammarProcesses
+from stratakv.engine.structured.processes.limited_thread import Limit
 
 from .vocabularies import END, VOCAB, embedded
 from .waiting import wait_for

@@ -24,13 +24,14 @@ from stratakv.engine.request.structured_params import (
     StructuredOutputsParams,
 )
 from stratakv.engine.structured import compiler as compiler_module
-from stratakv.engine.structured import grammar_process, grammar_processes, messages
 from stratakv.engine.structured.backends import open_backend
 from stratakv.engine.structured.base import GrammarError, NotNow
 from stratakv.engine.structured.compiler import COMPILE_LIMIT, Compilation, GrammarCompiler
-from stratakv.engine.structured.followed_apart import GrammarApart
-from stratakv.engine.structured.grammar_processes import GrammarProcesses, TooSlow
-from stratakv.engine.structured.limited_thread import Limit
+from stratakv.engine.structured.processes import grammar_messages as messages
+from stratakv.engine.structured.processes import grammar_process, grammar_processes
+from stratakv.engine.structured.processes.followed_apart import GrammarApart
+from stratakv.engine.structured.processes.grammar_processes import GrammarProcesses, TooSlow
+from stratakv.engine.structured.processes.limited_thread import Limit
 from stratakv.tiers.processes.python_command import python_command
 
 from .vocabularies import END, VOCAB, allowed, embedded, walk

@@ -17,17 +17,17 @@ from stratakv.engine.request.messages import AddRequest
 from stratakv.engine.request.request import Request, RequestStatus, pack_token_ids
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.request.structured_params import GrammarSpec, StructuredOutputsParams
-from stratakv.engine.structured import limited_thread
 from stratakv.engine.structured.base import LARGE_BYTES, Backend, Form, Grammar, Matcher
 from stratakv.engine.structured.compiler import GrammarCompiler
-from stratakv.engine.structured.grammar_processes import GrammarProcesses, Tried
 from stratakv.engine.structured.guidance_backend import (
     GuidanceBackend,
     _GuidanceGrammar,
     heap_bytes,
 )
-from stratakv.engine.structured.limited_thread import Job, Limit, LimitedThread
 from stratakv.engine.structured.manager import GrammarManager
+from stratakv.engine.structured.processes import limited_thread
+from stratakv.engine.structured.processes.grammar_processes import GrammarProcesses, Tried
+from stratakv.engine.structured.processes.limited_thread import Job, Limit, LimitedThread
 
 from .test_limits import Spinner, spec
 from .vocabularies import allowed, embedded

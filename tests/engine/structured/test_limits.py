@@ -35,9 +35,14 @@ from stratakv.engine.structured.compiler import (
     GrammarCompiler,
     TooManyGrammars,
 )
-from stratakv.engine.structured.fair_queue import FairQueue, Shares
-from stratakv.engine.structured.grammar_processes import GrammarProcesses, TooLate, TooSlow, Tried
-from stratakv.engine.structured.limited_thread import Limit
+from stratakv.engine.structured.processes.fair_queue import FairQueue, Shares
+from stratakv.engine.structured.processes.grammar_processes import (
+    GrammarProcesses,
+    TooLate,
+    TooSlow,
+    Tried,
+)
+from stratakv.engine.structured.processes.limited_thread import Limit
 from stratakv.tiers.settings.values import ConfigError
 
 from ..conftest import Reference

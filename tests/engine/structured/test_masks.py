@@ -10,13 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from stratakv.engine.structured.base import Grammar, Matcher, Words
-from stratakv.engine.structured.masks import (
-    HANGS,
-    QUICK_SECONDS,
-    Follower,
-    MaskJob,
-    MaskMaker,
-)
+from stratakv.engine.structured.mask_jobs import HANGS, Follower, MaskJob
+from stratakv.engine.structured.masks import QUICK_SECONDS, MaskMaker
 
 from .test_limits import Spinner, spec
 from .waiting import SHORT

@@ -8,14 +8,10 @@ import os
 import threading
 
 from stratakv.engine.structured.base import Grammar, Matcher, Words
-from stratakv.engine.structured.limited_thread import _may_come_back
-from stratakv.engine.structured.masks import (
-    HANGS,
-    MASK_LIMIT,
-    SLOW_SECONDS,
-    AheadMaker,
-    Follower,
-)
+from stratakv.engine.structured.mask_jobs import HANGS, SLOW_SECONDS, Follower
+from stratakv.engine.structured.masks import MASK_LIMIT
+from stratakv.engine.structured.masks_ahead import AheadMaker
+from stratakv.engine.structured.processes.limited_thread import _may_come_back
 
 from .waiting import SHORT, WAIT_SECONDS, wait_for
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from stratakv.engine.structured.limited_thread import Limit
+from stratakv.engine.structured.processes.limited_thread import Limit
 
 SHORT = Limit(cpu_seconds=0.05)
 WAIT_SECONDS = 60.0

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers
 
 from stratakv.engine.request.sampling_params import MAX_BAD_SEQUENCE_TOKENS, SamplingParams
-from stratakv.engine.text.tokenizer import Tokenizer, spell_bad_words, with_spelt_bad_words
+from stratakv.engine.text.bad_words import spell_bad_words, with_spelt_bad_words
+from stratakv.engine.text.tokenizer import Tokenizer
 
 from .small_tokenizers import TOKENIZERS, WORDS
 

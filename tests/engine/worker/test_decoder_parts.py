@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from stratakv.engine.models import mlp
+from stratakv.engine.models import layers
 from stratakv.engine.models.decoder import AuxStates, Embeds
 from stratakv.engine.models.families import MlpKind
 from stratakv.engine.models.layers import Linear
@@ -138,7 +138,7 @@ class TwoHalves:
 def test_another_kind_of_mlp(checkpoint, driver, prompt_of, monkeypatch):
     """The decoder calls what the family's row names, and knows nothing of what is in it."""
     expected = driver(checkpoint()).generate("a", prompt_of(30), 12)
-    monkeypatch.setitem(mlp._KINDS, MlpKind.DENSE, TwoHalves)
+    monkeypatch.setitem(layers._KINDS, MlpKind.DENSE, TwoHalves)
     drive = driver(checkpoint())
     assert all(isinstance(layer._mlp, TwoHalves) for layer in drive.runner.model._layers)
     assert drive.generate("a", prompt_of(30), 12) == expected

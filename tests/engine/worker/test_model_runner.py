@@ -10,12 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from stratakv.connector.base import (
-    ConnectorMetadata,
-    ConnectorWorkerOutput,
-    CopyJob,
-    KVConnectorWorker,
-)
+from stratakv.connector.base import KVConnectorWorker
+from stratakv.connector.messages import ConnectorMetadata, ConnectorWorkerOutput, CopyJob
 from stratakv.engine.models import attention
 from stratakv.engine.sampling.token_mask import TokenMask
 from stratakv.engine.scheduler.output import CachedRequestData, ModelRunnerOutput, SchedulerOutput

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stratakv.engine.models import layers, mlp
+from stratakv.engine.models import layers
 from stratakv.engine.models.decoder import Decoder
 from stratakv.engine.models.layers import Linear
 from stratakv.engine.sampling import copies, sampler
@@ -38,8 +38,7 @@ GPU = torch.device("meta")  # stands for one
 @pytest.fixture(autouse=True)
 def plain_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is built on the CPU and then moved: its matrices are to be those of a GPU."""
-    for module in (layers, mlp):
-        monkeypatch.setattr(module, "reason_against_matrices", lambda *_: "on a GPU")
+    monkeypatch.setattr(layers, "reason_against_matrices", lambda *_: "on a GPU")
 
 
 class Waited(AssertionError):

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from stratakv.engine.worker import pool_memory
-from stratakv.engine.worker.pool_memory import zeroed_memory
+from stratakv.engine.worker import kv_pool
+from stratakv.engine.worker.kv_pool import zeroed_memory
 from stratakv.kernels.cpu.huge_pages import HUGE_PAGE_BYTES
 from stratakv.kernels.cpu.library import CpuLibrary, Missing, cpu_library
 
@@ -29,8 +29,8 @@ SECONDS = 30.0
 @pytest.fixture
 def behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every memory is taken by a thread, but for its first huge page."""
-    monkeypatch.setattr(pool_memory, "AT_ONCE_BYTES", 0)
-    monkeypatch.setattr(pool_memory, "_FIRST_BYTES", FIRST)
+    monkeypatch.setattr(kv_pool, "AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(kv_pool, "_FIRST_BYTES", FIRST)
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_the_thread_ends_with_the_memory(
         return library.take_pages(address, num_bytes, ctypes.byref(ctypes.c_int64(0)))  # mapped
 
     slow = dataclasses.replace(library, take_pages=take)
-    monkeypatch.setattr(pool_memory, "cpu_library", lambda: slow)
+    monkeypatch.setattr(kv_pool, "cpu_library", lambda: slow)
     memory = zeroed_memory(SIZE)
     part = memory.view(-1)[:10].view(torch.int16)
     assert has_begun.wait(SECONDS)
@@ -171,7 +171,7 @@ def test_what_is_written_while_pages_are_taken_stays(library: CpuLibrary) -> Non
 def test_without_the_library_pages_come_when_they_are_used(
     behind: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_memory, "cpu_library", lambda: Missing("of a test"))
+    monkeypatch.setattr(kv_pool, "cpu_library", lambda: Missing("of a test"))
     memory = zeroed_memory(SIZE)
     assert taker() is None
     taken, _ = pages_in_memory(memory)

@@ -143,10 +143,10 @@ class _Loop:
 
     def __init__(self, task: dict[str, Any]) -> None:
         from stratakv.tiers.contract import make_buffers, make_keys, payload_of
-        from stratakv.tiers.remote.address import ServerAddress
         from stratakv.tiers.remote.credentials import Credentials
+        from stratakv.tiers.remote.membership import ServerAddress
+        from stratakv.tiers.remote.remote_settings import RemoteSettings
         from stratakv.tiers.remote.remote_store import open_remote
-        from stratakv.tiers.remote.settings import RemoteSettings
 
         from .rig import LAYOUT
 

@@ -19,9 +19,9 @@ from stratakv.tiers.cache_server.transports.data_server import DataServer
 from stratakv.tiers.cache_server.transports.memory_server import MemoryServer
 from stratakv.tiers.cache_server.transports.session_server import Opened, SessionSettings
 from stratakv.tiers.contract import make_buffers, payload_of
-from stratakv.tiers.remote.block_connection import BlockConnection
-from stratakv.tiers.remote.data_client import DataConnection
-from stratakv.tiers.remote.memory_client import MemoryConnection
+from stratakv.tiers.remote.transports.block_connection import BlockConnection
+from stratakv.tiers.remote.transports.data_client import DataConnection
+from stratakv.tiers.remote.transports.memory_client import MemoryConnection
 from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.wire.frames import State
 from stratakv.tiers.wire.limits import Limits

@@ -21,7 +21,7 @@ from stratakv.tiers.cache_server.key_salt import KeySalt
 from stratakv.tiers.cache_server.transports import data_server
 from stratakv.tiers.cache_server.transports.block_receiver import BlockReceiver
 from stratakv.tiers.contract import make_buffers, make_keys, payload_of
-from stratakv.tiers.remote.block_connection import Refused
+from stratakv.tiers.remote.transports.block_connection import Refused
 from stratakv.tiers.testing.memory_store import MemoryStore
 from stratakv.tiers.wire.frames import (
     GREETING,

@@ -19,7 +19,7 @@ import pytest
 
 from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.contract import make_keys, payload_of
-from stratakv.tiers.remote.socket_connection import decode
+from stratakv.tiers.remote.transports.socket_connection import decode
 from stratakv.tiers.wire.frames import (
     REPLY,
     WELCOME,

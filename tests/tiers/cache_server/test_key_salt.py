@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from stratakv.tiers.block import pack_key
 from stratakv.tiers.cache_server import key_salt
-from stratakv.tiers.cache_server.key_salt import SECRET_BYTES, KeySalt
+from stratakv.tiers.cache_server.key_salt import KeySalt
+from stratakv.tiers.cache_server.secret_file import SECRET_BYTES
 from stratakv.tiers.contract import make_keys
 from stratakv.tiers.native import library as native
 from stratakv.tiers.native import openssl

@@ -32,12 +32,12 @@ from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.cache_server.access.shares import Shares
 from stratakv.tiers.cache_server.access.tenants import Tenant, Tenants, token_digest
 from stratakv.tiers.cache_server.access.tls import LiveTls, TlsFiles, end_of
+from stratakv.tiers.cache_server.layout_note import store_folder
 from stratakv.tiers.cache_server.server import ServerSettings
-from stratakv.tiers.cache_server.tenant_stores import store_folder
-from stratakv.tiers.cache_server.transports.streams import ByteBudget
+from stratakv.tiers.cache_server.transports.byte_budget import ByteBudget
 from stratakv.tiers.contract import make_keys, payload_of
 from stratakv.tiers.errors import TierConfigError
-from stratakv.tiers.remote.data_client import DataConnection
+from stratakv.tiers.remote.transports.data_client import DataConnection
 from stratakv.tiers.wire.frames import State
 from stratakv.tiers.wire.rpc import Stub
 from stratakv.tiers.wire.sockets import ConnectionLost

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2
 from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.cache_server.access.call_guard import _end_call
 from stratakv.tiers.cache_server.access.tls import LiveTls, TlsFiles
-from stratakv.tiers.cache_server.transports.streams import ByteBudget
+from stratakv.tiers.cache_server.transports.byte_budget import ByteBudget
 from stratakv.tiers.contract import make_keys
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.wire.frames import State

@@ -15,7 +15,7 @@ import pytest
 
 from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.contract import make_buffers, make_keys, payload_of
-from stratakv.tiers.remote.stream_client import StreamConnection
+from stratakv.tiers.remote.transports.stream_client import StreamConnection
 from stratakv.tiers.wire.frames import State
 from stratakv.tiers.wire.limits import PIECE_BYTES, Limits
 from stratakv.tiers.wire.messages import header_message

@@ -15,9 +15,9 @@ import pytest
 
 from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.contract import make_buffers, make_keys, payload_of
-from stratakv.tiers.remote.block_connection import BlockConnection, Refused
-from stratakv.tiers.remote.data_client import DataConnection
-from stratakv.tiers.remote.memory_client import MemoryConnection
+from stratakv.tiers.remote.transports.block_connection import BlockConnection, Refused
+from stratakv.tiers.remote.transports.data_client import DataConnection
+from stratakv.tiers.remote.transports.memory_client import MemoryConnection
 from stratakv.tiers.wire.frames import State
 from stratakv.tiers.wire.limits import Limits
 from stratakv.tiers.wire.rpc import Stub

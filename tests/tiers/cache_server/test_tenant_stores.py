@@ -16,13 +16,9 @@ import pytest
 from stratakv.tiers import assemble
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.cache_server.access.tenants import Quota
+from stratakv.tiers.cache_server.layout_note import read_layout_note, store_folder
 from stratakv.tiers.cache_server.tenant_store import TenantStore
-from stratakv.tiers.cache_server.tenant_stores import (
-    StoreSettings,
-    TenantStores,
-    read_layout_note,
-    store_folder,
-)
+from stratakv.tiers.cache_server.tenant_stores import StoreSettings, TenantStores
 from stratakv.tiers.contract import make_keys, payload_of
 from stratakv.tiers.errors import TierClosed, TierConfigError, TierDown
 from stratakv.tiers.mac_key import MacKey

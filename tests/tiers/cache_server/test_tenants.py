@@ -24,7 +24,7 @@ from stratakv.tiers.cache_server.access.tenants import (
     token_digest,
 )
 from stratakv.tiers.cache_server.access.tickets import Tickets
-from stratakv.tiers.cache_server.key_salt import read_secret
+from stratakv.tiers.cache_server.secret_file import read_secret
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.settings import readers
 from stratakv.tiers.wire.status import TooMuch, Unauthenticated

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from stratakv.tiers.hierarchy.guarded_store import (
+from stratakv.tiers.hierarchy.breaker import (
     FAILURES,
     LATE_ANSWERS,
     LONGEST_PAUSE_SECONDS,

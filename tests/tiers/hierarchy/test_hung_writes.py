@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from stratakv.tiers.hierarchy.guarded_store import MAX_PROBES, GuardedStore, Traffic
+from stratakv.tiers.hierarchy.breaker import MAX_PROBES
+from stratakv.tiers.hierarchy.guarded_store import GuardedStore, Traffic
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.hierarchy.writes import LATE_SHARE, STALL_SECONDS, Writes
 from stratakv.tiers.mailbox import Mailbox

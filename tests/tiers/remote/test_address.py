@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from stratakv.tiers.errors import TierConfigError
-from stratakv.tiers.remote.address import ServerAddress, is_address, parse_address
+from stratakv.tiers.remote.membership import ServerAddress, is_address, parse_address
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratakv.tiers.remote.address import ServerAddress
-from stratakv.tiers.remote.membership import Rendezvous, StaticMembership
+from stratakv.tiers.remote.membership import Rendezvous, ServerAddress, StaticMembership
 
 KEYS = [random.Random(i).randbytes(40) for i in range(20_000)]
 

@@ -25,10 +25,10 @@ from stratakv.tiers.contract import (
     put,
 )
 from stratakv.tiers.errors import TierBusy, TierConfigError, TierError
-from stratakv.tiers.remote.address import ServerAddress, parse_address
 from stratakv.tiers.remote.credentials import Credentials
+from stratakv.tiers.remote.membership import ServerAddress, parse_address
+from stratakv.tiers.remote.remote_settings import RemoteSettings
 from stratakv.tiers.remote.remote_store import RemoteStore, open_remote
-from stratakv.tiers.remote.settings import RemoteSettings
 
 from ..cache_server.rig import (
     LAYOUT,

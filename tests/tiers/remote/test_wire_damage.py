@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stratakv.tiers.contract import make_buffers, make_keys, payload_of
-from stratakv.tiers.remote.block_connection import BlockConnection
+from stratakv.tiers.remote.transports.block_connection import BlockConnection
 from stratakv.tiers.wire.limits import Limits
 from stratakv.tiers.wire.sockets import ConnectionLost
 

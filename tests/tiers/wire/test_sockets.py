@@ -18,7 +18,7 @@ import pytest
 import trustme
 
 from stratakv.tiers.native import library
-from stratakv.tiers.remote.data_client import DataConnection
+from stratakv.tiers.remote.transports.data_client import DataConnection
 from stratakv.tiers.wire.blocks import receive_blocks
 from stratakv.tiers.wire.sockets import Connection, ConnectionLost
 

@@ -19,6 +19,8 @@ _HEADER = "authorization"
 _SCHEME = "bearer"
 _CERTIFICATE_NAMES = ("x509_common_name", "x509_subject_alternative_name")
 
+_CALLER: ContextVar[Caller] = ContextVar("caller")
+
 
 class Caller(NamedTuple):
     """Who calls, and by what it was recognised: nothing that could be used again."""
@@ -36,9 +38,6 @@ class Caller(NamedTuple):
         else:
             found = tenants.anyone
         return found is not None and found.name == self.tenant.name
-
-
-_CALLER: ContextVar[Caller] = ContextVar("caller")
 
 
 def set_caller(caller: Caller) -> None:

@@ -120,11 +120,6 @@ class Tenants:
                 found.add(tenant.name)
         return found
 
-    @property
-    def has_tokens(self) -> bool:
-        """Whether a token opens anything."""
-        return bool(self._by_token)
-
     def by_name(self, name: str) -> Tenant | None:
         """The tenant of this name."""
         return self._by_name.get(name)

@@ -28,8 +28,8 @@ import msgspec
 
 from ...block import BlockLayout
 from ...errors import TierConfigError
-from ...remote.block_connection import Tags
 from ...slab.slab_index import SlabReader
+from ...wire.connection_tags import Tags
 from ...wire.status import WrongLayout
 from ..access.tenants import Tenants, only_tenant
 from ..served_store import ServedStore, ServedStores

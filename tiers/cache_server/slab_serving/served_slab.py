@@ -20,9 +20,9 @@ from ...block import BlockLayout
 from ...errors import TierClosed
 from ...hierarchy.hierarchy import StoreTicket
 from ...hierarchy.promotions import LoadTicket
-from ...remote.block_connection import Tags
 from ...slab.slab_index import Found, SlabReader
 from ...tag import Proof, Proofs
+from ...wire.connection_tags import Tags
 from ...wire.frames import State
 from ...wire.status import ReadOnly, TooMuch
 from ..leases import MAX_LEASES, Lease, Leases, ReadLease, WriteLease

@@ -36,6 +36,10 @@ from .session import Draining, NotKnown, Session
 
 log = logging.getLogger(__name__)
 
+_BACKLOG = 128
+_TELL_SECONDS = 1.0  # between two lines about what clients did
+_PAUSE_SECONDS = 0.5  # before another try, and for threads to notice that it is over
+
 
 class Opened(NamedTuple):
     """What a ticket opens."""
@@ -52,10 +56,6 @@ TICKET, BUSY, SILENT, CREDENTIALS = REFUSALS = ("ticket", "busy", "silent", "cre
 
 # None for a ticket that opens nothing.
 Resolve = Callable[[bytes], Opened | None]
-
-_BACKLOG = 128
-_TELL_SECONDS = 1.0  # between two lines about what clients did
-_PAUSE_SECONDS = 0.5  # before another try, and for threads to notice that it is over
 
 
 @dataclass(frozen=True, slots=True)

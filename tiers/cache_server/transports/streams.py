@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -30,70 +29,14 @@ from ..leases import ReadLease
 from ..served_store import ServedStore
 from ..tenant_store_calls import TenantStoreCalls
 from .block_receiver import GROUP_BYTES, BlockReceiver
-
-# Bytes in flight, bounded: who wants some waits in line until others have given theirs back.
-# For one event loop.
-
-
-class ByteBudget:
-    """`total` bytes. Served in the order of asking, so that a large wish is not passed over."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._free = total
-        self._line: deque[tuple[int, asyncio.Future[int]]] = deque()
-
-    @property
-    def in_use(self) -> int:
-        """Bytes that somebody has."""
-        return self._total - self._free
-
-    async def take_bytes(self, wish: int) -> int:
-        """Wait for `wish` bytes, but no more than there are in all; how many it was. They must be
-        given back."""
-        wish = min(wish, self._total)
-        if not self._line and wish <= self._free:
-            self._free -= wish
-            return wish
-        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._line.append((wish, turn))
-        try:
-            return await turn
-        except asyncio.CancelledError:
-            if turn.cancelled():
-                self._serve()  # those behind us may have waited for us alone
-            else:  # our turn came in the same moment
-                self.give_back_bytes(turn.result())
-            raise
-
-    def resize(self, total: int) -> None:
-        """`total` from now on; what is in use beyond it is given back by and by."""
-        self._free += total - self._total
-        self._total = total
-        self._serve()
-
-    def give_back_bytes(self, taken: int) -> None:
-        """Return the bytes that `take_bytes` gave."""
-        self._free += taken
-        self._serve()
-
-    def _serve(self) -> None:
-        while self._line:
-            wish, turn = self._line[0]
-            if not turn.cancelled():
-                wish = min(wish, self._total)  # which may have become less
-                if wish > self._free:
-                    return
-                self._free -= wish
-                turn.set_result(wish)
-            self._line.popleft()
-
+from .byte_budget import ByteBudget
 
 PART_BYTES = 8 * 1024**2
 # Beyond the time after which the tiers give a read up themselves.
 _READ_SECONDS = 6.0
 
 _MOST_SHARES = 8
+
 
 Write = Callable[[Piece], Awaitable[None]]
 _Result = TypeVar("_Result")

@@ -22,6 +22,11 @@ from typing import NamedTuple, Protocol
 log = logging.getLogger(__name__)
 DEPTH = 16  # requests of one thread that keep a disk busy
 
+# aio_data, aio_key, aio_rw_flags, aio_lio_opcode, aio_reqprio, aio_fildes, aio_buf, aio_nbytes,
+# aio_offset, aio_reserved2, aio_flags, aio_resfd; both machines are little-endian.
+_REQUEST = struct.Struct("<QIiHhIQQqQII")
+_EVENT = struct.Struct("<QQqq")  # data, request, result, a second result
+
 
 class _Numbers(NamedTuple):
     """Numbers of the system calls."""
@@ -34,10 +39,6 @@ class _Numbers(NamedTuple):
 
 _NUMBERS = {"x86_64": _Numbers(206, 207, 209, 208), "aarch64": _Numbers(0, 1, 2, 4)}
 
-# aio_data, aio_key, aio_rw_flags, aio_lio_opcode, aio_reqprio, aio_fildes, aio_buf, aio_nbytes,
-# aio_offset, aio_reserved2, aio_flags, aio_resfd; both machines are little-endian.
-_REQUEST = struct.Struct("<QIiHhIQQqQII")
-_EVENT = struct.Struct("<QQqq")  # data, request, result, a second result
 _PREADV, _PWRITEV = 7, 8
 
 _libc = ctypes.CDLL(None, use_errno=True)

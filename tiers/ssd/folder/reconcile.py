@@ -36,6 +36,8 @@ _CHUNK_BYTES = 4 * 1024**2
 _THREADS = 4
 _AHEAD = 2 * _THREADS  # chunks read before somebody asks for them
 
+_SLOT_BITS = 32
+
 
 def _of_group(key: bytes) -> str:
     """Whose block it is where a model has several cache groups: a hit needs some of each."""
@@ -183,9 +185,6 @@ def _open(path: Path) -> int:
         if error.errno != errno.EINVAL:
             raise
         return os.open(path, flags)
-
-
-_SLOT_BITS = 32
 
 
 class Reconciler:

@@ -13,6 +13,8 @@ from typing import TypeVar
 _T = TypeVar("_T")
 _NOWHERE = 2**32 - 1
 
+_FREE = b"\1"
+
 
 class SlotList:
     """Slots in an order that changes with every use: some of 0 to `num_slots - 1`, each at most
@@ -65,9 +67,6 @@ class SlotList:
                 after[in_front] = behind
                 before[behind] = in_front
                 after[slot] = _NOWHERE
-
-
-_FREE = b"\1"
 
 
 class FreeSlots:

@@ -16,6 +16,37 @@ import msgspec
 from ....request.sampling_params import RepetitionDetection
 from ...errors import ApiError
 
+# Fields that are not built, with the values (None aside) under which nothing is asked of them.
+NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
+    "spaces_between_special_tokens": (True,),
+    "detokenize": (True,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "allowed_token_ids": (),
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
+    "min_completion_tokens": (),
+    "data_parallel_rank": (0,),
+    "suffix": ("",),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "moderation": (),
+    "web_search_options": (),
+    "verbosity": ("medium",),
+    "documents": ([],),
+    "chat_template": (),
+}
+# The same in messages, where clients send back what other servers gave them.
+NEUTRAL_IN_MESSAGES: dict[str, tuple[object, ...]] = {
+    "function_call": (),
+    "audio": (),
+}
+# OpenAI's older form of tools.
+_OLDER_TOOLS = {"functions", "function_call"}
+
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     """`include_usage`: one more chunk at the end, without choices, that holds the usage.
@@ -248,38 +279,6 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
     tokens: list[int]
     model: str | None = None
-
-
-# Fields that are not built, with the values (None aside) under which nothing is asked of them.
-NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
-    "spaces_between_special_tokens": (True,),
-    "detokenize": (True,),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "allowed_token_ids": (),
-    "no_stop_trim": (False,),
-    "return_hidden_states": (False,),
-    "min_completion_tokens": (),
-    "data_parallel_rank": (0,),
-    "suffix": ("",),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "moderation": (),
-    "web_search_options": (),
-    "verbosity": ("medium",),
-    "documents": ([],),
-    "chat_template": (),
-}
-# The same in messages, where clients send back what other servers gave them.
-NEUTRAL_IN_MESSAGES: dict[str, tuple[object, ...]] = {
-    "function_call": (),
-    "audio": (),
-}
-# OpenAI's older form of tools.
-_OLDER_TOOLS = {"functions", "function_call"}
 
 
 def refuse_unsupported(

@@ -18,8 +18,8 @@ from ....request.sampling_params import (
     with_changes,
 )
 from ....request.structured_params import StructuredOutputsParams
+from ....text.bad_words import with_spelt_bad_words
 from ....text.reasoning import with_reasoning_marks
-from ....text.tokenizer import with_spelt_bad_words
 from ...errors import ApiError
 from ...front import Front
 from .protocol import SamplingFields

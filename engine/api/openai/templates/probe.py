@@ -43,6 +43,10 @@ ABSENT, NULL, EMPTY = "absent", "null", "empty"
 # As transformers gives a content that is null, and in the order in which the others are tried.
 _CONTENTS: Mapping[str, Seen] = {ABSENT: {}, NULL: {"content": None}, EMPTY: {"content": ""}}
 
+# Digits alone come through filters, and through JSON.
+_STEM = str(10**7 + secrets.randbelow(9 * 10**7))
+_MARK = re.compile(rf"{_STEM}\d{{14}}")
+
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
@@ -227,11 +231,6 @@ def _shape(message: Seen) -> tuple[object, ...]:
     kind = content if content is None else bool(content.strip())
     arguments = [type(call["function"]["arguments"]).__name__ for call in calls]
     return (message["role"], "content" in message, kind, arguments, *(sorted(message)))
-
-
-# Digits alone come through filters, and through JSON.
-_STEM = str(10**7 + secrets.randbelow(9 * 10**7))
-_MARK = re.compile(rf"{_STEM}\d{{14}}")
 
 
 def _mark(place: int, call: int = 0) -> str:

@@ -26,7 +26,7 @@ from ....open_files import open_paths
 from ....tiers.blocks import ODD, SMALL, make_keys
 from ....tiers.store_contract import SECONDS, put
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "commands.md"
+DOCS = Path(__file__).resolve().parents[4] / "docs" / "commands.md"
 CAPACITY = 2 * 1024**2
 
 

@@ -25,7 +25,7 @@ from ....free_ports import free_ports
 from ....tiers.cache_server.rig import LAYOUT, RunningServer, running_server, store_blocks
 
 COMMANDS = ("ping", "describe")
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "commands.md"
+DOCS = Path(__file__).resolve().parents[4] / "docs" / "commands.md"
 TOKEN = "a-token-of-its-own"
 FAST = ("--count", "3", "--interval", "0")
 

@@ -12,14 +12,14 @@ import pytest
 from stratakv.engine.cli.args import Parser
 from stratakv.engine.cli.main import main
 from stratakv.engine.cli.tiers import check
-from stratakv.tiers.cache_server.tenant_stores import store_folder, write_layout_note
+from stratakv.tiers.cache_server.layout_note import store_folder, write_layout_note
 from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.ssd import SsdStore
 
 from ....tiers.blocks import SMALL, make_keys
 from ....tiers.store_contract import SECONDS, put
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "commands.md"
+DOCS = Path(__file__).resolve().parents[4] / "docs" / "commands.md"
 CAPACITY = 2 * 1024**2
 RECORD = 8192
 

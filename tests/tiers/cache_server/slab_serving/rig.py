@@ -17,10 +17,10 @@ from typing import Any
 from stratakv.tiers import contract
 from stratakv.tiers.cache_server.slab_serving.serving import SlabServing
 from stratakv.tiers.contract import payload_of
-from stratakv.tiers.remote.address import ServerAddress
 from stratakv.tiers.remote.credentials import Credentials
+from stratakv.tiers.remote.membership import ServerAddress
 from stratakv.tiers.remote.peer_tier import PeerTier
-from stratakv.tiers.remote.settings import RemoteSettings
+from stratakv.tiers.remote.remote_settings import RemoteSettings
 from stratakv.tiers.remote.transfer_queue import RemoteError
 from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.tag import Tagger

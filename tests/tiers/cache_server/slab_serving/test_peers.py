@@ -26,11 +26,11 @@ from stratakv.tiers.cache_server.slab_serving import serving
 from stratakv.tiers.cache_server.slab_serving.serving import SlabServing
 from stratakv.tiers.contract import make_keys
 from stratakv.tiers.errors import TierConfigError
-from stratakv.tiers.remote.address import ServerAddress
 from stratakv.tiers.remote.credentials import Credentials
+from stratakv.tiers.remote.membership import ServerAddress
 from stratakv.tiers.remote.peer_tier import PeerTier
+from stratakv.tiers.remote.remote_settings import RemoteSettings
 from stratakv.tiers.remote.remote_store import open_remote
-from stratakv.tiers.remote.settings import RemoteSettings
 from stratakv.tiers.slab.cpu_slab import KEPT_SHARE, CpuSlab
 from stratakv.tiers.tier_settings import ListenAddress, ServeSettings
 from stratakv.tiers.wire.frames import pack_keys
@@ -296,7 +296,7 @@ def test_process_ends_with_the_engine_that_is_killed(tmp_path: Path) -> None:
         "print(made.serving._process.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[4]
     engine = subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibration: the rates of the tiers, measured at the start before there is any traffic."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Sequence
+
+from ...tiers.hierarchy.hierarchy import Hierarchy
+from ..base import TierEstimates
+from ..copy_signal import CopySignal
+from ..messages import ConnectorMetadata, ConnectorWorkerOutput, CopyJob
+from ..request_offload import JobIds
+from .economics import Economics
+
+log = logging.getLogger(__name__)
+
+COPIES = 3  # the quickest counts: what else the machine does only adds
+COPY_BYTES = 32 * 1024**2  # of each: more than caches hold
+# Smaller reads say nothing about a disk's speed.
+LEAST_READ_BYTES = 2 * 1024**2
+_TYPICAL_PROMPT = 1024  # tokens
+
+
+class Calibration(TierEstimates):
+    """Times loads of one connector before its first request, so that it is decided on as well as
+    later ones.
+
+        stores   each reads a little of what it holds and throws it away
+        slab     slots that hold nothing yet are copied to blocks of the pool that are nobody's
+    """
+
+    def __init__(
+        self, economics: Economics, hierarchy: Hierarchy, signal: CopySignal, job_ids: JobIds
+    ) -> None:
+        self._economics = economics
+        self._links = economics.links
+        self._slab_link = self._links[hierarchy.tiers[0]]
+        self._hierarchy = hierarchy
+        self._signal = signal
+        self._job_ids = job_ids
+        self._num_copies = 0  # begun
+        self._job: CopyJob | None = None  # under way
+        self._quickest = math.inf  # seconds a byte
+
+    def build_calibration_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
+        if self._job is not None or self._num_copies == COPIES or not block_ids:
+            return ConnectorMetadata()
+        if not self._num_copies:
+            self._read_stores(seconds)
+        self._job = self._next_copy(block_ids)
+        self._signal.jobs_given(1)
+        return ConnectorMetadata(loads=[self._job])
+
+    def describe(self) -> str:
+        return in_words(self._economics, self.tiers_down())
+
+    def tiers_down(self) -> list[str]:
+        return [store.name for store in self._hierarchy.stores if not store.is_up]
+
+    def take(self, output: ConnectorWorkerOutput) -> int:
+        """Take the trial's job out of what has ended; how many that are."""
+        job = self._job
+        if job is None:
+            return 0
+        for ids in (output.finished_loads, output.failed_loads):
+            if job.job_id in ids:
+                ids.remove(job.job_id)
+                break
+        else:
+            return 0
+        self._job = None
+        # Beside other loads nobody knows which of them took how long.
+        if not (output.finished_loads or output.failed_loads):
+            if ids is output.finished_loads:
+                self._learn(len(job.slots) * self._hierarchy.block_bytes, output.load_copy_seconds)
+            output.load_copy_seconds = 0.0
+        return 1
+
+    def _read_stores(self, seconds: float) -> None:
+        """Have each store read for its part of the time, one after the other."""
+        stores = self._hierarchy.stores
+        for store in stores:
+            try:
+                sample = store.trial_read(seconds / len(stores))
+                if sample is not None and sample.num_bytes >= LEAST_READ_BYTES:
+                    self._links[store.name].believe(*sample)
+            except Exception as error:  # noqa: BLE001 - a tier of others may raise anything
+                log.warning("the %s tier could not be tried: %s", store.name, error)
+
+    def _next_copy(self, block_ids: Sequence[int]) -> CopyJob:
+        num_slots = self._hierarchy.num_slots
+        most = max(1, COPY_BYTES // self._hierarchy.block_bytes)
+        num_blocks = min(len(block_ids), num_slots, most)
+        # Other memory each time, or caches would answer.
+        start = self._num_copies * num_blocks
+        places = range(start, start + num_blocks)
+        self._num_copies += 1
+        return CopyJob(
+            self._job_ids.next(),
+            [block_ids[place % len(block_ids)] for place in places],
+            # Backwards: blocks of a request are seldom neighbours on both sides.
+            [place % num_slots for place in reversed(places)],
+        )
+
+    def _learn(self, num_bytes: int, seconds: float) -> None:
+        if 0.0 < seconds / num_bytes < self._quickest:
+            self._quickest = seconds / num_bytes
+            self._slab_link.believe(num_bytes, seconds)
+
+
+def in_words(economics: Economics, down: Collection[str] = ()) -> str:
+    """The estimates and what follows from them, for a person: one line. Of tiers that are `down`
+    nobody knows anything."""
+    compute = economics.prefill.seconds(0, _TYPICAL_PROMPT)
+    parts = ["prefill not measured"]
+    if compute:
+        parts = [f"prefill {_TYPICAL_PROMPT / compute:,.0f} tokens/s"]
+    for name, link in economics.links.items():
+        if name in down:
+            parts.append(f"{name} is down")
+            continue
+        rate = f"{1e-9 / link.seconds_per_byte:.2g} GB/s"
+        parts.append(f"{name} loads {rate}{'' if link.is_measured else ' (not measured)'}")
+    if not compute:
+        return ", ".join(parts)
+    up = [name for name in economics.links if name not in down]
+    from_on = {name: economics.break_even_tokens(name) for name in up}
+    pays = [
+        f"never from {name}" if tokens is None else f"from {tokens} tokens ({name})"
+        for name, tokens in from_on.items()
+    ]
+    return f"{', '.join(parts)}: loading pays {', '.join(pays)}"

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load, recompute, or overlap the two: what the tiers hold of a prompt is taken from them only as
+far as that is quicker than computing it.
+
+    load       wait for the blocks, then compute what follows them
+    recompute  compute everything
+    overlap    compute from the front while blocks are loaded from the back, until they meet; only
+               where nobody else computes, since in a busy engine others do so while it waits.
+               Several requests with overlapped loads share what computing there is
+
+The leading run of blocks up to a change of tier is loaded for which most seconds are saved, if any
+are. What others compute before a request's turn hides as much of its load. Near break-even the last
+choice for as many blocks from the same tier stands. What was found too slow to load is tried again,
+a few blocks of it, by every `PROBE_EVERY`-th request that could have used it, so that a tier that
+is quick again is noticed. All seconds are estimates; nothing is known here of requests, keys or
+tickets.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+from .rates import LinkRate, PrefillRate
+
+log = logging.getLogger(__name__)
+
+
+# Assumed until measured: seconds of a transfer, however small, and bytes a second.
+SLAB_PRIOR = (1e-3, 4e9)  # a waiting request also pays for a step or two
+STORE_PRIOR = (2e-3, 1e9)
+# How much dearer loading may get before it is given up, and how much cheaper before it is resumed.
+STAY, RETURN = 1.15, 0.85
+PROBE_EVERY = 16  # requests
+PROBE_BLOCKS = 16
+# A load is never given up earlier: threads are late by as much on a busy machine.
+GRACE_SECONDS = 0.01
+# Nor later while nobody knows what computing takes.
+UNMEASURED_SECONDS = 0.5
+# In so many parts each of the two goes until they meet, and so many pieces are read at once.
+OVERLAP_PARTS = 4
+PIECES_AT_ONCE = 2
+# Both at once has to beat the better of the two by this factor. A prompt computed in such parts
+# takes up to a fifth longer than in one (measured with the embedded model, 1,000 tokens).
+OVERLAP_MARGIN = 1.25
+# Changes of tier within one prefix that are looked at one by one.
+MAX_RUNS = 8
+_BREAK_EVEN_LIMIT = 2**20  # tokens
+
+
+NONE_READ: Mapping[str, int] = {}
+
+
+class Choice(Enum):
+    """Choose by the estimates, or always the same, for drills and measurements."""
+
+    AUTO = "auto"
+    LOAD = "always"
+    OVERLAP = "both"
+
+
+class Plan(NamedTuple):
+    """Blocks to load, the leading ones; with `compute_blocks`, about how many of them will have
+    been computed before the two meet."""
+
+    num_blocks: int
+    compute_blocks: int = 0
+
+
+class Run(NamedTuple):
+    """Neighbouring blocks in one tier."""
+
+    tier: str
+    num_blocks: int
+
+
+NOTHING = Plan(0)
+
+
+class Economics:
+    """The estimates and choices for one hierarchy; `tiers` names the slab first. `num_needed` says
+    how many blocks so many positions take. `prefill` is told by whoever runs steps."""
+
+    def __init__(
+        self,
+        tiers: Sequence[str],
+        block_size: int,
+        block_bytes: int,
+        choice: Choice = Choice.AUTO,
+        *,
+        num_needed: Callable[[int], int] = int,
+        prefill: PrefillRate | None = None,
+    ) -> None:
+        self.choice = choice
+        self.prefill = PrefillRate() if prefill is None else prefill
+        self._slab = tiers[0]
+        self.links = {name: LinkRate(*STORE_PRIOR) for name in tiers}
+        self.links[self._slab] = LinkRate(*SLAB_PRIOR)
+        self.queued: Mapping[str, int] = {}  # blocks already on their way, by tier
+        self._block_size = block_size
+        self._block_bytes = block_bytes
+        self._num_needed = num_needed
+        self._loaded_last: dict[tuple[str, int], bool] = {}  # by last tier and log2 of the blocks
+        self._declined = 0  # plans since the last probe
+        self.probes = 0
+        self.declined_tokens: dict[str, int] = {}  # that a tier had and that were computed
+
+    def plan(
+        self,
+        first_token: int,
+        tiers: Sequence[str],
+        *,
+        num_sharing: int = 0,
+        num_queued_tokens: int = 0,
+        num_read_ahead: Mapping[str, int] = NONE_READ,
+    ) -> Plan:
+        """The plan for blocks that lie in `tiers`, the first one at `first_token`. Changes
+        nothing. `num_sharing` requests, this one included, would share the engine if its load was
+        overlapped; 0: others compute. `num_queued_tokens` of others are computed before it. Of
+        `queued`, `num_read_ahead` are these blocks."""
+        num_blocks = len(tiers)
+        if self.choice is Choice.OVERLAP and num_blocks > 1:
+            return Plan(num_blocks, num_blocks // 2)
+        if not num_blocks or self.choice is not Choice.AUTO:
+            return Plan(num_blocks)
+        runs = _runs(tiers)
+        queued = {tier: n - num_read_ahead.get(tier, 0) for tier, n in self.queued.items()}
+        compute = self._compute(first_token, num_blocks)
+        if compute is None:
+            return Plan(num_blocks)
+        chosen, saved = 0, 0.0
+        hidden = self._queue_seconds(num_queued_tokens)
+        for end, tier in _ends(runs):
+            saving = self._saving(first_token, runs, queued, end, tier, hidden)
+            if saving is not None and (not chosen or saving > saved):
+                chosen, saved = end, saving
+        if num_sharing and num_blocks > 1:
+            computed, seconds = self._meet(first_token, runs, queued, num_blocks, num_sharing)
+            if seconds * OVERLAP_MARGIN <= compute - saved and 0 < computed < num_blocks:
+                return Plan(num_blocks, computed)
+        return Plan(chosen)
+
+    def decide(
+        self,
+        first_token: int,
+        tiers: Sequence[str],
+        *,
+        num_sharing: int = 0,
+        num_queued_tokens: int = 0,
+        num_read_ahead: Mapping[str, int] = NONE_READ,
+    ) -> Plan:
+        """`plan`, for a request that will follow it; the choice is remembered."""
+        plan = self.plan(
+            first_token,
+            tiers,
+            num_sharing=num_sharing,
+            num_queued_tokens=num_queued_tokens,
+            num_read_ahead=num_read_ahead,
+        )
+        if self.choice is not Choice.AUTO or self.prefill.seconds_per_token is None:
+            return plan
+        for end, tier in _ends(_runs(tiers)):
+            self._loaded_last[tier, end.bit_length()] = end <= plan.num_blocks
+        if plan.num_blocks == len(tiers):
+            return plan
+        self._declined += 1
+        if self._declined >= PROBE_EVERY:
+            self._declined = 0
+            self.probes += 1
+            plan = Plan(min(len(tiers), plan.num_blocks + PROBE_BLOCKS))
+        for tier in tiers[plan.num_blocks :]:
+            declined = self.declined_tokens.get(tier, 0)
+            self.declined_tokens[tier] = declined + self._block_size
+        return plan
+
+    def max_wait_seconds(
+        self, first_token: int, num_blocks: int, *, num_queued_tokens: int = 0
+    ) -> float | None:
+        """How long to wait for blocks at most, in seconds: as long as computing them takes, and
+        what is queued before them. None: until they come."""
+        if self.choice is not Choice.AUTO:
+            return None
+        compute = self._compute(first_token, num_blocks)
+        if compute is None:
+            return UNMEASURED_SECONDS
+        return max(GRACE_SECONDS, compute + self._queue_seconds(num_queued_tokens))
+
+    def break_even_tokens(self, tier: str) -> int | None:
+        """The shortest prompt that is quicker to load from `tier` than to compute; None while
+        nothing was measured, and where there is none."""
+        num_blocks = 1
+        while num_blocks * self._block_size <= _BREAK_EVEN_LIMIT:
+            if self._pays(tier, num_blocks):
+                break
+            num_blocks *= 2
+        else:
+            return None
+        low, high = num_blocks // 2, num_blocks  # pays not, pays
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._pays(tier, middle) else (middle, high)
+        return high * self._block_size
+
+    def stats(self) -> dict[str, object]:
+        """The estimates, as plain values."""
+        price = self.prefill.seconds_per_token
+        return {
+            "prefill_tokens_per_second": 1.0 / price if price else None,
+            "bytes_per_second": {n: 1.0 / r.seconds_per_byte for n, r in self.links.items()},
+            "fixed_seconds": {n: r.fixed_seconds for n, r in self.links.items()},
+            "break_even_tokens": {name: self.break_even_tokens(name) for name in self.links},
+        }
+
+    def _saving(
+        self,
+        first_token: int,
+        runs: Sequence[Run],
+        queued: Mapping[str, int],
+        end: int,
+        tier: str,
+        hidden: float,
+    ) -> float | None:
+        """Seconds that loading the blocks up to `end`, the last one from `tier`, saves of computing
+        them, where `hidden` seconds of a load delay nobody. None if it is not to be done; near
+        break-even it may save a little less than none."""
+        compute = self._compute(first_token, end) or 0.0
+        load = max(0.0, self._load(runs, queued, 0, end) - hidden)
+        stays = self._loaded_last.get((tier, end.bit_length()), True)
+        return compute - load if load < (STAY if stays else RETURN) * compute else None
+
+    def _queue_seconds(self, num_tokens: int) -> float:
+        return (self.prefill.seconds_per_token or 0.0) * num_tokens
+
+    def _meet(
+        self,
+        first_token: int,
+        runs: Sequence[Run],
+        queued: Mapping[str, int],
+        num_blocks: int,
+        num_sharing: int,
+    ) -> tuple[int, float]:
+        """After how many computed blocks the frontiers meet, and when."""
+        low, high = 0, num_blocks
+        # Pieces pay for the fixed part of their links more than once.
+        more = self._load(runs, queued, 0, 1) * (OVERLAP_PARTS / PIECES_AT_ONCE - 1)
+        while low < high:
+            middle = (low + high) // 2
+            load = more + self._load(runs, queued, middle, num_blocks)
+            if num_sharing * (self._compute(first_token, middle) or 0.0) < load:
+                low = middle + 1
+            else:
+                high = middle
+        return low, num_sharing * (self._compute(first_token, low) or 0.0)
+
+    def _compute(self, first_token: int, num_blocks: int) -> float | None:
+        return self.prefill.seconds(first_token, first_token + num_blocks * self._block_size)
+
+    def _load(self, runs: Sequence[Run], queued: Mapping[str, int], start: int, end: int) -> float:
+        """Seconds to load the blocks from `start` to `end`: all stores at once, then the copy."""
+        blocks: dict[str, int] = {}
+        for tier, count in _between(runs, start, end):
+            blocks[tier] = blocks.get(tier, 0) + count
+        blocks.pop(self._slab, None)
+        reads = [self._read(tier, count, queued.get(tier, 0)) for tier, count in blocks.items()]
+        copy = self._read(self._slab, end - start, queued.get(self._slab, 0))
+        return max(reads, default=0.0) + copy
+
+    def _read(self, tier: str, num_blocks: int, num_queued: int) -> float:
+        num_needed = self._num_needed(num_blocks) + num_queued
+        return self.links[tier].seconds(num_needed * self._block_bytes)
+
+    def _pays(self, tier: str, num_blocks: int) -> bool:
+        compute = self._compute(0, num_blocks)
+        num_bytes = self._num_needed(num_blocks) * self._block_bytes
+        load = self.links[self._slab].seconds(num_bytes)
+        if tier != self._slab:
+            load += self.links[tier].seconds(num_bytes)
+        return compute is not None and load < compute
+
+
+def _runs(tiers: Sequence[str]) -> list[Run]:
+    if tiers.count(tiers[0]) == len(tiers):
+        return [Run(tiers[0], len(tiers))]
+    return [Run(tier, sum(1 for _ in blocks)) for tier, blocks in groupby(tiers)]
+
+
+def _between(runs: Sequence[Run], start: int, end: int) -> Iterator[Run]:
+    """The part of each run that lies between two blocks."""
+    first = 0
+    for tier, count in runs:
+        inside = min(end, first + count) - max(start, first)
+        if inside > 0:
+            yield Run(tier, inside)
+        first += count
+
+
+def _ends(runs: Sequence[Run]) -> list[tuple[int, str]]:
+    """The blocks after which a load may end, each with the tier of its last block."""
+    if len(runs) > MAX_RUNS:
+        return [(sum(run.num_blocks for run in runs), runs[-1].tier)]
+    return list(
+        zip(accumulate(run.num_blocks for run in runs), [r.tier for r in runs], strict=True)
+    )

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moving estimates of what computing a prompt and moving its blocks takes.
+
+Both learn from what they are told and forget it again: a rate is that of the last steps or loads,
+not that of the whole life.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ...tiers.hierarchy.promotions import LoadTicket
+
+MEMORY_STEPS = 32
+_KEPT = 1.0 - 1.0 / MEMORY_STEPS  # of what is known, when something is added
+# Steps whose tokens had all about the same context say little of what context costs. The spread
+# that they need, as a share of the square of the mean, before half of what they say is believed.
+_SPREAD = 0.01
+_LEAST_FREE_SHARE = 0.1  # of a token's price that does not depend on its context
+
+# How far an estimate of a link moves towards a sample, in logarithms. At 0.3 one hiccup of 100
+# times the usual is four times in the estimate, and five samples undo it.
+_LEARNED = 0.3
+_LEAST_SECONDS = 1e-6
+
+
+@dataclass(slots=True)
+class _Watched:
+    ticket: LoadTicket
+    began: float
+    indices: dict[str, list[int]]  # blocks to come, by store
+    num_read: dict[str, int]  # those of them that nobody else reads already
+    num_bytes: dict[str, int]  # of `num_read` and of what was on its way before, by store
+    joined: _Watched | None  # the one that began to read what this one waits for too
+    let_go: bool = False  # to be ended here
+
+
+class ReadTimes:
+    """Watches loads that wait for a store in `links`, whose rates learn from them. `end_load` ends
+    those let go.
+
+    Abandoned loads are still timed: a load we gave up on is the best evidence that its store is
+    slow.
+    """
+
+    def __init__(
+        self,
+        links: Mapping[str, LinkRate],
+        block_bytes: int,
+        end_load: Callable[[LoadTicket], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._links = links
+        self._block_bytes = block_bytes
+        self._end_load = end_load
+        self._clock = clock
+        self._watched: dict[int, _Watched] = {}  # by the id of the ticket
+        self._reader_of: dict[bytes, _Watched] = {}  # the first one that waited for a key
+        self._looked = clock()  # the last time
+        self.queued: Counter[str] = Counter()  # blocks on their way, by store
+
+    def __len__(self) -> int:
+        """Loads under way."""
+        return len(self._watched)
+
+    def watch(self, ticket: LoadTicket) -> None:
+        """A load has begun."""
+        indices: dict[str, list[int]] = {}
+        for index, (slot, tier) in enumerate(zip(ticket.slots, ticket.tiers, strict=True)):
+            if slot is None and tier in self._links:
+                indices.setdefault(tier, []).append(index)
+        if ticket.done() or not indices:
+            return
+        keys = [ticket.keys[index] for blocks in indices.values() for index in blocks]
+        num_read = {
+            tier: sum([ticket.keys[index] not in self._reader_of for index in blocks])
+            for tier, blocks in indices.items()
+        }
+        watched = self._watched[id(ticket)] = _Watched(
+            ticket,
+            self._clock(),
+            indices,
+            num_read,
+            {
+                tier: (self.queued[tier] + count) * self._block_bytes
+                for tier, count in num_read.items()
+            },
+            next((self._reader_of[key] for key in keys if key in self._reader_of), None),
+        )
+        for key in keys:
+            self._reader_of.setdefault(key, watched)
+        self.queued.update(num_read)
+
+    def let_go(self, ticket: LoadTicket) -> None:
+        """Nobody waits for this load any more: end it, now or when its reads have ended."""
+        watched = self._watched.get(id(ticket))
+        if watched is None or ticket.done():
+            self._end_load(ticket)
+            return
+        watched.let_go = True
+        reader = watched.joined or watched
+        self._learn(reader, self._clock() - reader.began, math.inf)
+
+    def collect(self) -> None:
+        """Look which have ended."""
+        if not self._watched:
+            return
+        now = self._clock()
+        for watched in [w for w in self._watched.values() if w.ticket.done()]:
+            self._forget(watched)
+            if watched.joined is None:
+                # It was still under way when last looked at.
+                self._learn(watched, self._looked - watched.began, now - watched.began)
+            if watched.let_go:
+                self._end_load(watched.ticket)
+        self._looked = now
+
+    def _learn(self, watched: _Watched, at_least: float, at_most: float) -> None:
+        slots = watched.ticket.slots
+        for tier, indices in watched.indices.items():
+            came = all(slots[index] is not None for index in indices)
+            self._links[tier].note(
+                watched.num_bytes[tier],
+                # With several stores, any of them may be the one that is still to come.
+                at_least if len(watched.indices) == 1 else 0.0,
+                at_most if came else math.inf,
+            )
+
+    def _forget(self, watched: _Watched) -> None:
+        del self._watched[id(watched.ticket)]
+        self.queued.subtract(watched.num_read)
+        for indices in watched.indices.values():
+            for index in indices:
+                key = watched.ticket.keys[index]
+                if self._reader_of.get(key) is watched:
+                    del self._reader_of[key]
+
+
+class PrefillRate:
+    """Seconds of prompt tokens, as a line over the position of a token:
+
+        seconds of a token  =  free part  +  slope x position
+
+    fitted to the last steps, each counting as much as it has tokens.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._positions = 0.0
+        self._positions_squared = 0.0  # of the mean position of a step, times its tokens
+        self._seconds_by_position = 0.0
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Seconds of a recent average token; None while nothing was measured."""
+        return self._seconds / self._tokens if self._tokens else None
+
+    def note(self, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
+        """Computing `num_tokens` took so long; `num_context_tokens` are the positions before them,
+        summed over these tokens."""
+        mean = num_context_tokens / num_tokens
+        self._tokens = self._tokens * _KEPT + num_tokens
+        self._seconds = self._seconds * _KEPT + seconds
+        self._positions = self._positions * _KEPT + num_context_tokens
+        self._positions_squared = self._positions_squared * _KEPT + num_context_tokens * mean
+        self._seconds_by_position = self._seconds_by_position * _KEPT + seconds * mean
+
+    def seconds(self, start: int, end: int) -> float | None:
+        """Seconds to compute the tokens at `start` to `end`; None while nothing was measured."""
+        price = self.price_at((start + end - 1) / 2)
+        return None if price is None else (end - start) * price
+
+    def price_at(self, position: float) -> float | None:
+        """Seconds of a token there; None while nothing was measured."""
+        price = self.seconds_per_token
+        if price is None:
+            return None
+        mean = self._positions / self._tokens
+        return price + self._slope(price, mean) * (position - mean)
+
+    def _slope(self, price: float, mean: float) -> float:
+        if mean <= 0:
+            return 0.0
+        spread = self._positions_squared / self._tokens - mean * mean
+        slope = self._seconds_by_position / self._tokens - price * mean
+        slope /= max(spread, 0.0) + _SPREAD * mean * mean
+        return min(max(slope, 0.0), (1.0 - _LEAST_FREE_SHARE) * price / mean)
+
+
+class LinkRate:
+    """Seconds of moving bytes: a fixed part and a part for each byte, both learned.
+
+    A sample is a span in which a transfer ended, since whoever looks does so between two steps. An
+    estimate inside it stays as it is; one outside is moved towards it by a share of the distance in
+    logarithms, so that a link grown 100 times slower is found out in as few samples as it is then
+    forgiven. The part that makes up most of the estimate moves most: small transfers teach the
+    fixed part, large ones the other.
+    """
+
+    def __init__(self, fixed_seconds: float, bytes_per_second: float) -> None:
+        self.fixed_seconds = fixed_seconds
+        self.seconds_per_byte = 1.0 / bytes_per_second
+        self.is_measured = False  # until then it is what was assumed
+
+    def seconds(self, num_bytes: float) -> float:
+        """Estimated seconds to move `num_bytes`."""
+        return self.fixed_seconds + num_bytes * self.seconds_per_byte
+
+    def believe(self, num_bytes: float, seconds: float) -> None:
+        """Moving so much, many times over what the fixed part pays for, took so long in a trial.
+        Believed at once; the fixed part stays, since a trial waits for no step of an engine."""
+        self.is_measured = True
+        self.seconds_per_byte = max(_LEAST_SECONDS, seconds) / num_bytes
+
+    def note(self, num_bytes: float, at_least: float, at_most: float = math.inf) -> None:
+        """Moving so much took a time between the two."""
+        self.is_measured = True
+        expected = self.seconds(num_bytes)
+        seen = max(_LEAST_SECONDS, min(max(expected, at_least), at_most))
+        if seen == expected:
+            return
+        fixed = self.fixed_seconds / expected
+        step = _LEARNED * math.log(seen / expected) / (fixed * fixed + (1 - fixed) * (1 - fixed))
+        self.fixed_seconds *= math.exp(step * fixed)
+        self.seconds_per_byte *= math.exp(step * (1 - fixed))

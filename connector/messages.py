@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between scheduler, worker and the connector's two sides: matches, jobs, reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    pass
+
+
+class MatchKind(Enum):
+    """What the scheduler should do with a request after asking."""
+
+    NONE = "none"  # nothing to load: schedule it
+    LOAD = "load"  # allocate blocks, begin a blocking load
+    OVERLAP = "overlap"  # allocate blocks, begin an overlapped load; or treat it as LOAD
+    RETRY = "retry"  # blocks are on their way in: ask again after the next wake-up
+
+
+class Match(NamedTuple):
+    """Tokens, beyond those computed in the pool, that the tiers hold: never the whole request, for
+    one token is always left to compute. A multiple of the block size but for a request with a
+    `tail_hash`."""
+
+    tokens: int
+    kind: MatchKind
+
+
+# Nothing to load.
+NO_MATCH = Match(0, MatchKind.NONE)
+
+
+class EvictedBlock(NamedTuple):
+    """A pool block that lost its hash in this step and will be overwritten by it. It has a page in
+    one cache group, or in several that follow each other: `page_names.pages_of` tells them
+    apart."""
+
+    block_id: int  # of its first page; the next ones have the next ids
+    key: bytes  # digest | group u16, as the block pool names that page
+    num_pages: int = 1
+
+
+# One list of block ids for each cache group, as long as one another.
+GroupBlockIds = Sequence[Sequence[int]]
+
+
+class Part(NamedTuple):
+    """Which of the blocks at one position of a request: that of a cache group, on one rank."""
+
+    group: int = 0
+    rank: int = 0
+
+
+ONLY_PART = Part()
+
+
+@dataclass(slots=True)
+class CopyJob:
+    """Blocks of one part to copy between the pool and the slab: `block_ids[i]` ↔ `slots[i]`."""
+
+    job_id: int
+    block_ids: list[int]
+    slots: list[int]
+    part: Part = ONLY_PART
+
+
+@dataclass(slots=True)
+class ConnectorMetadata:
+    """One step's decisions, from the scheduler side to the worker side."""
+
+    stores: list[CopyJob] = field(default_factory=list)  # pool → slab, before anything overwrites
+    loads: list[CopyJob] = field(default_factory=list)  # slab → pool, after the stores
+    # pool → slab, of blocks that this step leaves alone; beside the forward pass.
+    ahead: list[CopyJob] = field(default_factory=list)
+    # Earlier jobs of `ahead` that still run and whose blocks this step overwrites.
+    overtaken: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.stores or self.loads or self.ahead or self.overtaken)
+
+
+# For most steps; not to be changed.
+NOTHING_TO_MOVE = ConnectorMetadata()
+
+
+@dataclass(slots=True)
+class ConnectorWorkerOutput:
+    """What the worker side finished since it was last asked; job ids of ConnectorMetadata."""
+
+    finished_stores: list[int] = field(default_factory=list)
+    failed_stores: list[int] = field(default_factory=list)
+    finished_loads: list[int] = field(default_factory=list)
+    failed_loads: list[int] = field(default_factory=list)
+    # For a finished store whose device makes digests: one for each block, in the job's order.
+    store_digests: dict[int, list[bytes]] = field(default_factory=dict)
+    # Jobs ended since the start; some may be reported by the next poll only.
+    num_ended: int = field(default=0, compare=False)
+    # Costs, for metrics only.
+    store_copy_seconds: float = field(default=0.0, compare=False)  # of the stores that ended
+    load_copy_seconds: float = field(default=0.0, compare=False)  # of the loads that ended
+    store_wait_seconds: float = field(default=0.0, compare=False)  # the step waited for stores
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.finished_stores or self.failed_stores or self.finished_loads or self.failed_loads
+        )
+
+
+# For most steps; not to be changed.
+NOTHING_FINISHED = ConnectorWorkerOutput()
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """The end of one request's load."""
+
+    request_id: str
+    # Tokens of the external part that are whole: the leading ones of a blocking load, the last ones
+    # of an overlapped one. 0 on failure.
+    num_loaded_tokens: int
+    tokens_by_tier: dict[str, int] = field(default_factory=dict)  # "cpu" | "ssd" → tokens
+    seconds: float = 0.0
+    is_whole: bool = field(default=True, compare=False)  # all that was asked for came
+    # What kept blocks from coming that a tier had, in words; None where nothing did, also where the
+    # load was given up because computing was quicker by then.
+    failure: str | None = field(default=None, compare=False)
+    # Ended by the engine itself: nothing is wrong with what it was to bring.
+    is_cancelled: bool = field(default=False, compare=False)
+    # Nothing came, since a window lacks a block. Asked again, the connector looks for a hit of at
+    # most so many tokens of the request, which does without it. 0: it would find nothing more.
+    shorter_tokens: int = field(default=0, compare=False)
+
+
+class HandedOver(NamedTuple):
+    """The end of one hand-over."""
+
+    request_id: str
+    missing: list[bytes]  # keys, as the pool names them, of blocks that others cannot load
+
+
+class LoadState(NamedTuple):
+    """How far a request may compute whose load is overlapped."""
+
+    limit: int  # tokens; all computed up to here: wait for a copy, or for the jump
+    load_frontier: int  # from this token on everything has been loaded, if anything was
+    is_copying: bool  # blocks before the load frontier are being written to
+    failure: str | None = None  # why blocks have not come; see `LoadReport.failure`
+
+
+class Elsewhere(Enum):
+    """Whether another engine computes the prompt of a request at this moment."""
+
+    NO = "no"
+    PERHAPS = "perhaps"  # blocks of it that come would say so
+    TOLD = "told"  # whoever sent the request says so

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ids of copy jobs, and what is remembered of the latest requests."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class JobIds:
+    """Numbers for copy jobs; none is given twice."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def next(self) -> int:
+        self._last += 1
+        return self._last
+
+
+class Remembered(OrderedDict[str, T], Generic[T]):
+    """The newest `most` entries by request id; older ones are forgotten."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def put(self, request_id: str, value: T) -> None:
+        """Remember, as the newest."""
+        self[request_id] = value
+        self.move_to_end(request_id)
+        if len(self) > self._most:
+            self.popitem(last=False)

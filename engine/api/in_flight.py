@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""InFlight: the requests that the front has taken and not yet answered."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+
+class InFlight:
+    """Counts the generating requests that are being answered, for load balancers, and ends them all
+    when the server ends. Use `with in_flight:` around a request. Belongs to one event loop."""
+
+    __slots__ = ("_ended", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._ended: asyncio.Future[None] | None = None
+
+    @property
+    def ended(self) -> asyncio.Future[None]:
+        """Done once no request is to be answered any further."""
+        if self._ended is None:
+            self._ended = asyncio.get_running_loop().create_future()
+        return self._ended
+
+    def end(self) -> None:
+        """Have every open answer end now, with an error that says why. Idempotent."""
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def __enter__(self) -> None:
+        self.count += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.count -= 1

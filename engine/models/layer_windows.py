@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LayerWindows: which layers attend to a window, and how wide it is, from a model's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .checkpoint.json_fields import JsonFields
+from .families import Family, Windows
+from .rope_spec import (
+    FULL,
+    LAYER_KINDS,
+    SLIDING,
+)
+
+# Values of the families where config.json is silent, which is not the same as null.
+DEFAULT_WINDOW = 4096
+DEFAULT_MAX_WINDOW_LAYERS = 28
+DEFAULT_WINDOW_PATTERN = 6
+
+
+class LayerWindows(NamedTuple):
+    """The window in positions, a token's own among them, and the layers that have it."""
+
+    window: int
+    layers: tuple[int, ...]
+
+
+def parse_windows(config: JsonFields, family: Family, num_layers: int) -> LayerWindows | None:
+    """The window and its layers where any layer has one, else None; raises ConfigError naming the
+    key."""
+    size = _window(config, family)
+    kinds = _layer_types(config, num_layers)
+    if SLIDING in kinds and size is None:
+        raise config.fault("layer_types", f"{FULL} for every layer, as it has no window", kinds)
+    if size is None:
+        if family.windows is Windows.MOST_LAYERS and not kinds:
+            raise config.fault("sliding_window", "a whole number, or layer_types be given", None)
+        return None
+    layers = tuple(range(num_layers))
+    if family.windows is not Windows.EVERY_LAYER:
+        slides = _slides_by_type(kinds) if kinds else _slides_by_number(config, family)
+        layers = tuple(layer for layer in layers if slides(layer))
+    return LayerWindows(size, layers) if layers else None
+
+
+def _slides_by_type(kinds: list[object]) -> Callable[[int], bool]:
+    return lambda layer: kinds[layer] == SLIDING
+
+
+def _slides_by_number(config: JsonFields, family: Family) -> Callable[[int], bool]:
+    if family.windows is Windows.MOST_LAYERS:
+        pattern = config.integer("sliding_window_pattern", DEFAULT_WINDOW_PATTERN)
+        return lambda layer: (layer + 1) % pattern > 0
+    first = config.integer("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS, minimum=0)
+    return lambda layer: layer >= first
+
+
+def _window(config: JsonFields, family: Family) -> int | None:
+    """The window that layers have if they have one."""
+    if family.windows is Windows.NONE:
+        for name in ("sliding_window", "use_sliding_window"):
+            if config.has(name) and config.values[name] is not False:
+                raise config.fault(name, "absent, for this family has none", config.values[name])
+        return None
+    if family.windows is Windows.SOME_LAYERS and not config.boolean("use_sliding_window", False):
+        return None
+    if "sliding_window" in config.values and not config.has("sliding_window"):
+        return None
+    return config.integer("sliding_window", DEFAULT_WINDOW, minimum=2)
+
+
+def _layer_types(config: JsonFields, num_layers: int) -> list[object]:
+    """One kind for each layer, or nothing where config.json does not say."""
+    kinds = config.values.get("layer_types")
+    if kinds is None:
+        return []
+    listed = kinds if isinstance(kinds, list) else []
+    if len(listed) != num_layers or any(kind not in LAYER_KINDS for kind in listed):
+        expected = f"a list of {' or '.join(LAYER_KINDS)} for each of the {num_layers} layers"
+        raise config.fault("layer_types", expected, kinds)
+    return listed

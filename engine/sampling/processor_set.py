@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ProcessorSet: the logits processors of an engine, applied to the rows of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from ...tiers.settings.values import ConfigError
+from ..batch.batch_update import BatchUpdate, IntArray
+from .loading import LoadedProcessor
+from .processors.base import Drafts, LogitsProcessor, ProcessorContext
+from .processors.builtin import BadWords, LogitBias, MinP, MinTokens, Penalties
+from .processors.guarded import GuardedProcessor
+from .processors.thinking import ThinkingBudget
+from .row_states import RowStates
+
+# Penalties come behind biases: repetition looks at the sign that these leave.
+BUILT_IN: tuple[type[LogitsProcessor], ...] = (
+    MinTokens, BadWords, LogitBias, Penalties, MinP, ThinkingBudget,
+)  # fmt: skip
+
+
+class LogitsRows(NamedTuple):
+    """To what each row of logits belongs, as `LogitsProcessor.apply` explains it."""
+
+    rows: IntArray  # of the batch
+    offsets: IntArray | None = None
+    drafts: Drafts | None = None
+
+    def at(self, indices: IntArray) -> LogitsRows:
+        """Some of them."""
+        if self.offsets is None or self.drafts is None:
+            return LogitsRows(self.rows[indices])
+        drafts = [self.drafts[index] for index in indices.tolist()]
+        return LogitsRows(self.rows[indices], self.offsets[indices], drafts)
+
+
+class ProcessorSet:
+    """The logits processors of one sampler, in the order in which they are applied.
+
+    Those that can change which token is likeliest come before the greedy choice, the others after
+    the temperature. All are kept up to date; only active ones are applied.
+    """
+
+    def __init__(
+        self,
+        processors: Iterable[LogitsProcessor],
+        context: ProcessorContext | None = None,
+        loaded: Iterable[LoadedProcessor] = (),
+    ) -> None:
+        """`loaded` are of other packages and come last, in `context`; raises ConfigError for one
+        that cannot be made."""
+        others: list[GuardedProcessor] = []
+        if context is not None:
+            self._failed = RowStates[str](context.max_rows, lambda added: None)
+            others = [_guard(*one, context, self._failed.put) for one in loaded]
+        self._others = tuple(others)
+        self._all = (*processors, *others)
+        self._before_choice = [one for one in self._all if not one.is_argmax_invariant]
+        # The last word, whatever the order: nothing may weaken an end mark that is forced.
+        self._before_choice.sort(key=lambda one: isinstance(one, ThinkingBudget))
+        self._after_temperature = [one for one in self._all if one.is_argmax_invariant]
+
+    @classmethod
+    def built_in(
+        cls, context: ProcessorContext, loaded: Iterable[LoadedProcessor] = ()
+    ) -> ProcessorSet:
+        return cls((processor(context) for processor in BUILT_IN), context, loaded)
+
+    def failures(self, rows: IntArray) -> dict[int, str]:
+        """What is told of those of `rows` that processors of other packages have failed for, by
+        index, until other requests take these rows."""
+        return dict(self._failed.of(rows)) if self._others else {}
+
+    def take_drafts(self, rows: IntArray) -> npt.NDArray[np.bool_]:
+        """Whether the requests in these rows may be given draft tokens: all processors that apply
+        to them follow those."""
+        may: npt.NDArray[np.bool_] = np.ones(len(rows), np.bool_)
+        for processor in self._others:
+            may[processor.refuses_drafts(rows)] = False
+        return may
+
+    def update_state(self, update: BatchUpdate) -> None:
+        if self._others:
+            self._failed.update(update)
+        for processor in self._all:
+            processor.update_state(update)
+
+    def before_choice(self, logits: Tensor, rows: LogitsRows) -> Tensor:
+        """Bans, biases and penalties, which greedy rows obey too. May overwrite `logits`."""
+        return _apply(self._before_choice, logits, rows)
+
+    def after_temperature(self, logits: Tensor, rows: LogitsRows) -> Tensor:
+        """Apply the processors that matter to random draws only. May overwrite `logits`."""
+        return _apply(self._after_temperature, logits, rows)
+
+
+def _guard(
+    name: str,
+    kind: type[LogitsProcessor],
+    context: ProcessorContext,
+    note_failure: Callable[[int, str], None],
+) -> GuardedProcessor:
+    try:
+        return GuardedProcessor(name, kind, context, note_failure)
+    except Exception as error:  # code of others, at start
+        raise ConfigError(
+            f"the logits processor {name} cannot be made: {type(error).__name__}: {error}; its "
+            "constructor takes a ProcessorContext"
+        ) from error
+
+
+def _apply(processors: Sequence[LogitsProcessor], logits: Tensor, rows: LogitsRows) -> Tensor:
+    for processor in processors:
+        if processor.is_active:
+            logits = processor.apply(logits, *rows)
+    return logits

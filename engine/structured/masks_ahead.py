@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AheadMaker: masks computed while the device runs the step before."""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from .base import BITS, Grammar, GrammarError, Rows
+from .mask_jobs import (
+    CLOSE_SECONDS,
+    HANGS,
+    SLOW_SECONDS,
+    AheadRow,
+    Follower,
+    MaskJob,
+    OnHang,
+    note_hang,
+)
+from .processes.fair_queue import FairQueue
+from .processes.limited_thread import Job, Limit, LimitedThread
+
+logger = logging.getLogger(__name__)
+
+
+class AheadMaker:
+    """Rows that may take long, made between steps: a step waits for none of them, and the request
+    sits out until its row is there. Those that are known to take long come last, so that whoever
+    asks for such a grammar again and again holds up no other's. Called by the step's thread;
+    `wakeup` by its own."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        limit: Limit,
+        wakeup: Callable[[], None],
+        on_hang: OnHang | None = None,
+    ) -> None:
+        self._num_words = -(-vocab_size // BITS)
+        self._limit = limit
+        self._wakeup = wakeup
+        self._on_hang = on_hang or note_hang
+        self._lanes: dict[Grammar | None, _Lane] = {}  # None: of those that are followed here
+        self._open: list[AheadRow] = []
+        self.num_made = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a row has come, or can be given up, of which nobody has taken note."""
+        return bool(self._open) and (any(each.is_done for each in self._open) or self._hangs())
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def is_ready(self, follower: Follower, output: Sequence[int], start: int) -> bool:
+        """Whether a step need not wait for the row behind `output`, which begins at `start`: it is
+        there, it cannot be made, or it is quick. Else it is made from now on."""
+        ahead = follower.ahead
+        if ahead is not None:
+            if not ahead.is_done:
+                return False
+            follower.ahead = None
+            if ahead.error:
+                follower.failed = ahead.error
+            else:
+                follower.first_words = ahead.row.words[0]
+        if follower.failed or follower.row_seconds <= SLOW_SECONDS:
+            return True
+        new = output[max(start, follower.num_taken) :]
+        if not new and follower.first_words is not None:
+            return True
+        follower.first_words = None
+        follower.num_taken = len(output)
+        is_known = follower.row_seconds != math.inf or follower.first_seconds > SLOW_SECONDS
+        follower.ahead = AheadRow(
+            MaskJob(follower, new), Rows(1, self._num_words), is_later=is_known
+        )
+        self._begin(follower.ahead)
+        return False
+
+    def take_note(self) -> None:
+        """Of what is made, whoever wanted it. A row that takes too long fails, and another thread
+        makes the others."""
+        if not self._open:
+            return
+        for each in self._open:
+            if each.is_done:
+                self._take_note(each)
+        left = [each for each in self._open if not each.is_done]
+        self.num_made += len(self._open) - len(left)
+        self._open = left
+        here = self._lanes.get(None)
+        if left and here is not None and here.thread.leave(self._limit):
+            del self._lanes[None]
+            hung = here.at
+            assert hung is not None
+            hung.error, hung.is_done = HANGS, True
+            self._on_hang(hung.job.follower.grammar)
+            rest = [each for each in left if each is not hung and each.lane is None]
+            self._open = [each for each in left if each.lane is not None]
+            for ahead in rest:
+                self._begin(ahead)
+
+    def close(self) -> None:
+        """End the threads, unless one hangs. Idempotent."""
+        self._open.clear()
+        lanes, self._lanes = list(self._lanes.values()), {}
+        for lane in lanes:
+            lane.jobs.end()
+        for lane in lanes:
+            lane.thread.join(CLOSE_SECONDS)
+
+    def _begin(self, ahead: AheadRow) -> None:
+        self._open.append(ahead)
+        lane = self._lanes.get(ahead.lane)
+        if lane is None:
+            lane = self._lanes[ahead.lane] = _Lane()
+        lane.num_open += 1
+        tenant = ahead.job.follower.tenant
+        lane.jobs.put(tenant, partial(self._make, lane, ahead), is_later=ahead.is_later)
+
+    def _take_note(self, ahead: AheadRow) -> None:
+        """Its lane is left where that was the last, unless it is the one of all others."""
+        lane = self._lanes.get(ahead.lane)
+        if lane is None:
+            return
+        lane.num_open -= 1
+        if not lane.num_open and ahead.lane is not None:
+            lane.jobs.end()
+            del self._lanes[ahead.lane]
+
+    def _make(self, lane: _Lane, ahead: AheadRow, thread: LimitedThread) -> None:
+        """On the thread."""
+
+        def begin() -> None:
+            lane.at = ahead
+
+        if ahead.lane is None:  # else it waits for a process, and not for a processor
+            thread.give_way()
+        if not thread.next_piece(begin):
+            return
+        began, cpu, error = time.monotonic(), time.thread_time(), ""
+        try:
+            ahead.job.run(ahead.row, 0)
+        except GrammarError as caught:
+            error = str(caught)
+        except Exception as caught:
+            logger.exception("a grammar's matcher failed")
+            error = f"{type(caught).__name__}: {caught}"
+
+        lane.jobs.charge(ahead.job.follower.tenant, time.monotonic() - began)
+
+        def note() -> None:
+            ahead.job.follower.note_seconds(time.thread_time() - cpu)
+            ahead.error = error
+            ahead.is_done = True
+
+        if thread.next_piece(note):
+            self._wakeup()
+
+    def _hangs(self) -> bool:
+        here = self._lanes.get(None)
+        return here is not None and here.thread.is_over(self._limit)
+
+
+class _Turns:
+    """Jobs for a thread, two queues of them, in each of which the tenant that has used least is
+    next."""
+
+    def __init__(self) -> None:
+        self._first: FairQueue[Job] = FairQueue()
+        self._later: FairQueue[Job] = FairQueue()
+        self._count: queue.SimpleQueue[bool] = queue.SimpleQueue()  # an entry for each job
+        self._has_ended = False
+
+    def put(self, tenant: str, job: Job, *, is_later: bool) -> None:
+        (self._later if is_later else self._first).put(tenant, job)
+        self._count.put(True)
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """A job of this tenant has taken so long."""
+        self._first.charge(tenant, seconds)
+        self._later.charge(tenant, seconds)
+
+    def end(self) -> None:
+        """Whoever gets a job next is told to end, instead of the jobs that are left."""
+        self._has_ended = True
+        self._count.put(False)
+
+    def get(self) -> Job | None:
+        self._count.get()
+        if self._has_ended:
+            return None
+        return (self._first if len(self._first) else self._later).get()
+
+
+class _Lane:
+    """A thread and its jobs: one for what is followed here, and one for each grammar that a process
+    follows, which others do not wait for."""
+
+    def __init__(self) -> None:
+        self.jobs = _Turns()
+        self.thread = LimitedThread("stratakv-masks-ahead", self.jobs)
+        self.at: AheadRow | None = None  # at which the thread is, or was last
+        self.num_open = 0

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grammars that the engine does not take over: what the process that compiled one says of it.
+
+A row costs a message there and back, so tokens go along with the next row that is wanted. Whoever
+asks waits, within a limit on the processor's time, beyond which the process is killed: its answers
+end with an error, and nobody else's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+
+import numpy as np
+
+from ..base import BITS, LARGE_BYTES, Grammar, GrammarError, Matcher, Words
+from .grammar_messages import Row, RowAnswer
+from .grammar_processes import FollowingProcess
+from .limited_thread import Limit
+
+
+class GrammarApart(Grammar):
+    """Called by any thread. It is freed where no step waits, since its process ends with it."""
+
+    num_bytes = LARGE_BYTES
+    is_apart = True
+
+    def __init__(self, process: FollowingProcess, limit: Limit, tenant: str) -> None:
+        self.process = process
+        self.limit = limit
+        self.tenant = tenant  # whose it is
+        self.used = time.monotonic()  # last
+        self.num_matchers = 0
+        self._numbers = itertools.count()
+        self._counting = threading.Lock()
+
+    @property
+    def is_gone(self) -> bool:  # type: ignore[override]  # which others know at once
+        return self.process.is_gone
+
+    def matcher(self) -> Matcher:
+        self.note_matcher(+1)
+        return _MatcherApart(self, next(self._numbers))
+
+    def note_matcher(self, change: int) -> None:
+        """One more, or less."""
+        with self._counting:
+            self.num_matchers += change
+            self.used = time.monotonic()
+
+    def is_idle(self, seconds: float) -> bool:
+        """Whether no matcher has used it for so long."""
+        return not (self.is_gone or self.num_matchers) and time.monotonic() - self.used > seconds
+
+    def end(self) -> None:
+        """End its process: no matcher follows it any more."""
+        self.process.end()
+
+    def __del__(self) -> None:
+        self.process.end()
+
+
+class _MatcherApart(Matcher):
+    """Called by one thread at a time."""
+
+    def __init__(self, grammar: GrammarApart, number: int) -> None:
+        self._grammar = grammar
+        self._number = number
+        self._pending: list[int] = []  # tokens that it has accepted and the process has not
+        self._rollback = 0  # and that the process is to take back before
+        self._row: np.ndarray | None = None  # of the present place
+        self._may_end: bool | None = None
+
+    def __del__(self) -> None:
+        self._grammar.note_matcher(-1)
+        self._grammar.process.leave(self._number)
+
+    @property
+    def may_end(self) -> bool:
+        if self._may_end is None:
+            self._ask(is_wanted=False)
+        assert self._may_end is not None
+        return self._may_end
+
+    def accept(self, token_id: int) -> bool:
+        if token_id in self._grammar.process.end_ids:
+            return False
+        if self._row is not None:
+            if not int(self._row[token_id // BITS]) >> token_id % BITS & 1:
+                return False
+            self._pending.append(token_id)
+        else:
+            self._pending.append(token_id)
+            if self._ask(is_wanted=False).num_accepted < 1:
+                return False
+        self._row = self._may_end = None
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        here = min(num_tokens, len(self._pending))
+        del self._pending[len(self._pending) - here :]
+        self._rollback += num_tokens - here
+        self._row = self._may_end = None
+
+    def fill(self, words: Words) -> None:
+        if self._row is None:
+            answer = self._ask(is_wanted=True)
+            self._row = np.frombuffer(answer.words, np.int32)
+        words[:] = self._row
+
+    def _ask(self, *, is_wanted: bool) -> RowAnswer:
+        """What the process says of the present place. Raises GrammarError."""
+        if not is_wanted and len(self._pending) > 1:  # the last one may be refused, no other
+            last = self._pending.pop()
+            self._ask_with(self._pending, is_wanted=False)
+            self._pending = [last]
+        return self._ask_with(self._pending, is_wanted=is_wanted)
+
+    def _ask_with(self, tokens: list[int], *, is_wanted: bool) -> RowAnswer:
+        asked = Row(
+            self._number, self._rollback, tokens, is_wanted, self._grammar.limit.cpu_seconds
+        )
+        answer = self._grammar.process.row(asked, self._grammar.limit)
+        self._rollback, self._pending = 0, []
+        self._may_end = answer.may_end
+        if is_wanted and answer.num_accepted < len(tokens):
+            raise GrammarError(f"it does not allow token {tokens[answer.num_accepted]} here")
+        return answer

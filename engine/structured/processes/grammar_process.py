@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry of the processes of grammars: `python -m … DESCRIPTOR`.
+
+    the first one ── opens the backend and forks ──► one that compiles, one grammar after the other
+                                                     └─► and follows the last, where the engine does
+                                                         not take that over
+The first one sees nothing that a client has sent, so nothing holds it up, and another process is
+there within milliseconds of one that was killed. The engine measures and kills; limits on
+memory and on the processor's time, which the forked ones set themselves, hold also where nobody
+does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import importlib.util
+import math
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ...request.structured_params import GrammarSpec
+from ..backends import open_backend
+from ..base import BITS, Backend, Grammar, GrammarError, Matcher, follow_forced
+from ..vocabulary import Vocabulary
+from .grammar_messages import (
+    Answer,
+    Ask,
+    Fork,
+    Forked,
+    Leave,
+    Reap,
+    Reaped,
+    Row,
+    RowAnswer,
+    Start,
+    Started,
+    receive,
+    receive_packet,
+    send,
+    send_packet,
+)
+
+Told = TypeVar("Told", Answer, RowAnswer)
+# A tenth of a busy processor, where it is not the last.
+_NICENESS = 10
+_ASIDE_SECONDS = 0.001
+_MORE_SECONDS = 5  # after which it ends by itself
+_END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+# A package may look for these when it is imported, and does without.
+_STOOD_IN = ("torch", "transformers")
+
+
+def main() -> int:
+    """Until the other end is closed."""
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # of a terminal that stops who writes behind
+    os.nice(_NICENESS)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    try:
+        start: Start = receive_packet(control, Start)[0]
+        try:
+            backend = _open(start)
+        except (ValueError, ImportError) as error:  # GrammarError, NoVocabulary
+            send_packet(control, Started(str(error)))
+            return 1
+        gc.collect()
+        gc.freeze()  # a child collects what is its own, and copies no pages for the rest
+        send_packet(control, Started())
+        child = _fork_children(control)
+    except (EOFError, OSError):
+        return 0
+    if child is None:
+        return 0
+    connection, is_last = child
+    try:
+        _serve(connection, backend, start, is_last=is_last)
+    except (EOFError, OSError):
+        os._exit(0)  # not the parent's clean-up
+    except BaseException:  # noqa: BLE001 - the last word of this process
+        traceback.print_exc()
+    os._exit(1)
+
+
+def _fork_children(control: socket.socket) -> tuple[socket.socket, bool] | None:
+    """In the first process, for ever: None where the other end is gone. In a child: its socket."""
+    parent = os.getpid()
+    while True:
+        message: Fork | Reap
+        message, descriptors = receive_packet(control, Fork | Reap)
+        if isinstance(message, Reap):
+            send_packet(control, Reaped(os.waitstatus_to_exitcode(os.waitpid(message.pid, 0)[1])))
+            continue
+        pid = os.fork()
+        if not pid:
+            control.close()
+            ctypes.CDLL(None).prctl(_END_WITH_PARENT, int(signal.SIGKILL), 0, 0, 0)
+            if os.getppid() != parent:  # it ended before that
+                os._exit(0)
+            return socket.socket(fileno=descriptors[0]), message.is_last
+        os.close(descriptors[0])
+        child = os.pidfd_open(pid)
+        send_packet(control, Forked(pid), [child])
+        os.close(child)
+
+
+def _serve(connection: socket.socket, backend: Backend, start: Start, *, is_last: bool) -> None:
+    """In a child: until the other end is closed."""
+    aside: Callable[[], AbstractContextManager[None]] = nullcontext
+    if is_last:
+        aside = _standing_aside
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    _limit_memory(start.memory_bytes)
+    follower = None
+    while True:
+        message = receive(connection, Ask | Row | Leave)
+        if isinstance(message, Leave):
+            if follower is not None:
+                follower.leave(message.matcher)
+            continue
+        _limit_time(message.cpu_seconds)
+        answer: Answer | RowAnswer
+        with aside():
+            if isinstance(message, Ask):
+                follower = None  # what that holds is freed first
+                answer, grammar = _try_out(backend, message, start.vocab_size)
+                follower = None if grammar is None else _Follower(grammar, start.vocab_size)
+            elif follower is None:
+                answer = RowAnswer(error="there is no grammar to follow")
+            else:
+                answer = _told(partial(follower.row, message), RowAnswer)
+        send(connection, answer)
+
+
+class _Follower:
+    """The matchers of one grammar."""
+
+    def __init__(self, grammar: Grammar, vocab_size: int) -> None:
+        self._grammar = grammar
+        self._row = np.zeros(-(-vocab_size // BITS), np.int32)
+        self._matchers: dict[int, Matcher] = {}
+
+    def row(self, asked: Row) -> RowAnswer:
+        """Raises GrammarError."""
+        matcher = self._matchers.get(asked.matcher)
+        if matcher is None:
+            matcher = self._matchers[asked.matcher] = self._grammar.matcher()
+        if asked.rollback:
+            matcher.rollback(asked.rollback)
+        for count, token in enumerate(asked.tokens):
+            if not matcher.accept(token):
+                return RowAnswer(count, matcher.may_end)
+        words = b""
+        if asked.is_wanted:
+            matcher.fill(self._row)
+            words = self._row.tobytes()
+        return RowAnswer(len(asked.tokens), matcher.may_end, words)
+
+    def leave(self, number: int) -> None:
+        """Forget it: it is not asked for again."""
+        self._matchers.pop(number, None)
+
+
+def _try_out(backend: Backend, ask: Ask, vocab_size: int) -> tuple[Answer, Grammar | None]:
+    """The grammar, where there is one."""
+    made: list[Grammar] = []
+
+    def run() -> Answer:
+        spec = GrammarSpec(ask.kind, ask.text, ask.any_whitespace, ask.whitespace_pattern)
+        form, grammar = backend.try_out(spec, is_second=ask.is_second)
+        follow_forced(grammar, -(-vocab_size // BITS))
+        row = np.zeros(-(-vocab_size // BITS), np.int32)
+        began = time.process_time()
+        grammar.matcher().fill(row)
+        made.append(grammar)
+        return Answer(form, "", row.tobytes(), time.process_time() - began)
+
+    answer = _told(run, Answer)
+    return answer, made[0] if made else None
+
+
+def _told(run: Callable[[], Told], kind: Callable[..., Told]) -> Told:
+    """What `run` returns; what it raises is told."""
+    try:
+        return run()
+    except (GrammarError, MemoryError, RecursionError) as error:
+        return kind(error=str(error) or type(error).__name__)
+    except Exception as error:  # noqa: BLE001 - it is told
+        return kind(error=f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def _standing_aside() -> Iterator[None]:
+    """Sleep for 0.06 ms after each that it runs for, behind which it is put on a processor that is
+    free. To be SCHED_IDLE is not enough: a process that has waited behind another one on its
+    processor is owed time, and gets it from one tick of the clock to the next: the other waits for
+    4 ms then, be another processor idle or not. This one sleeps before anything else instead, at a
+    signal that has come meanwhile.
+
+    The handler is a function of the C library's, since none of Python's is called before a backend
+    returns. What it takes for microseconds is the signal's number.
+    """
+    library = ctypes.CDLL(None)
+    library.signal(int(signal.SIGALRM), library.usleep)
+    signal.setitimer(signal.ITIMER_REAL, _ASIDE_SECONDS, _ASIDE_SECONDS)
+    try:
+        yield
+    finally:  # who waits for the next grammar is not to be woken
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def _open(start: Start) -> Backend:
+    """With all that it imports, and without threads, of which a child would have none."""
+    _stand_in()
+    return open_backend(
+        start.backend,
+        lambda: Vocabulary.load(Path(start.model_path), start.vocab_size, start.end_ids),
+        forks=True,
+    )
+
+
+def _stand_in() -> None:
+    """xgrammar names torch and transformers when it is imported, 8 of 9 processor seconds and 200
+    MiB, and uses neither for what is done here. So they are stood in for, unless they are there, or
+    xgrammar does not do with it."""
+    if importlib.util.find_spec("xgrammar") is None or "torch" in sys.modules:
+        return
+    # What xgrammar calls the C library through would use a torch that it finds.
+    sys.modules["torch"] = None  # type: ignore[assignment]  # cannot be imported
+    try:
+        importlib.import_module("tvm_ffi")
+        sys.modules.update({name: _StandIn(name) for name in _STOOD_IN})
+        importlib.import_module("xgrammar")
+    except Exception:  # noqa: BLE001 - then as it is meant to be
+        for name in [name for name in sys.modules if name.partition(".")[0] == "xgrammar"]:
+            del sys.modules[name]
+    finally:
+        for name in _STOOD_IN:
+            sys.modules.pop(name, None)
+
+
+class _StandIn(ModuleType):
+    """Has every name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []  # as a package has
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {"__init__": lambda self, *_, **__: None})
+
+
+def _limit_memory(more_bytes: int) -> None:
+    """Of address space, beside what it has now."""
+    _lower(resource.RLIMIT_CORE, 0)
+    with suppress(OSError):  # only Linux says
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        most = pages * resource.getpagesize() + more_bytes
+        _lower(resource.RLIMIT_AS, most)
+
+
+def _limit_time(cpu_seconds: float) -> None:
+    most = math.ceil(time.process_time() + cpu_seconds + _MORE_SECONDS)
+    _lower(resource.RLIMIT_CPU, most)
+
+
+def _lower(limit: int, most: int) -> None:
+    """Lower a limit of this process to `most`, or to the hard limit where that is less."""
+    hard = resource.getrlimit(limit)[1]
+    soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(limit, (soft, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,510 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grammars are compiled in processes, which can be killed: no thread of the engine ever hangs with
+what a client has sent, whatever that looks like.
+
+    spec ──► try_out ──► a process compiles it ──► Tried: a form that is built here, within bounds,
+                               │                          or the process, which follows it
+                               └─ takes too long, too much memory, dies: killed, and another one is
+                                  forked; the grammar is refused, or may have longer elsewhere
+
+The first process opens the backend and forks the others (`grammar_process.py`), so one that was
+killed is replaced within milliseconds. It starts with the first grammar. The others have what is
+left of the processors (SCHED_IDLE), so that steps and their masks find one at once.
+Where that is next to nothing, others with a niceness take their place for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ....tiers.processes.python_command import python_command
+from ...request.structured_params import GrammarSpec
+from ..base import Form, GrammarError, NotNow
+from ..xgrammar_scope import why_untamed
+from .grammar_messages import (
+    Answer,
+    Ask,
+    Fork,
+    Forked,
+    Leave,
+    Reap,
+    Reaped,
+    Row,
+    RowAnswer,
+    Start,
+    Started,
+    receive,
+    receive_packet,
+    send,
+    send_packet,
+)
+from .limited_thread import Limit
+
+logger = logging.getLogger(__name__)
+
+MEMORY_BYTES = 1024**3
+START_SECONDS = 300.0  # with a large vocabulary, at low priority beside other work
+# A process that gets less than this of a processor in so long gives way to one with a niceness, and
+# so do those of the next seconds.
+STARVED_SECONDS = 0.5
+_STARVED_SHARE = 0.05
+_BUSY_SECONDS = 30.0
+_CONTROL_SECONDS = 60.0  # to fork
+_END_SECONDS = 5.0
+_MOST_IDLE = 2
+_COMMAND = python_command("-m", "stratakv.engine.structured.processes.grammar_process")
+_CPU_CLOCK = 2  # of a process, with its number above the lowest three bits: Linux
+# Threads of libraries would not be there after a fork.
+_ENVIRONMENT = {
+    "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}  # fmt: skip
+# What the engine takes over: what took no longer to compile, where that is done again, and is no
+# longer, where it is read. Of the rest the process that compiled it makes the masks.
+BUILD_SECONDS = 0.5
+MOST_FORM_BYTES = 8 * 1024**2
+
+_ENDS = "the engine ends"
+
+GONE = "the process that followed this grammar has ended; ask again"
+
+
+class TooSlow(GrammarError):
+    """It took more of the processor's time than it may, or of anybody's."""
+
+
+class Tried(NamedTuple):
+    """A grammar that compiles, with the row of an answer that begins and the seconds of that."""
+
+    form: Form
+    first_words: bytes
+    first_seconds: float
+    process: FollowingProcess | None  # which follows it; None: `Backend.build` takes it over
+
+
+class GrammarProcesses:
+    """For one model and one backend, by name. As many as threads ask at once, and one for each
+    grammar that is followed apart."""
+
+    def __init__(
+        self,
+        backend: str,
+        model_path: Path,
+        vocab_size: int,
+        end_ids: tuple[int, ...],
+        memory_bytes: int = MEMORY_BYTES,
+    ) -> None:
+        self._start = Start(backend, str(model_path), vocab_size, list(end_ids), memory_bytes)
+        self._end_ids = frozenset(end_ids)
+        self._lock = threading.Lock()
+        self._starting = threading.Lock()
+        self._first: _FirstProcess | None = None
+        self._idle: list[_Process] = []
+        self._busy: list[_Process] = []
+        self._is_closed = False
+        self._busy_until = 0.0 if hasattr(os, "SCHED_IDLE") else float("inf")
+        self.trusts_threads = True  # else no grammar is taken over
+
+    def try_out(self, spec: GrammarSpec, limit: Limit, *, is_second: bool = False) -> Tried:
+        """Called by any thread, which waits. Raises GrammarError for a grammar that cannot be
+        compiled, TooSlow where it takes longer than the limit, and NotNow where the fault may be
+        another's."""
+        # One that may have to follow it is run whatever others do.
+        may_follow = self._start.backend == "xgrammar" and bool(why_untamed(spec))
+        process = self._take(is_last=self._are_last and not may_follow)
+        try:
+            answer = process.compile(spec, limit, is_second=is_second)
+        except GrammarError as error:
+            if isinstance(error, TooSlow):
+                self._drop(process)
+            else:
+                self._put_back(process)
+            raise
+        except _Starved:
+            self._drop(process)
+            self._busy_until = time.monotonic() + _BUSY_SECONDS
+            return self.try_out(spec, limit, is_second=is_second)
+        except BaseException as error:
+            status = self._drop(process)
+            if isinstance(error, EOFError | OSError):
+                raise NotNow(self._words(status)) from None
+            raise
+        form = answer.form
+        assert form is not None
+        if self._is_taken_over(form):
+            self._put_back(process)
+            return Tried(form, answer.first_words, answer.first_seconds, None)
+        following = FollowingProcess(self, process)
+        return Tried(form, answer.first_words, answer.first_seconds, following)
+
+    def open(self) -> None:
+        """Start the process that forks the others, unless it is there, and wait for that. Raises as
+        `try_out`."""
+        self._open_first()
+
+    def close(self) -> None:
+        """End the processes; who waits for one gets a GrammarError. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            processes = self._idle + self._busy
+            self._idle, self._busy = [], []
+            first, self._first = self._first, None
+        for process in processes:
+            process.end()
+        if first is not None:
+            first.end()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of those that compile or follow."""
+        with self._lock:
+            return [process.pid for process in self._idle + self._busy]
+
+    @property
+    def first_process_id(self) -> int | None:
+        """Of the one that forks them."""
+        first = self._first
+        return None if first is None else first.pid
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        return self._end_ids
+
+    @property
+    def _are_last(self) -> bool:
+        """The processes that are forked from now on."""
+        return time.monotonic() >= self._busy_until
+
+    def _is_taken_over(self, form: Form) -> bool:
+        return (
+            self.trusts_threads
+            and form.is_bounded
+            and form.seconds <= BUILD_SECONDS
+            and len(form.text) <= MOST_FORM_BYTES
+        )
+
+    def _take(self, *, is_last: bool) -> _Process:
+        """One that does nothing, as busy from now on. Raises NotNow, and GrammarError where the
+        backend cannot be opened."""
+        while (process := self._take_idle()) is not None:
+            # Somebody ended it, which is no grammar's fault; or it would starve.
+            if not (process.has_ended or (process.is_last and not is_last)):
+                return process
+            self._drop(process)
+        try:
+            process = self._fork(is_last=is_last)
+        except (EOFError, OSError):  # the first one was killed since
+            try:
+                process = self._fork(is_last=is_last)
+            except (EOFError, OSError) as error:
+                raise NotNow(f"no process can be started to compile it: {error}") from None
+        with self._lock:
+            if not self._is_closed:
+                self._busy.append(process)
+                return process
+        process.end()
+        raise NotNow(_ENDS)
+
+    def _fork(self, *, is_last: bool) -> _Process:
+        """A new one. Raises EOFError or OSError where the first process has ended, which is
+        replaced then, and as `_open_first`."""
+        first = self._open_first()
+        try:
+            return first.fork(is_last=is_last)
+        except (EOFError, OSError):
+            self._drop_first(first)
+            if self._is_closed:
+                raise NotNow(_ENDS) from None
+            raise
+
+    def _take_idle(self) -> _Process | None:
+        with self._lock:
+            if self._is_closed:
+                raise NotNow(_ENDS)
+            if not self._idle:
+                return None
+            process = self._idle.pop()
+            self._busy.append(process)
+            return process
+
+    def _open_first(self) -> _FirstProcess:
+        """The process that forks others, started where there is none. Raises NotNow, and
+        GrammarError where it cannot open the backend."""
+        with self._starting:
+            with self._lock:
+                if self._is_closed:
+                    raise NotNow(_ENDS)
+                if self._first is not None:
+                    return self._first
+                try:
+                    first = self._first = _FirstProcess()
+                except OSError as error:
+                    text = f"no process can be started to compile it: {error}"
+                    raise NotNow(text) from None
+            try:
+                first.open(self._start)
+            except BaseException as error:
+                self._drop_first(first)
+                if isinstance(error, EOFError | OSError):
+                    text = f"no process to compile it came up: {error}"
+                    raise NotNow(_ENDS if self._is_closed else text) from None
+                raise
+            return first
+
+    def _drop_first(self, first: _FirstProcess) -> None:
+        """It is of no more use, and its children have ended with it."""
+        with self._lock:
+            if self._first is first:
+                self._first = None
+        first.end()
+
+    def _put_back(self, process: _Process) -> None:
+        with self._lock:
+            if process in self._busy and len(self._idle) < _MOST_IDLE:
+                self._busy.remove(process)
+                self._idle.append(process)
+                return
+        self._drop(process)
+
+    def _drop(self, process: _Process) -> int | None:
+        """End it; how it had ended, where it had and that is known."""
+        status = process.end()
+        with self._lock:
+            if process in self._busy:
+                self._busy.remove(process)
+        return status
+
+    def _words(self, status: int | None) -> str:
+        if self._is_closed:
+            return _ENDS
+        if status is None:
+            return "the process that compiled it has ended; ask again"
+        how = f" by signal {-status}" if status < 0 else f" with status {status}"
+        text = (
+            f"the process that compiled it ended{how}, as it does beyond "
+            f"{self._start.memory_bytes} bytes of memory; make it simpler"
+        )
+        logger.warning("a grammar was refused: %s", text)
+        return text
+
+
+class FollowingProcess:
+    """A process that follows the grammar that it has compiled, for any thread."""
+
+    def __init__(self, processes: GrammarProcesses, process: _Process) -> None:
+        self._processes = processes
+        self._process = process
+        self._turn = threading.Lock()
+        self.is_gone = False
+        self.end_ids = processes.end_ids
+
+    def row(self, asked: Row, limit: Limit) -> RowAnswer:
+        """Raises GrammarError; where it takes too long the process is killed, and the grammar is
+        followed no more."""
+        with self._turn:
+            if self.is_gone:
+                raise GrammarError(GONE)
+            try:
+                return self._process.row(asked, limit)
+            except TooSlow:
+                self.end()
+                raise
+            except (EOFError, OSError):
+                self.end()
+                raise GrammarError(GONE) from None
+
+    def leave(self, matcher: int) -> None:
+        """This matcher is not used any more. Does not wait."""
+        if self._turn.acquire(blocking=False):  # else it takes memory until the process ends
+            try:
+                if not self.is_gone:
+                    self._process.leave(matcher)
+            except OSError:
+                self.end()
+            finally:
+                self._turn.release()
+
+    def end(self) -> None:
+        """Idempotent."""
+        self.is_gone = True
+        self._processes._drop(self._process)
+
+
+class _Starved(Exception):
+    """It has no processor."""
+
+
+class _FirstProcess:
+    """The process that forks the others, asked by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._asking = threading.Lock()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._process = subprocess.Popen(
+                [*_COMMAND, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # its words are for people
+                env={**os.environ, **_ENVIRONMENT},
+                # Ctrl-C is for this process, which then ends the other. In one session with it, by
+                # which Linux groups what it schedules: SCHED_IDLE is the last of its group only.
+                process_group=0,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._control = ours
+        self.pid = self._process.pid
+
+    def open(self, start: Start) -> None:
+        """Wait until it can fork. Raises GrammarError, and EOFError or OSError where it cannot."""
+        send_packet(self._control, start)
+        deadline = time.monotonic() + START_SECONDS
+        answer: Started = receive_packet(self._control, Started, _until(deadline))[0]
+        if answer.error:
+            raise GrammarError(answer.error)
+
+    def fork(self, *, is_last: bool) -> _Process:
+        """Raises EOFError or OSError."""
+        ours, theirs = socket.socketpair()
+        try:
+            forked, descriptors = self._ask(Fork(is_last), Forked, [theirs.fileno()])
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        os.set_inheritable(descriptors[0], False)
+        return _Process(self, forked.pid, descriptors[0], ours, is_last=is_last)
+
+    def reap(self, pid: int) -> int | None:
+        """How a child of it has ended, which may be used once."""
+        with suppress(EOFError, OSError):  # it has ended itself
+            reaped: Reaped = self._ask(Reap(pid), Reaped)[0]
+            return reaped.status
+        return None
+
+    def end(self) -> None:
+        """At once, and wait for it. Idempotent."""
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        with suppress(OSError):  # wakes who reads
+            self._control.shutdown(socket.SHUT_RDWR)
+        with self._asking:
+            self._control.close()
+
+    def _ask(self, message: Any, kind: Any, descriptors: list[int] | None = None) -> Any:
+        with self._asking:
+            send_packet(self._control, message, descriptors or [])
+            return receive_packet(self._control, kind, _until(time.monotonic() + _CONTROL_SECONDS))
+
+
+class _Process:
+    """One that was forked, of which one thread asks one thing at a time."""
+
+    def __init__(
+        self, first: _FirstProcess, pid: int, descriptor: int, ours: socket.socket, *, is_last: bool
+    ) -> None:
+        """`descriptor` is the process's."""
+        self.is_last = is_last
+        self.pid = pid
+        self._first = first
+        self._descriptor = descriptor
+        self._connection = ours
+        self._ending = threading.Lock()
+        self._has_ended = False
+
+    def compile(self, spec: GrammarSpec, limit: Limit, *, is_second: bool) -> Answer:
+        """Raises GrammarError for what it answers, TooSlow, and EOFError or OSError where it is
+        gone."""
+        send(self._connection, Ask(*spec, is_second, limit.cpu_seconds))
+        answer: Answer = receive(self._connection, Answer, self._watch(limit, "compile"))
+        if answer.form is None:
+            raise GrammarError(answer.error)
+        return answer
+
+    def row(self, asked: Row, limit: Limit) -> RowAnswer:
+        """As `compile`."""
+        send(self._connection, asked)
+        answer: RowAnswer = receive(self._connection, RowAnswer, self._watch(limit, "follow"))
+        if answer.error:
+            raise GrammarError(answer.error)
+        return answer
+
+    def leave(self, matcher: int) -> None:
+        """Raises OSError."""
+        send(self._connection, Leave(matcher))
+
+    @property
+    def has_ended(self) -> bool:
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def end(self) -> int | None:
+        """At once, and wait for it; how it had ended. Idempotent."""
+        with self._ending:
+            if self._has_ended:
+                return None
+            self._has_ended = True
+            with suppress(OSError):
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+            status = self._first.reap(self.pid)
+            os.close(self._descriptor)
+            with suppress(OSError):  # wakes who reads
+                self._connection.shutdown(socket.SHUT_RDWR)
+            self._connection.close()
+            return status
+
+    def _watch(self, limit: Limit, what: str) -> Callable[[], None]:
+        began, cpu = time.monotonic(), self._cpu_seconds()
+
+        def look() -> None:
+            seconds, had = time.monotonic() - began, self._cpu_seconds() - cpu
+            if self.is_last and seconds > STARVED_SECONDS and had < _STARVED_SHARE * seconds:
+                if what == "compile":
+                    raise _Starved
+            if had > limit.cpu_seconds:
+                raise TooSlow(
+                    f"it takes more than {limit.cpu_seconds:g} s to {what}; make it simpler"
+                )
+            if seconds > limit.seconds:
+                raise TooLate(
+                    f"it took more than {limit.seconds:g} s to {what} it beside other work; make "
+                    "it simpler, or try later"
+                )
+
+        return look
+
+    def _cpu_seconds(self) -> float:
+        try:
+            return time.clock_gettime((~self.pid << 3) | _CPU_CLOCK)
+        except OSError:
+            return 0.0
+
+
+class TooLate(TooSlow, NotNow):
+    """Too slow by the clock: the machine may be busy."""
+
+
+def _until(deadline: float) -> Callable[[], None]:
+    def look() -> None:
+        if time.monotonic() > deadline:
+            raise TimeoutError("it does not answer")
+
+    return look

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The secret of a cache server, which salts the names of kept blocks: read from its file, or made.
+
+With the secret one can tell which prompts a disk knows; without it the blocks on the disk are not
+found any more.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from ..errors import TierConfigError
+
+_MOST_BYTES = 4096
+SECRET_BYTES = 32
+
+
+def read_secret(path: Path) -> bytes:
+    """The content of `path`, which is made with random bytes for this user alone where it is
+    missing. Raises TierConfigError with a cure."""
+    try:
+        descriptor = _open(path)
+        try:  # not `open`, which leaves the descriptor of a directory open
+            mode = os.fstat(descriptor).st_mode
+            content = os.read(descriptor, _MOST_BYTES)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise TierConfigError(
+            f"the secret file {path} cannot be read or made ({error.strerror}); name another one "
+            "with --secret-file"
+        ) from error
+    if not stat.S_ISREG(mode) or mode & 0o077:
+        raise TierConfigError(
+            f"the secret file {path} must be a file that nobody but its owner can read; "
+            f"run: chmod 600 {path}"
+        )
+    if len(content) < SECRET_BYTES:
+        raise TierConfigError(
+            f"the secret file {path} has {len(content)} bytes and {SECRET_BYTES} are needed; "
+            "remove it to have one made"
+        )
+    return content
+
+
+def _open(path: Path) -> int:
+    """May raise OSError."""
+    # Not to wait for whoever opens the other end of a pipe.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        return os.open(path, flags)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    made = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(made, "wb") as file:
+            file.write(secrets.token_bytes(SECRET_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        # Not a rename: of two servers that start at once both must get the secret of the first.
+        os.link(fresh, path)
+    except FileExistsError:
+        pass  # another was quicker
+    finally:
+        os.unlink(fresh)
+    return os.open(path, flags)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ByteBudget: bytes in flight, bounded. A stream waits in line until others give theirs back.
+
+For one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+
+class ByteBudget:
+    """`total` bytes. Served in the order of asking, so that a large wish is not passed over."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._free = total
+        self._line: deque[tuple[int, asyncio.Future[int]]] = deque()
+
+    @property
+    def in_use(self) -> int:
+        """Bytes that somebody has."""
+        return self._total - self._free
+
+    async def take_bytes(self, wish: int) -> int:
+        """Wait for `wish` bytes, but no more than there are in all; how many it was. They must be
+        given back."""
+        wish = min(wish, self._total)
+        if not self._line and wish <= self._free:
+            self._free -= wish
+            return wish
+        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._line.append((wish, turn))
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._serve()  # those behind us may have waited for us alone
+            else:  # our turn came in the same moment
+                self.give_back_bytes(turn.result())
+            raise
+
+    def resize(self, total: int) -> None:
+        """`total` from now on; what is in use beyond it is given back by and by."""
+        self._free += total - self._total
+        self._total = total
+        self._serve()
+
+    def give_back_bytes(self, taken: int) -> None:
+        """Return the bytes that `take_bytes` gave."""
+        self._free += taken
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._line:
+            wish, turn = self._line[0]
+            if not turn.cancelled():
+                wish = min(wish, self._total)  # which may have become less
+                if wish > self._free:
+                    return
+                self._free -= wish
+                turn.set_result(wish)
+            self._line.popleft()

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LookUp: where the blocks of a prompt lie. The slab is asked first, the stores then, in order.
+
+A look-up changes nothing anywhere and waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..base import Answer, SlabTier
+from .guarded_store import GuardedStore, find_stores
+from .promotions import Promotions
+
+# A look-up stops at the first miss, which for most prompts is the first block: so it begins with
+# few blocks, and takes more and more at a time.
+FIRST_BLOCKS, FIND_BLOCKS = 4, 256
+
+
+class Prefix(NamedTuple):
+    """The tier of each leading block that some tier has; whether the next one is coming; whether a
+    store was asked for the next one and has not answered yet, which it soon will."""
+
+    tiers: list[str]
+    pending: bool
+    asked: bool = False
+
+
+class LookUp:
+    """Look-ups in slab, stores and the promotions between them."""
+
+    def __init__(
+        self, slab: SlabTier, stores: Sequence[GuardedStore], promotions: Promotions
+    ) -> None:
+        self._slab = slab
+        self._stores = stores
+        self._promotions = promotions
+
+    def find(self, keys: Sequence[bytes]) -> Prefix:
+        """The longest run of leading keys that are in some tier."""
+        tiers: list[str] = []
+        size = FIRST_BLOCKS
+        while len(tiers) < len(keys):
+            batch = keys[len(tiers) : len(tiers) + size]
+            size = min(4 * size, FIND_BLOCKS)
+            answers = self._slab.lookup(batch)
+            if answers.count(Answer.HIT) == len(batch):
+                tiers += [self._slab.name] * len(batch)
+                continue
+            misses = [k for k, a in zip(batch, answers, strict=True) if a is Answer.MISS]
+            awaited: set[bytes] = set()
+            places = dict(zip(misses, find_stores(self._stores, misses, awaited), strict=True))
+            for key, answer in zip(batch, answers, strict=True):
+                if answer is Answer.PENDING:
+                    promotion = self._promotions.promotion_of(key)
+                    if promotion is None:  # its bytes are being copied to the slab
+                        return Prefix(tiers, True)
+                    place: SlabTier | GuardedStore | None = (
+                        promotion.store if promotion.brings(key) else None
+                    )
+                else:
+                    place = self._slab if answer is Answer.HIT else places[key]
+                if place is None:
+                    return Prefix(tiers, False, key in awaited)
+                tiers.append(place.name)
+        return Prefix(tiers, False)
+
+    def answers(self, keys: Sequence[bytes]) -> list[Answer]:
+        """HIT, MISS or PENDING for each key on its own. PENDING: on its way into the slab, in a way
+        that a load cannot wait for. What is being promoted is a HIT, since a load joins that."""
+        answers = self._slab.lookup(keys)
+        hit, miss, pending = Answer.HIT, Answer.MISS, Answer.PENDING
+        if answers.count(hit) == len(answers):
+            return answers
+        for i in [i for i, answer in enumerate(answers) if answer is pending]:
+            promotion = self._promotions.promotion_of(keys[i])
+            if promotion is not None and promotion.brings(keys[i]):
+                answers[i] = hit
+        missing = [i for i, answer in enumerate(answers) if answer is miss] if self._stores else []
+        if missing:
+            places = find_stores(self._stores, [keys[i] for i in missing])
+            for i, place in zip(missing, places, strict=True):
+                if place is not None:
+                    answers[i] = Answer.HIT
+        return answers

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client's end of shared memory: blocks are copied between the tenant store's slots and ours.
+
+    load    PIN, copy and hash, UNPIN           store    RESERVE, hash and copy, COMMIT
+
+A block is copied and hashed in one call, which leaves the interpreter to others; where its tag
+takes a key, part by part. One that was copied after its lease had ended is a miss: its slot may
+have been given to another block. The clock is looked at before each copy; a process that is stopped
+within one writes to a slot that the server then keeps out of use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ...block import BlockLayout
+from ...native.library import PART_BYTES, copy_and_digest
+from ...slab.shared_memory import has_fixed_size
+from ...tag import TAG_BYTES, Hashed, Proof, Proofs
+from ...wire.frames import (
+    MAX_LEASE_SECONDS,
+    NO_PROOF,
+    SLOT_BYTES,
+    WELCOME,
+    Request,
+    State,
+    Verb,
+    Welcome,
+    encode_greeting,
+    encode_request,
+    pack_keys,
+    part_blocks,
+)
+from ...wire.sockets import Connection, ConnectionLost
+from .socket_connection import SocketConnection, welcomed
+
+LOAD_BYTES = 32 * 1024**2  # of one part: few messages
+STORE_BYTES = 8 * 1024**2  # the same: what the server has to check at the end is little
+FIRST_SHARE, GROWTH = 32, 4  # the first part is a 32nd of that; then they grow
+PINNED_SHARE = 4  # of the tenant store's slots are pinned for one load at most, and
+MOST_ASKED = 16  # parts
+PARTS_AHEAD = 2  # parts of a store that the server reserves at a time
+
+
+class _Asked(NamedTuple):
+    """A PIN or RESERVE, and until when its slots may be touched, by our clock."""
+
+    request: Request
+    words: bytes
+    lease_ends: float
+
+
+class _Reserved(NamedTuple):
+    """Slots to be filled: `slots[i]` is for the block at `wanted[i]`."""
+
+    lease: int
+    lease_ends: float
+    wanted: Sequence[int]
+    slots: Sequence[int]
+
+
+class MemoryConnection(SocketConnection):
+    """Over a Unix socket, with the tenant store's memory mapped."""
+
+    kind = "memory"
+
+    def __init__(
+        self,
+        connection: Connection,
+        layout: BlockLayout,
+        welcome: Welcome,
+        memory: mmap.mmap,
+        tag_key: bytes | None = None,
+        namespace: bytes = b"",
+    ) -> None:
+        super().__init__(connection, layout, welcome, tag_key, namespace)
+        self._memory = memory
+        self._num_slots = welcome.num_slots
+        self._slot_bytes = welcome.slot_bytes
+        self._view = memoryview(memory)
+        size = self._page_bytes
+        self._cuts = [(cut, min(cut + PART_BYTES, size)) for cut in range(0, size, PART_BYTES)]
+
+    @classmethod
+    def open(
+        cls,
+        path: str,
+        ticket: bytes,
+        layout: BlockLayout,
+        deadline: float,
+        *,
+        tag_key: bytes | None = None,
+        namespace: bytes = b"",
+    ) -> MemoryConnection:
+        """Connect, show the ticket and map the memory. Raises ConnectionLost."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        fd: int | None = None
+        try:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            sock.connect(path)
+            connection = Connection(sock)
+            connection.send([encode_greeting(ticket)], deadline)
+            raw, fd = connection.receive_fd(WELCOME.size, deadline)
+            welcome = welcomed(raw, layout)
+            size = welcome.num_slots * welcome.slot_bytes
+            if fd is None or not size or welcome.slot_bytes < layout.page_bytes:
+                raise ConnectionLost(f"the server at {path} handed out no memory")
+            # A map beyond the end of its file would end this process at the first touch.
+            if os.fstat(fd).st_size < size:
+                raise ConnectionLost(f"the server at {path} handed out too little memory")
+            if not has_fixed_size(fd):
+                raise ConnectionLost(
+                    f"the server at {path} handed out memory that could be cut short (no seals)"
+                )
+            return cls(connection, layout, welcome, mmap.mmap(fd, size), tag_key, namespace)
+        except OSError as error:
+            sock.close()
+            raise ConnectionLost(f"{path}: {error}") from error
+        except BaseException:
+            sock.close()
+            raise
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def close(self) -> None:
+        super().close()
+        # The map stays where it is while somebody copies; it ends with its last user.
+        with contextlib.suppress(BufferError):
+            self._view.release()
+            self._memory.close()
+
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
+    ) -> list[Proof | None]:
+        # The server pins parts while others are copied, as many as a share of its slots allows. Few
+        # messages: a server that sleeps is dear to wake.
+        parts = self._parts(len(keys), LOAD_BYTES)
+        most = max(1, self._num_slots // PINNED_SHARE)
+        asked: deque[_Asked] = deque()
+        self.corrupt_keys = []
+        proofs: list[Proof | None] = []
+        words, must_send = b"", False
+        waiting = deque(parts)
+        for part in parts:
+            while waiting and len(asked) < MOST_ASKED:
+                if asked and waiting[0].stop - part.start > most:
+                    break
+                asked.append(self._ask(Verb.PIN, keys[waiting.popleft()], deadline))
+                words += asked[-1].words
+                must_send = True
+            if must_send:
+                self._connection.send([words], deadline)
+                words, must_send = b"", False
+            words += self._take_out(asked.popleft(), keys[part], buffers[part], proofs, deadline)
+        if words:
+            self._connection.send([words], deadline)
+        return proofs
+
+    def store(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs,
+        deadline: float,
+    ) -> list[State | None]:
+        # While one part is copied the server finds slots for the next and checks the last. Replies
+        # come in the order of requests: RESERVE 0, RESERVE 1, COMMIT 0, RESERVE 2, COMMIT 1, ...
+        parts = self._parts(len(keys), STORE_BYTES)
+        sizes = [part.stop - part.start for part in parts]
+        asked: deque[_Asked] = deque()
+        commits: deque[Request] = deque()
+        states: list[State | None] = []
+        damaged: list[int] = []
+        words = b""
+        for number, part in enumerate(parts):
+            for ahead in parts[number + len(asked) : number + PARTS_AHEAD]:
+                asked.append(self._ask(Verb.RESERVE, keys[ahead], deadline))
+                words += asked[-1].words
+            self._connection.send([words], deadline)
+            if len(commits) == PARTS_AHEAD:
+                states += self._take_committed(
+                    commits.popleft(), sizes[number - PARTS_AHEAD], deadline
+                )
+            reserved = self._take_reserved(asked.popleft(), sizes[number], deadline)
+            brought = self._put_in(reserved, part.start, keys, buffers, proofs, damaged)
+            commits.append(self._next_request(Verb.COMMIT, len(brought), reserved.lease))
+            words = encode_request(commits[-1]) + b"".join(brought)
+        if words:
+            self._connection.send([words], deadline)
+        for commit, size in zip(commits, sizes[-len(commits) :], strict=True):
+            states += self._take_committed(commit, size, deadline)
+        for index in damaged:
+            states[index] = None
+        return states
+
+    def _parts(self, count: int, most_bytes: int) -> list[slice]:
+        """Small ones first: nothing can be copied before the server has answered for the first."""
+        most = part_blocks(self._page_bytes, self._num_slots, most_bytes)
+        size = max(1, most // FIRST_SHARE)
+        parts, start = [], 0
+        while start < count:
+            parts.append(slice(start, min(start + size, count)))
+            start, size = start + size, min(GROWTH * size, most)
+        return parts
+
+    def _ask(self, verb: Verb, keys: Sequence[bytes], deadline: float) -> _Asked:
+        lease_ends, milliseconds = self._lease(deadline)
+        request = self._next_request(verb, len(keys), milliseconds)
+        return _Asked(request, encode_request(request) + pack_keys(keys), lease_ends)
+
+    def _take_out(
+        self,
+        asked: _Asked,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        done: list[Proof | None],
+        deadline: float,
+    ) -> bytes:
+        """Take the reply to a PIN and copy what it names; the words that let go of it."""
+        lease = self._lease_of(asked, len(keys), deadline)
+        states = self._take_states(len(keys), deadline)
+        hits = [index for index, state in enumerate(states) if state is State.HIT]
+        raw = self._connection.receive(len(hits) * (SLOT_BYTES + TAG_BYTES), deadline)
+        first = len(hits) * SLOT_BYTES
+        slots = self._slots(raw[:first])
+        tags = [raw[place : place + TAG_BYTES] for place in range(first, len(raw), TAG_BYTES)]
+        copy_out, slot_at = self._copy_out, self._slot
+        proofs: list[Proof | None] = [None] * len(keys)
+        for index, slot, tag in zip(hits, slots, tags, strict=True):
+            proof = copy_out(keys[index], slot_at(slot), buffers[index], tag)
+            if time.monotonic() >= asked.lease_ends:
+                continue
+            proofs[index] = proof
+            if proof is None:
+                self.corrupt_blocks += 1
+                self.corrupt_keys.append(keys[index])
+        done += proofs
+        return encode_request(self._next_request(Verb.UNPIN, 0, lease))
+
+    def _take_reserved(self, asked: _Asked, count: int, deadline: float) -> _Reserved:
+        """Take the reply to a RESERVE."""
+        lease = self._lease_of(asked, count, deadline)
+        states = self._take_states(count, deadline)
+        wanted = [index for index, state in enumerate(states) if state is State.WANTED]
+        slots = self._slots(self._connection.receive(len(wanted) * SLOT_BYTES, deadline))
+        return _Reserved(lease, asked.lease_ends, wanted, slots)
+
+    def _put_in(
+        self,
+        reserved: _Reserved,
+        first: int,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs,
+        damaged: list[int],
+    ) -> list[bytes]:
+        """Fill the slots of a part that begins at `first`; the packed proofs of what they are to
+        hold."""
+        packed = []
+        for place, slot in zip(reserved.wanted, reserved.slots, strict=True):
+            index = first + place
+            key, target = keys[index], self._slot(slot)
+            hasher = self._copy_in(key, buffers[index], target, reserved.lease_ends)
+            proof = None if hasher is None else self._tags.sent(key, hasher, proofs[index])
+            if hasher is not None and proof is None:
+                damaged.append(index)
+            packed.append(NO_PROOF if proof is None else proof.pack())
+        return packed
+
+    def _take_committed(self, commit: Request, count: int, deadline: float) -> list[State]:
+        """Take the reply to a COMMIT."""
+        if self._take_reply(commit, deadline).blocks != count:
+            raise ConnectionLost("the server answered for blocks that were not sent")
+        return self._take_states(count, deadline)
+
+    def _lease_of(self, asked: _Asked, count: int, deadline: float) -> int:
+        reply = self._take_reply(asked.request, deadline)
+        if reply.blocks != count:
+            raise ConnectionLost("the server answered for blocks that were not asked for")
+        return reply.argument
+
+    def _lease(self, deadline: float) -> tuple[float, int]:
+        """Until when slots may be touched, by our clock, and the milliseconds to ask for: counted
+        from before the server hears of it, so that ours ends first."""
+        now = time.monotonic()
+        seconds = min(max(0.001, deadline - now), MAX_LEASE_SECONDS)
+        return now + seconds, max(1, int(seconds * 1000))
+
+    def _slots(self, raw: bytes) -> Sequence[int]:
+        slots = struct.unpack(f"<{len(raw) // SLOT_BYTES}I", raw)
+        if slots and max(slots) >= self._num_slots:
+            raise ConnectionLost("the server named a slot beyond the end of its memory")
+        return slots
+
+    def _slot(self, slot: int) -> memoryview:
+        first = slot * self._slot_bytes
+        return self._view[first : first + self._page_bytes]
+
+    def _copy_out(
+        self, key: bytes, source: memoryview, buffer: memoryview, tag: bytes
+    ) -> Proof | None:
+        """The proof of what arrived in `buffer`; None where it is not the block with this tag."""
+        if not self._tags.are_keyed:
+            digest = copy_and_digest(buffer[: self._page_bytes], source)
+            return self._tags.received(key, Hashed(digest), tag)
+        hasher = self._tags.begin_block(key)
+        for start, end in self._cuts:
+            part = buffer[start:end]
+            part[:] = source[start:end]
+            hasher.update(part)
+        return self._tags.received(key, hasher, tag)
+
+    def _copy_in(
+        self, key: bytes, buffer: memoryview, target: memoryview, lease_ends: float
+    ) -> Any | None:
+        """Hash and copy; the server hashes what arrived. None where the lease ended before."""
+        if time.monotonic() >= lease_ends:
+            return None
+        if not self._tags.are_keyed:
+            return Hashed(copy_and_digest(target, buffer[: self._page_bytes]))
+        hasher = self._tags.begin_block(key)
+        for start, end in self._cuts:
+            if time.monotonic() >= lease_ends:
+                return None
+            part = buffer[start:end]
+            hasher.update(part)
+            target[start:end] = part
+        return hasher

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both connections over sockets have in common on the client's side: greeting, requests,
+replies, states. Whatever the server says that is no word of the protocol is a lost connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from ...block import BlockLayout
+from ...wire.connection_tags import Tags
+from ...wire.frames import (
+    REPLY,
+    WELCOME,
+    Reply,
+    Request,
+    State,
+    Status,
+    Verb,
+    Welcome,
+    WireError,
+    decode_reply,
+    decode_welcome,
+    encode_greeting,
+)
+from ...wire.sockets import Connection, ConnectionLost
+from .block_connection import BlockConnection, Refused
+
+_Words = TypeVar("_Words")
+_STATES = {int(state): state for state in State}
+
+
+class SocketConnection(BlockConnection):
+    """Takes over a connection that was welcomed."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        layout: BlockLayout,
+        welcome: Welcome,
+        tag_key: bytes | None = None,
+        namespace: bytes = b"",
+    ) -> None:
+        self.boot_id = welcome.boot_id
+        self._connection = connection
+        self._page_bytes = layout.page_bytes
+        self._tags = Tags(layout, tag_key, namespace)
+        self.corrupt_keys: list[bytes] = []
+        self._number = 0
+
+    def abort(self) -> None:
+        self._connection.abort()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _next_request(self, verb: Verb, blocks: int, argument: int = 0) -> Request:
+        self._number += 1
+        return Request(verb, blocks, self._number, argument)
+
+    def _take_reply(self, request: Request, deadline: float) -> Reply:
+        """The head of the reply to `request`. Raises Refused, or ConnectionLost for a reply to
+        another."""
+        reply = decode(decode_reply, self._connection.receive(REPLY.size, deadline))
+        if reply.verb is not request.verb or reply.number != request.number:
+            raise ConnectionLost("the server answered something that was not asked")
+        if reply.status is not Status.OK:
+            raise Refused(reply.status)
+        return reply
+
+    def _take_states(self, count: int, deadline: float) -> list[State]:
+        return decode(to_states, self._connection.receive(count, deadline))
+
+
+def greet(connection: Connection, ticket: bytes, layout: BlockLayout, deadline: float) -> Welcome:
+    """Show the ticket and take the welcome. Raises ConnectionLost."""
+    connection.send([encode_greeting(ticket)], deadline)
+    return welcomed(connection.receive(WELCOME.size, deadline), layout)
+
+
+def welcomed(raw: bytes, layout: BlockLayout) -> Welcome:
+    """The welcome of a server that goes on. Raises ConnectionLost."""
+    welcome = decode(decode_welcome, raw)
+    if welcome.status is not Status.OK:
+        raise Refused(welcome.status)
+    if welcome.page_bytes != layout.page_bytes:
+        raise ConnectionLost(
+            f"the server's blocks have {welcome.page_bytes} bytes, ours {layout.page_bytes}"
+        )
+    return welcome
+
+
+def to_states(raw: bytes) -> list[State]:
+    """Raises WireError for a byte that is no state."""
+    try:
+        return [_STATES[byte] for byte in raw]
+    except KeyError as error:
+        raise WireError(f"unknown state {error}") from error
+
+
+def decode(decoder: Callable[[bytes], _Words], raw: bytes) -> _Words:
+    """What `decoder` makes of `raw`; ConnectionLost where it is no word of this protocol."""
+    try:
+        return decoder(raw)
+    except WireError as error:
+        raise ConnectionLost(str(error)) from error
