@@ -22,7 +22,7 @@ from .copy_signal import CopySignal
 from .costs.economics import Choice
 from .costs.rates import PrefillRate
 from .device.base import SlabMemory
-from .device.choice import make_device
+from .device.device_choice import make_device
 from .device.fp8_codec import Fp8Codec
 from .offload_scheduler import OffloadScheduler
 from .offload_worker import OffloadWorker

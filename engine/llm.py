@@ -43,13 +43,13 @@ from .offline.arguments import (
     type_name,
 )
 from .offline.outputs import EmbeddingRequestOutput, RequestOutput
-from .offline.runs import CheckedPrompt, PromptRunner
-from .request.messages import AddRequest, Ready, RequestExtras, check_priority
+from .offline.prompt_runner import CheckedPrompt, PromptRunner
+from .request.core_messages import AddRequest, Ready, RequestExtras, check_priority
 from .request.pooling import EMBEDDING_PARAMS, Dimensions, with_pooling
 from .request.prompt_embeds import read_embeds, write_embeds
 from .request.request import pack_token_ids
 from .request.sampling_params import SamplingParams, check_params_for_embeds
-from .sampling.loading import make_params_check
+from .sampling.processor_loading import make_params_check
 from .text.bad_words import with_spelt_bad_words
 from .text.output_processor import OutputProcessor, TextOutput, generate_text
 from .text.reasoning import find_marks, with_reasoning_marks
@@ -337,7 +337,7 @@ class LLM:
             # Built in the caller's thread, so that an interrupt ends it.
             core = EngineCore(self.config, progress=progress)
             return self._loop.run(_in_process_client(core))
-        from .client.process import ProcessClient
+        from .client.process_client import ProcessClient
 
         return self._loop.run(ProcessClient.start(self.config, log_level=log_level))
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .choice import FP8_CAPABILITY, KernelRefused, probe_hardware
+from .kernel_choice import FP8_CAPABILITY, KernelRefused, probe_hardware
 
 FP8 = torch.float8_e4m3fn
 

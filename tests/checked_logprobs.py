@@ -11,7 +11,7 @@ import torch
 
 from stratakv.engine.request.logprobs import PositionLogprobs, PromptLogprobs
 from stratakv.engine.request.sampling_params import SamplingParams
-from stratakv.engine.sampling.logprobs import LOGPROB_FLOOR
+from stratakv.engine.sampling.logprob_tensors import LOGPROB_FLOOR
 
 from .tiny_models import load_reference
 

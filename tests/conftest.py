@@ -58,7 +58,7 @@ SLOW_PLACES = (
     "connector/vllm/",
     "engine/api/outputs/test_tools.py",
     "engine/api/test_stream_equals_whole.py",
-    "engine/cli/test_cache_client.py",
+    "engine/cli/tiers/test_cache_client.py",
     "engine/client/test_process.py",
     "engine/core/test_concurrent_prefill.py",
     "engine/core/test_grammars.py",

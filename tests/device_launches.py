@@ -32,15 +32,15 @@ from stratakv.engine.models import decoder
 from stratakv.engine.models.checkpoint import weights
 from stratakv.engine.models.decoder import Decoder
 from stratakv.engine.models.dtypes import dtype_name
-from stratakv.engine.models.spec import load_model_spec
+from stratakv.engine.models.model_spec import load_model_spec
 from stratakv.engine.sampling import copies
 from stratakv.engine.worker.block_table import BlockTable
 from stratakv.engine.worker.forward.forward import StepForward, StepInputs
 from stratakv.engine.worker.kv_pool import KvPool
-from stratakv.engine.worker.runtime.device_config import Placement
 from stratakv.engine.worker.runtime.device_runtime import HostRuntime
+from stratakv.engine.worker.runtime.placement import Placement
 from stratakv.engine.worker.runtime.runtimes import choose_layer_parts, make_forward
-from stratakv.kernels.choice import Hardware
+from stratakv.kernels.kernel_choice import Hardware
 
 from .kernels.other_hardware import other_hardware
 

@@ -39,13 +39,13 @@ from stratakv.engine.config.engine_config import (
     SchedulerConfig,
 )
 from stratakv.engine.core import engine_core
-from stratakv.engine.core.device_config import placement_of
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.request.messages import AddRequest
+from stratakv.engine.core.resolve_placement import placement_of
+from stratakv.engine.request.core_messages import AddRequest
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.worker import model_runner
-from stratakv.engine.worker.runtime.device_config import KERNELS
 from stratakv.engine.worker.runtime.device_runtime import HostRuntime, Work
+from stratakv.engine.worker.runtime.placement import KERNELS
 from stratakv.kernels.attention.gathered_prefill import SDPA, GatheredPrefill
 
 from .kernels import deviceless_driver, planted_kernels

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.engine.sampling.loading import ENTRY_POINTS
+from stratakv.engine.sampling.processor_loading import ENTRY_POINTS
 
 MODULE = "strata_processors"
 SOURCE = '''

@@ -21,7 +21,7 @@ from stratakv.engine.config.engine_config import (
 )
 from stratakv.engine.config.offload_config import OffloadConfig
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.request.messages import AddRequest, TokenOutput
+from stratakv.engine.request.core_messages import AddRequest, TokenOutput
 from stratakv.engine.request.request import pack_token_ids
 from stratakv.engine.request.sampling_params import SamplingParams
 

@@ -29,8 +29,8 @@ from stratakv.engine.config.engine_config import (
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.executor import ExecutorDied, InProcessExecutor
 from stratakv.engine.core.worker_process.process_executor import ProcessExecutor
+from stratakv.engine.request.core_messages import AddRequest, TokenOutput
 from stratakv.engine.request.logprobs import PositionLogprobs, PromptLogprobs
-from stratakv.engine.request.messages import AddRequest, TokenOutput
 from stratakv.engine.request.request import pack_token_ids
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.scheduler.output import SchedulerOutput

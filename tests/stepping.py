@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.request.messages import TokenOutput
+from stratakv.engine.request.core_messages import TokenOutput
 from stratakv.engine.scheduler.scheduler import RETRY_SECONDS, Scheduler
 
 WAIT_SECONDS = 60.0

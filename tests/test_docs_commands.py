@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from starlette.routing import Route
 
+from stratakv.engine.api.api_settings import ApiSettings
 from stratakv.engine.api.app import create_app
 from stratakv.engine.api.openai.request.protocol import (
     NEUTRAL_VALUES,
@@ -24,7 +25,6 @@ from stratakv.engine.api.openai.request.protocol import (
     EmbeddingRequest,
     SamplingFields,
 )
-from stratakv.engine.api.settings import ApiSettings
 from stratakv.engine.cli import bench, cache_server, config, doctor, generate, route, serve
 from stratakv.engine.cli.args import Parser, log_level
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL, OPTIONS
@@ -33,7 +33,7 @@ from stratakv.engine.config.resolve import read_config_settings, resolve
 from stratakv.engine.config.schema import SCHEMA, default_text, variable_of
 from stratakv.engine.config.server_options import SERVER_OPTIONS
 from stratakv.engine.config.vllm_aliases import ALIASES
-from stratakv.engine.router.settings import ROUTER_OPTIONS
+from stratakv.engine.router.router_settings import ROUTER_OPTIONS
 from stratakv.tiers.cache_server.access.tenants import read_tenants
 from stratakv.tiers.settings import readers
 from stratakv.tiers.settings.option import flag_of

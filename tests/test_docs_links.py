@@ -47,7 +47,7 @@ def test_the_glossary_has_at_most_25_words() -> None:
     assert 10 <= len(rows) <= 25
 
 
-# Paths in backticks: `tiers/base.py`, `tests/tiers/remote`, `engine/request/messages.py: Name`. The
+# Paths in backticks: `tiers/base.py`, `tests/tiers/remote`, `engine/request/request.py: Name`. The
 # log and the changelog speak of the past, and the move map of both.
 PAST = {"LOG.md", "CHANGELOG.md", "moves.md"}
 TOPS = ("benchmarks", "connector", "deploy", "docs", "engine", "kernels", "proto", "tests", "tiers")

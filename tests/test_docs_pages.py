@@ -362,7 +362,7 @@ def test_the_variables_of_the_image() -> None:
 def test_the_group_of_tool_parsers() -> None:
     groups = tomllib.loads(find_block("docs/tools.md", "[project.entry").text)["project"]
     [group] = groups["entry-points"]
-    assert f'"{group}"' in (ROOT / "engine/text/tool_calls/choice.py").read_text()
+    assert f'"{group}"' in (ROOT / "engine/text/tool_calls/tool_formats.py").read_text()
 
 
 @pytest.mark.net

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.client.process import ProcessClient
+from stratakv.engine.client.process_client import ProcessClient
 from stratakv.engine.llm import LLM
 from stratakv.engine.request.sampling_params import SamplingParams
 
@@ -163,7 +163,7 @@ def _kill_serving(llm: LLM) -> int:
     for path in Path("/proc").glob("[0-9]*"):
         try:
             is_serving = (
-                b"stratakv.tiers.cache_server.slab_serving.process"
+                b"stratakv.tiers.cache_server.slab_serving.slab_process"
                 in (path / "cmdline").read_bytes()
             )
             if is_serving and _parent(int(path.name)) == client.pid:

@@ -24,7 +24,7 @@ from stratakv.engine.config.engine_config import (
     SchedulerConfig,
 )
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.request.messages import AddRequest, TokenOutput
+from stratakv.engine.request.core_messages import AddRequest, TokenOutput
 from stratakv.engine.request.sampling_params import SamplingParams
 
 from .leftovers import settle

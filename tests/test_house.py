@@ -190,7 +190,6 @@ def test_a_limit_falls_and_never_rises(tool: ModuleType) -> None:
 
 FORBIDDEN = [
     ("engine/core/ledger.py", "", "ledger"),
-    ("engine/worker/placement.py", "", "placement"),
     ("tests/tiers/test_drill.py", "", "drill"),
     ("tiers/loan/__init__.py", "", "loan"),
     ("engine/core/a.py", "class Figures: ...", "Figures"),

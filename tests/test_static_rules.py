@@ -48,7 +48,8 @@ BANNED_TRUE_KEYWORDS = {
 WALL_CLOCK: dict[str, str] = {
     "tiers/identity/file_digests.py": "compared with a file's ctime, which is of the same clock: a "
     "young one is hashed again at the next start",
-    "tiers/cache_server/metrics.py": "the moment of the start, which scrapers compare with theirs",
+    "tiers/cache_server/server_metrics.py": "the moment of the start, which scrapers compare "
+    "with theirs",
 }
 
 # Only this file writes the command line of a Python: without -P, a file in the working directory

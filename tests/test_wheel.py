@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from stratakv.kernels.cpu.library import FILE_NAME
-from stratakv.tiers.native.library import FILE_NAME as NATIVE_NAME
+from stratakv.tiers.native.native_library import FILE_NAME as NATIVE_NAME
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("benchmarks", "connector", "engine", "kernels", "proto", "tiers")

@@ -38,8 +38,10 @@ CHILD_SECONDS = 600  # after which one that nobody ended ends by SIGALRM
 # What `stratakv serve`, its core and `stratakv cache-server` import, so that no child has to;
 # but for gRPC, which reads its variables when it is imported.
 MODULES = (
-    "engine.api.app", "engine.api.http.server", "engine.api.openai.templates.worker",
-    "engine.cli.cache_server", "engine.cli.main", "engine.cli.serve", "engine.client.process",
+    "engine.api.app", "engine.api.http.http_server",
+    "engine.api.openai.templates.template_worker",
+    "engine.cli.cache_server", "engine.cli.main", "engine.cli.serve",
+    "engine.client.process_client",
     "engine.core.engine_core", "engine.core.process",
     "engine.core.worker_process.worker_process",
     "engine.structured.processes.grammar_process", "engine.text.tokenizer", "tiers.ssd",

@@ -17,10 +17,10 @@ from .admission import AdmissionFilter, WriteBudget, make_filter
 from .base import StoreTier
 from .block import BlockLayout
 from .cache_server.slab_serving.serving import SlabServing
-from .codecs.choice import CodecFactory, make_codec
+from .codecs.known_codecs import CodecFactory, make_codec
 from .errors import TierConfigError, TierDown
 from .mac_key import MacKey, read_mac_key
-from .policies.choice import policy_factory
+from .policies.known_policies import policy_factory
 from .registry import TierRequest, open_tier
 from .reopening_store import open_or_wait
 from .slab.cpu_slab import CpuSlab

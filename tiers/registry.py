@@ -8,7 +8,7 @@ A package declares one in its own `pyproject.toml`:
     mytier = "mypackage.tier:open_tier"
 
 where `open_tier` takes a `TierRequest` and returns an empty or a filled `StoreTier` that keeps the
-promise of `tiers/base.py` (`tiers/contract.py` checks that). `policies/choice.py` and
+promise of `tiers/base.py` (`tiers/contract.py` checks that). `policies/known_policies.py` and
 `admission/filters.py` say what the other groups name. Nothing of a package is imported before its
 name is given.
 """

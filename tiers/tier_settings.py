@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from .admission import DEFAULT_FILTER, FILTERS, known_filters
-from .codecs.choice import CODECS, DEFAULT_CODEC, NONE
-from .policies.choice import DEFAULT_POLICY, DEFAULT_SSD_POLICY, POLICIES, known_policies
+from .codecs.known_codecs import CODECS, DEFAULT_CODEC, NONE
+from .policies.known_policies import DEFAULT_POLICY, DEFAULT_SSD_POLICY, POLICIES, known_policies
 from .remote.credentials import Credentials
 from .remote.membership import ServerAddress
 from .remote.remote_settings import LOOKUP_SECONDS

@@ -133,7 +133,7 @@ def both_names() -> dict[str, str]:
     """What takes a device, with `cuda` and with `cuda:0`."""
     import torch
 
-    from stratakv.connector.device.cuda_runtime import TorchRuntime
+    from stratakv.connector.device.cuda_copy_runtime import TorchRuntime
     from stratakv.engine.worker.runtime.cuda_runtime import CudaMeter, CudaRuntime
 
     found = {}
@@ -150,7 +150,7 @@ def batched_copies() -> dict[str, Any]:
     """64 blocks out and back in one call each; every byte compared."""
     import torch
 
-    from stratakv.connector.device.cuda_runtime import TorchRuntime
+    from stratakv.connector.device.cuda_copy_runtime import TorchRuntime
     from stratakv.kernels.copy.copy_engine import Batch
 
     runtime = TorchRuntime(torch.device("cuda"))

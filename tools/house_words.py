@@ -106,7 +106,6 @@ NOW = Rules(
     Rule("_?Figures|_figures", "CoreStats", exact=True, where=("engine/",)),
     Rule("figures", "core_stats", exact=True, where=("engine/",), kinds=_MODULES),
     Rule("intakes?", "RequestBuilder in the core, WriteLease in the cache server"),
-    Rule("placing|placement", "device_config", exact=True, kinds=_MODULES),
     # `has_room`, `NO_ROOM`, `room = size - used` are about space. The private class is meant by
     # every capital Room, by modules, and by all names of the cache server that are not about space.
     Rule(r"_*(?:[A-Z]\w*)?Rooms?(?![a-z])\w*", "TenantStore, TenantStores", exact=True),

@@ -27,7 +27,7 @@ for name, value in CORE_ENVIRONMENT.items():
 import numpy as np  # noqa: E402 - the variables come first
 import torch  # noqa: E402
 
-from stratakv.engine.models.spec import load_model_spec  # noqa: E402
+from stratakv.engine.models.model_spec import load_model_spec  # noqa: E402
 from stratakv.engine.request.sampling_params import SamplingParams  # noqa: E402
 from stratakv.engine.scheduler.output import (  # noqa: E402
     CachedRequestData,
@@ -35,11 +35,11 @@ from stratakv.engine.scheduler.output import (  # noqa: E402
     SchedulerOutput,
 )
 from stratakv.engine.worker.model_runner import ModelRunner  # noqa: E402
-from stratakv.engine.worker.runtime.device_config import Placement  # noqa: E402
+from stratakv.engine.worker.runtime.placement import Placement  # noqa: E402
 from stratakv.kernels.attention.paged_decode import paged_decode  # noqa: E402
 from stratakv.kernels.attention.paged_prefill import paged_prefill  # noqa: E402
-from stratakv.kernels.choice import NATIVE  # noqa: E402
 from stratakv.kernels.cpu.library import Missing, cpu_library  # noqa: E402
+from stratakv.kernels.kernel_choice import NATIVE  # noqa: E402
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "engine" / "models" / "embedded"
 BLOCK_SIZE = 16

@@ -25,7 +25,7 @@ from ...engine.config.engine_options import engine_config
 from ...engine.core import engine_core
 from ...engine.core.engine_core import EngineCore
 from ...engine.core.executor import InProcessExecutor, StepHandle
-from ...engine.request.messages import AddRequest
+from ...engine.request.core_messages import AddRequest
 from ...engine.request.sampling_params import SamplingParams
 from ...engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from ...engine.worker.model_runner import ModelRunner

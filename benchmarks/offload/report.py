@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...engine.models.spec import ModelSpec
+from ...engine.models.model_spec import ModelSpec
 from ..harness.load_client import StreamedAnswer
 from ..harness.plots import COLOURS, GATE, MET, MISSED, caption, label_bars, new_figure, save_figure
 from ..harness.report import Report, median, percentile, print_table

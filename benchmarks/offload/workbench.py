@@ -31,8 +31,8 @@ from ...engine.collector import settle_collector
 from ...engine.config.engine_options import engine_config
 from ...engine.core import offload
 from ...engine.core.engine_core import EngineCore
-from ...engine.models.spec import load_model_spec
-from ...engine.request.messages import AddRequest, TokenOutput
+from ...engine.models.model_spec import load_model_spec
+from ...engine.request.core_messages import AddRequest, TokenOutput
 from ...engine.request.sampling_params import SamplingParams
 from ...tiers.base import StoreTier
 from ..harness.comparison import quartiles

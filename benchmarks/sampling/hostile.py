@@ -21,7 +21,7 @@ from itertools import count
 from typing import Any
 
 from ...engine.core.engine_core import EngineCore
-from ...engine.request.messages import AddRequest, TokenOutput
+from ...engine.request.core_messages import AddRequest, TokenOutput
 from ...engine.request.request import pack_token_ids
 from ...engine.request.sampling_params import SamplingParams
 from ...engine.request.structured_params import StructuredOutputsParams

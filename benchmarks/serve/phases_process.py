@@ -57,7 +57,7 @@ class StrataKvSide:
         from ... import __version__
         from ...engine.config.engine_options import engine_config
         from ...engine.core.engine_core import EngineCore
-        from ...engine.request.messages import AddRequest
+        from ...engine.request.core_messages import AddRequest
         from ..offload.workbench import greedy
 
         self.version, options = __version__, dict(arguments)

@@ -24,7 +24,7 @@ from ...tiers.base import Answer
 from ...tiers.ssd import SsdStore
 from ...tiers.ssd.disk.space import plan_space
 from ...tiers.ssd.folder.directory import StoreDirectory
-from ...tiers.ssd.folder.opening import open_store
+from ...tiers.ssd.folder.open_store import open_store
 from ...tiers.ssd.index.index_file import IndexFile, Row
 from ..harness.comparison import Comparison, WrongWork
 from .scale import key_of, layout_of

@@ -32,7 +32,7 @@ from ...tiers import record
 from ...tiers.base import Stored
 from ...tiers.block import BlockLayout
 from ...tiers.codecs.base import Codec
-from ...tiers.codecs.choice import CODECS
+from ...tiers.codecs.known_codecs import CODECS
 from ...tiers.contract import make_buffers
 from ...tiers.slab.cpu_slab import CpuSlab
 from ...tiers.ssd import SsdStore, reader, record_writer

@@ -20,7 +20,12 @@ from rich.console import Console
 
 from ...tiers.admission import DEFAULT_FILTER, FILTERS, known_filters
 from ...tiers.errors import TierConfigError
-from ...tiers.policies.choice import DEFAULT_POLICY, POLICIES, known_policies, policy_factory
+from ...tiers.policies.known_policies import (
+    DEFAULT_POLICY,
+    POLICIES,
+    known_policies,
+    policy_factory,
+)
 from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
 from ...tiers.settings.suggestions import did_you_mean

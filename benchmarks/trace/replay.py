@@ -35,7 +35,7 @@ from pathlib import Path
 
 from ...tiers.admission import AdmissionFilter, AdmitAll, make_filter
 from ...tiers.policies.base import EvictionPolicy
-from ...tiers.policies.choice import policy_factory
+from ...tiers.policies.known_policies import policy_factory
 from ...tiers.processes.python_command import spawn_context
 from .formats import BLOCK_TOKENS, SHAPES, Trace, generate, read_trace
 

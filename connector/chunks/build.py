@@ -27,11 +27,11 @@ from ...tiers.settings.values import ConfigError
 from ...tiers.tag import Tagger
 from ...tiers.testing.faulty_store import Drill
 from ...tiers.tier_settings import TierSettings
-from ...tiers.wire.messages import layout_message
+from ...tiers.wire.protobuf_messages import layout_message
 from ...tiers.wire.rpc import Stub
 from ...tiers.wire.status import REFUSALS, WRONG_LAYOUT, verdict_of
+from .chunk_settings import ChunkSettings, Settings
 from .mover import Assembly
-from .settings import ChunkSettings, Settings
 from .tiers import ChunkTiers, Limits
 
 log = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ its memory and the slab, and an end in order.
     load    SSD, cache servers ──► slot of the slab ──copy, digest──► host's bytes
 
 Which jobs there are, and when each is begun, is the subclass's: one host's scheduler must not wait
-for anything and has its tickets made in the call (`vllm/transfers.py`), another's stores wait for
-room and its answers are futures (`tiers.py`).
+for anything and has its tickets made in the call (`vllm/tier_transfers.py`), another's stores wait
+for room and its answers are futures (`tiers.py`).
 """
 
 from __future__ import annotations

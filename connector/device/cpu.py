@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from ...tiers.errors import InvalidBlock
-from ...tiers.native.library import LEAST_BYTES, Rows, copy_rows_and_digest, has_digests
+from ...tiers.native.native_library import LEAST_BYTES, Rows, copy_rows_and_digest, has_digests
 from ...tiers.tag import payload_digest
 from .base import CopyDevice, DeviceError, Event, SlabMemory, Stream
 from .copy_plan import merge_runs

@@ -30,9 +30,9 @@ from .copy_plan import Geometry, Way, check_pairs, make_pairs
 from .cpu import DEPENDENCY_SECONDS
 from .cuda_api import STICKY
 from .cuda_copier import Copier, Memory
+from .cuda_copy_runtime import Runtime, TorchRuntime
 from .cuda_events import ComputeEvent, CopyEvent, wait_for_point
 from .cuda_lane import Job, Lane
-from .cuda_runtime import Runtime, TorchRuntime
 from .cuda_slab import PIECE_BYTES, LockedSlab, Progress
 from .cuda_staging import HALF_BYTES
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...kernels.choice import KernelRefused
 from ...kernels.copy.copy_engine import Batch, CudaError
+from ...kernels.kernel_choice import KernelRefused
 from .base import Stream
 from .copy_plan import (
     FRAGMENT_BYTES,
@@ -28,8 +28,8 @@ from .copy_plan import (
     make_batch,
     split_locked,
 )
+from .cuda_copy_runtime import Runtime
 from .cuda_events import Point
-from .cuda_runtime import Runtime
 from .cuda_slab import locked_memory_advice
 from .cuda_staging import StagingBuffer
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from ...kernels.copy.copy_engine import CudaError
 from .base import DeviceError, Event
 from .cpu import CpuEvent
-from .cuda_runtime import Runtime
+from .cuda_copy_runtime import Runtime
 
 # Between two looks at an event for which no thread sleeps in CUDA.
 SHORTEST_NAP, LONGEST_NAP = 50e-6, 1e-3

@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 
 from ...kernels.copy.copy_engine import CudaError
 from .base import DeviceError, Event
+from .cuda_copy_runtime import Runtime
 from .cuda_events import Blame, CopyEvent, Point, point_of, wait_for_point
-from .cuda_runtime import Runtime
 
 log = logging.getLogger(__name__)
 

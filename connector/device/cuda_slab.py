@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from ...kernels.copy.copy_engine import CudaError
 from ...tiers.settings.sizes import show_size
-from .cuda_runtime import Runtime
+from .cuda_copy_runtime import Runtime
 
 log = logging.getLogger(__name__)
 

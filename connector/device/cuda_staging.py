@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from ...kernels.copy.copy_engine import Batch
 from .copy_plan import cut
+from .cuda_copy_runtime import Runtime
 from .cuda_events import Point
-from .cuda_runtime import Runtime
 
 HALF_BYTES = 8 << 20
 Copies = list[tuple[int, int, int]]

@@ -25,9 +25,9 @@ from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
 from ...tiers.settings.values import ConfigError
 from ..chunks.build import check_servers, chunk_layout
-from ..chunks.settings import MAX_CHUNK_BYTES, MAX_LAYOUTS, chunk_host
+from ..chunks.chunk_settings import MAX_CHUNK_BYTES, MAX_LAYOUTS, chunk_host
+from ..chunks.supported_versions import Supported
 from ..chunks.tiers import ChunkTiers
-from ..chunks.versions import Supported
 from .identity import ChunkIdentity, read_identity
 from .model_names import ModelNames
 from .shelf import HOST, Shelf, identity_text

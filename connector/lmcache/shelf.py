@@ -18,7 +18,7 @@ from pathlib import Path
 from ...tiers.errors import TierError
 from ...tiers.settings.values import ConfigError
 from ..chunks.build import open_chunk_tiers
-from ..chunks.settings import ChunkSettings, Settings
+from ..chunks.chunk_settings import ChunkSettings, Settings
 from ..chunks.tiers import ChunkTiers
 from .identity import ChunkIdentity, ChunkKeys
 

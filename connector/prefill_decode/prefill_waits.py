@@ -12,8 +12,8 @@ A wait ends in one of these ways, and the request then loads what has come and c
     lost      the store that others share is away, or all tiers were told to forget
     gone      the request itself has ended
 
-Such a request holds no blocks of the pool. Its prompt is followed (`following.py`), so that what
-comes is in the slab by then. A request waits once at most, and only where somebody is known to
+Such a request holds no blocks of the pool. Its prompt is followed (`followed_prompts.py`), so that
+what comes is in the slab by then. A request waits once at most, and only where a node is known to
 compute its prompt; see `KVConnectorScheduler.await_prefill`.
 """
 

@@ -19,9 +19,9 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from ...tiers.settings.values import ConfigError
 from ..chunks.build import open_chunk_tiers
-from ..chunks.settings import chunk_host
+from ..chunks.chunk_settings import chunk_host
+from ..chunks.supported_versions import Supported
 from ..chunks.tiers import ChunkTiers
-from ..chunks.versions import Supported
 from .host_model import HOST, names_of
 from .identity import PageKeys, read_identity
 

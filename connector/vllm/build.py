@@ -11,15 +11,15 @@ import numpy as np
 from ...tiers.hierarchy.hierarchy import WATERMARK, Hierarchy
 from ...tiers.settings.sizes import show_size
 from ..chunks.build import assemble, check_servers
+from ..chunks.chunk_settings import Settings
 from ..chunks.failed import FailedChunks
 from ..chunks.mover import CLOSE_SECONDS
-from ..chunks.settings import Settings
 from ..costs.economics import Choice, Economics
 from ..costs.rates import PrefillRate
 from .identity import ChunkIdentity, ChunkKeys, chunk_layout
-from .lookups import Lookups
 from .settings import VllmSettings, drill_of
-from .transfers import Transfers
+from .tier_lookups import Lookups
+from .tier_transfers import Transfers
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from ...tiers.settings.format import format_value
 from ...tiers.settings.option import setting
 from ...tiers.settings.values import ConfigError
 from ...tiers.testing.faulty_store import Drill, parse_drill
-from ..chunks.settings import Host, OwnSettings, Settings
+from ..chunks.chunk_settings import Host, OwnSettings, Settings
 
 MODULE = "stratakv.connector.vllm"
 SPEC, TIER, CONNECTOR = "StrataSpec", "StrataTier", "StrataConnector"

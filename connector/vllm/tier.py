@@ -26,12 +26,13 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from ...tiers.settings.values import ConfigError
 from ..costs.rates import PrefillRate
-from . import metrics, versions
+from . import tier_metrics as metrics
+from . import versions
 from .build import build_tiers
 from .host_model import names_of_tier
 from .identity import LAYOUTS, ChunkIdentity
-from .lookups import Found
 from .settings import read_settings
+from .tier_lookups import Found
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..chunks.versions import Supported
+from ..chunks.supported_versions import Supported
 
 OLDEST, NEWEST = (0, 30), (0, 33)
 SUPPORTED = Supported("vLLM", "vllm", (*OLDEST, 0), (0, NEWEST[1] + 1, 0), "0.30 to 0.33")

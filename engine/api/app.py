@@ -32,13 +32,14 @@ from ..request.pooling import Dimensions
 from ..request.sampling_params import SamplingParams
 from ..text.reasoning import ReasoningMarks
 from ..text.tokenizer import Tokenizer
-from ..text.tool_calls.choice import find_tool_parser, make_tool_format
+from ..text.tool_calls.tool_formats import find_tool_parser, make_tool_format
+from .api_errors import ENGINE, ApiError, ClientGone, error_response, to_api_error
+from .api_settings import ApiSettings, CrossOrigin
 from .chat_template import ChatTemplate
-from .errors import ENGINE, ApiError, ClientGone, error_response, to_api_error
 from .front import Front
 from .http.api_key import HEALTH_PATH, NODE_PATH, ApiKeyMiddleware
 from .http.hosts import HostMiddleware
-from .metrics.metrics import Metrics
+from .metrics.engine_metrics import Metrics
 from .openai.chat import create_chat_completion
 from .openai.completions import create_completion
 from .openai.embeddings import create_embeddings
@@ -46,7 +47,6 @@ from .openai.follow import FOLLOW
 from .openai.request.body import MAX_QUOTED_CHARACTERS
 from .openai.response.replies import ModelCard, ModelList, now
 from .openai.tokenization import detokenize, tokenize
-from .settings import ApiSettings, CrossOrigin
 from .token_texts import TokenTexts
 
 logger = logging.getLogger(__name__)

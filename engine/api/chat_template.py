@@ -17,8 +17,8 @@ from types import MappingProxyType
 from typing import Protocol
 
 from ...tiers.settings.values import MIB, ConfigError
-from .openai.templates.process import Asking, Broken, Limits
 from .openai.templates.sandbox import TemplateRefused
+from .openai.templates.template_process import Asking, Broken, Limits
 
 MAX_TEMPLATE_CHARACTERS = 1 * MIB
 MAX_CONFIG_BYTES = 64 * MIB

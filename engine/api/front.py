@@ -20,14 +20,14 @@ from ..request.pooling import Dimensions
 from ..request.sampling_params import SamplingParams
 from ..text.reasoning import ReasoningMarks
 from ..text.tokenizer import PromptTooLong, Tokenizer
-from ..text.tool_calls.choice import ToolFormat
+from ..text.tool_calls.tool_formats import ToolFormat
+from .api_errors import ApiError
+from .api_settings import ApiSettings
 from .chat_template import ChatTemplate
-from .errors import ApiError
 from .in_flight import InFlight
-from .metrics.metrics import Metrics
+from .metrics.engine_metrics import Metrics
 from .openai.dropped import DroppedFields
 from .openai.request.protocol import Prompt
-from .settings import ApiSettings
 from .token_texts import TokenTexts
 
 # Longer texts are tokenized in a thread. A hop costs about 50 us, as much as so many characters.

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from ...tiers.settings.format import format_name
-from ...tiers.settings.layers import MODEL
 from ...tiers.settings.option import Option, flag_of
+from ...tiers.settings.setting_layers import MODEL
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
 from ..config.engine_config import EngineConfig

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv cache-server`: keeps blocks for the engines of a cluster, in a process of its own.
 
-`settings/cache_server.py` has its options. Without credentials of any other kind it lets in clients
-of its own user, by a token that it leaves for them. SIGHUP has it read tenants, tokens and
+`config/cache_server_options.py` has its options. Without credentials of any other kind it lets in
+clients of its own user, by a token that it leaves for them. SIGHUP has it read tenants, tokens and
 certificates anew; blocks stay. SIGTERM or SIGINT ends it in an orderly way: it says NOT_SERVING,
 running calls may finish, blocks are written down; a second one ends it at once.
 Runs with the base installation and imports neither torch nor the engine's parts.

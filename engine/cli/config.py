@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...connector.chunks.settings import (
+from ...connector.chunks.chunk_settings import (
     MAX_CHUNK_BYTES,
     MAX_LAYOUTS,
     chunk_host,
@@ -24,8 +24,8 @@ from ...connector.chunks.settings import (
 from ...connector.vllm.settings import OPTIONS as VLLM_OPTIONS
 from ...connector.vllm.settings import connector_config, transfer_config
 from ...tiers.settings import readers
-from ...tiers.settings.layers import MODEL
 from ...tiers.settings.option import Option, flag_of
+from ...tiers.settings.setting_layers import MODEL
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import GIB, ConfigError, size_within
 from ..config.engine_options import engine_config

@@ -17,7 +17,7 @@ from ...tiers.settings.option import flag_of
 from ...tiers.settings.values import ConfigError
 from ..logs import set_up
 from ..request.sampling_params import SamplingParams
-from ..sampling.loading import InvalidProcessorParams
+from ..sampling.processor_loading import InvalidProcessorParams
 from .args import (
     add_engine_arguments,
     add_log_level,

@@ -2,7 +2,7 @@
 """`stratakv plan`: what a model takes, what fits and when loading pays, before anything is started.
 
 Reads config.json, and of weight files only whether they are there. The arithmetic is in
-`engine/plan/memory_plan.py`, rates come from `plan_rates.py`, and `plan_table.py` prints.
+`engine/plan/memory_plan.py`, rates come from `machine_rates.py`, and `table.py` prints.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ..config.engine_options import model_directory
 from ..models.checkpoint.shards import find_shards
 from ..models.checkpoint.tensor_shapes import expected_tensors
 from ..models.dtypes import planned_dtype
-from ..models.spec import ModelSpec, load_model_spec, resolve_max_model_len
+from ..models.model_spec import ModelSpec, load_model_spec, resolve_max_model_len
 from ..plan import memory_plan as plan
-from ..plan.rates import OPERATIONS, PLACES, PREFILL_TOKENS, Rate, resolve_rates
+from ..plan.machine_rates import OPERATIONS, PLACES, PREFILL_TOKENS, Rate, resolve_rates
 
 DESCRIPTION = "Say what a model and its KV cache take, what fits, and when loading pays."
 

@@ -19,12 +19,12 @@ from ...tiers.settings.option import flag_of
 from ...tiers.settings.values import ConfigError, show_size
 from .. import logs
 from ..config.optional_packages import install_extra
-from ..router.settings import ROUTER_OPTIONS, RouterConfig, read_node
+from ..router.router_settings import ROUTER_OPTIONS, RouterConfig, read_node
 from .args import add_options
 from .serve import bind
 
 if TYPE_CHECKING:
-    from ..router.app import Router
+    from ..router.router import Router
 
 DESCRIPTION = "Send requests to prefill and decode nodes, and their answers back."
 
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     """Route until a signal (0)."""
     config = router_config(args)
     try:
-        from ..router.app import Router, read_admin_key
+        from ..router.router import Router, read_admin_key
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the package {error.name} is not installed and the router needs it; run in a clone of "
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _route(config: RouterConfig, router: Router, sock: socket.socket) -> int:
-    from ..api.http.server import make_server
+    from ..api.http.http_server import make_server
 
     told = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -29,16 +29,16 @@ from ..config.engine_options import model_aliases
 from ..config.offload_config import PEER, REMOTE, OffloadConfig
 from ..config.resolve import Settings
 from ..config.server_options import ServerConfig, server_config
-from ..sampling.loading import ParamsCheck, make_params_check
+from ..sampling.processor_loading import ParamsCheck, make_params_check
 from . import systemd
 from .args import add_engine_arguments, add_server_arguments, engine_config_of, settings_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from ..api.settings import ApiSettings
-    from ..client.process import ProcessClient
-    from ..request.messages import Ready
+    from ..api.api_settings import ApiSettings
+    from ..client.process_client import ProcessClient
+    from ..request.core_messages import Ready
 
 DESCRIPTION = "Serve a model over HTTP, in the form of OpenAI's API."
 
@@ -127,8 +127,8 @@ def _explain_bind(error: OSError, host: str, port: int) -> str:
 
 def api_settings(server: ServerConfig) -> ApiSettings:
     """The part of the server's settings that the routes use."""
+    from ..api.api_settings import ApiSettings, CrossOrigin
     from ..api.http.hosts import hosts_to_check
-    from ..api.settings import ApiSettings, CrossOrigin
 
     allowed = CrossOrigin(
         server.allowed_origins,
@@ -159,11 +159,11 @@ async def _serve(
     check_params: ParamsCheck,
 ) -> int:
     from ..api.chat_template import ChatTemplate
-    from ..client.process import ProcessClient
+    from ..client.process_client import ProcessClient
     from ..models.checkpoint.generation_config import load_default_sampling
     from ..text.reasoning import find_marks
     from ..text.tokenizer import Tokenizer
-    from ..text.tool_calls.choice import find_tool_parser
+    from ..text.tool_calls.tool_formats import find_tool_parser
 
     tokenizer = Tokenizer.find(config.model.path)
     if tokenizer is None:
@@ -228,7 +228,7 @@ async def _serve_app(
     told: asyncio.Event,
 ) -> int:
     """Serve until told to stop (0) or until the core is gone (1)."""
-    from ..api.http.server import make_server
+    from ..api.http.http_server import make_server
     from ..api.metrics.stats_log import StatsLog
 
     http = make_server(

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any
 
-from ..request.messages import AddRequest, Ready, TokenOutput
+from ..request.core_messages import AddRequest, Ready, TokenOutput
 
 # So many are no accident of one request; a few more end the core.
 UNHEALTHY_FAILED_STEPS = 3

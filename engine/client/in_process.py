@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from ..core.engine_core import EngineCore
 from ..core.loop import CoreLoop
-from ..request.messages import FromCore, ToCore
+from ..request.core_messages import FromCore, ToCore
 from .message_client import SEND_SECONDS, MessageClient
 
 logger = logging.getLogger(__name__)

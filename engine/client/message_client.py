@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from ..request.messages import (
+from ..request.core_messages import (
     ABORTED,
     STOPPED,
     AbortRequests,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...tiers.codecs.choice import CODECS, NONE
+from ...tiers.codecs.known_codecs import CODECS, NONE
 from ...tiers.settings import readers
 from ...tiers.settings.file import called, read_file, read_ordinary
 from ...tiers.settings.option import Option, flag_of, options_of
@@ -237,8 +237,8 @@ def _ssd_settings(options: Mapping[str, Any]) -> SsdSettings:
     start."""
     from ...tiers.admission import make_filter
     from ...tiers.block import BlockLayout
-    from ...tiers.codecs.choice import make_codec
-    from ...tiers.policies.choice import policy_factory
+    from ...tiers.codecs.known_codecs import make_codec
+    from ...tiers.policies.known_policies import policy_factory
 
     names = ("ssd_policy", "ssd_admission", "ssd_codec")
     for name in names:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ...tiers.settings.layers import VARIABLE, Given
+from ...tiers.settings.setting_layers import VARIABLE, Given
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
 from .schema import SCHEMA, VARIABLE_PREFIX, variable_of
@@ -24,7 +24,7 @@ OTHER_VARIABLES: Mapping[str, str] = {
     CONFIG_VARIABLE: "the file of options",
     "STRATAKV_ARGS": "arguments that the systemd unit adds",
     "STRATAKV_COMMIT": "the commit in reports of benchmarks, for benchmarks/harness/report.py",
-    "STRATAKV_BYTES": "none leaves the compiled library of tiers/native/library.py alone",
+    "STRATAKV_BYTES": "none leaves the compiled library of tiers/native/native_library.py alone",
     "STRATAKV_CPU_KERNELS": "which compiled kernels of the CPU run, for kernels/cpu/library.py",
 }
 MAX_NAME_CHARACTERS = 80

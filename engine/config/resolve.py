@@ -14,8 +14,17 @@ from typing import Any
 
 from ...tiers.settings import readers
 from ...tiers.settings.file import called, read_file
-from ...tiers.settings.layers import FILE, FLAG, MODEL, VARIABLE, Given, Layer, merge, with_origins
 from ...tiers.settings.option import flag_of
+from ...tiers.settings.setting_layers import (
+    FILE,
+    FLAG,
+    MODEL,
+    VARIABLE,
+    Given,
+    Layer,
+    merge,
+    with_origins,
+)
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
 from .engine_options import OPTIONS

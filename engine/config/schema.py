@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ...tiers.settings import readers
-from ...tiers.settings.layers import MODEL
 from ...tiers.settings.option import Option
+from ...tiers.settings.setting_layers import MODEL
 from ...tiers.settings.sizes import exact_size
 from .engine_config import EngineConfig, ModelConfig
 from .engine_options import EMBEDDED_MODEL, EMBEDDED_NAME, OPTIONS

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server's options by name, and the value object they become.
 
-As `options.py` is for the engine.
+As `engine_options.py` is for the engine.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ...connector.base import KVConnectorScheduler
-from ..request.messages import ToolCalled
+from ..request.core_messages import ToolCalled
 from ..scheduler.scheduler import Pause, Scheduler
 from ..structured.manager import GrammarManager
 from .core_stats import CoreStats

@@ -24,9 +24,9 @@ from ..cache.kv_cache_manager import KVCacheManager
 from ..config.engine_config import EngineConfig
 from ..models.checkpoint.fingerprint import ModelFiles
 from ..models.dtypes import dtype_name
-from ..models.spec import load_model_spec, resolve_max_model_len
+from ..models.model_spec import load_model_spec, resolve_max_model_len
 from ..observer import Observer
-from ..request.messages import (
+from ..request.core_messages import (
     ABORTED,
     INVALID_GRAMMAR,
     PROTOCOL_VERSION,
@@ -44,16 +44,16 @@ from ..trace.step_trace import NO_CONNECTOR, StepTrace
 from ..worker.pool_demand import check_pool_size
 from ..worker.runtime.device_runtime import is_device_lost
 from ..worker.runtime.pool_sizing import context_that_fits
-from .calibration import CalibrationBudget, calibrate
 from .calls import CoreCalls
 from .core_stats import CoreStats
-from .device_config import dtype_for, placement_of
 from .executor import Executor, ExecutorDied, InProcessExecutor, StepHandle, load_runner
 from .handover import HeldAnswers
 from .model_check import blocks_of_pool, check_backend, demand_of
 from .offload import OpenTiers, describe_identity, open_tiers
 from .request_adder import RequestAdder
 from .request_builder import RequestBuilder
+from .resolve_placement import dtype_for, placement_of
+from .start_calibration import CalibrationBudget, calibrate
 from .worker_process.process_executor import ProcessExecutor
 
 logger = logging.getLogger(__name__)

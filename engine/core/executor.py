@@ -28,12 +28,12 @@ from ...connector.base import CLOSE_SECONDS, KVConnectorWorker
 from ...connector.messages import ConnectorMetadata, ConnectorWorkerOutput
 from ..config.engine_config import EngineConfig
 from ..models.dtypes import dtype_name
-from ..models.spec import ModelSpec
-from ..sampling.loading import load_processors
+from ..models.model_spec import ModelSpec
+from ..sampling.processor_loading import load_processors
 from ..sampling.token_mask import TokenMask
 from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
 from ..worker.model_runner import BegunStep, ModelRunner
-from ..worker.runtime.device_config import Placement
+from ..worker.runtime.placement import Placement
 
 
 class ExecutorDied(RuntimeError):

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 from ...connector.base import KVConnectorScheduler
 from ..cache.kv_cache_manager import KVCacheManager
+from ..request.core_messages import TokenOutput
 from ..request.handover_ticket import Ticket, params_digest
 from ..request.logprobs import PositionLogprobs
-from ..request.messages import TokenOutput
 from ..request.request import Request
 
 # For blocks to be given to the tiers, which copies of earlier ones can hold up.

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from ..request.messages import (
+from ..request.core_messages import (
     AbortRequests,
     AddRequest,
     Call,

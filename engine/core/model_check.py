@@ -17,7 +17,7 @@ from ..models.checkpoint.fingerprint import check_headers
 from ..models.checkpoint.stored_tensors import StoredTensors
 from ..models.checkpoint.tensor_shapes import expected_tensors, name_of
 from ..models.dtypes import choose_dtype, kv_dtype_name
-from ..models.spec import ModelSpec, load_model_spec, resolve_max_model_len
+from ..models.model_spec import ModelSpec, load_model_spec, resolve_max_model_len
 from ..plan.memory_plan import activation_bytes, weight_bytes
 from ..worker.pool_demand import PoolDemand, check_pool_size, num_blocks_in
 from ..worker.runtime.pool_sizing import HostMemory, host_pool_blocks, longest_context

@@ -31,7 +31,7 @@ from ...tiers.settings.values import ConfigError
 from .. import logs
 from ..collector import settle_collector
 from ..config.optional_packages import explain_missing_module
-from ..request.messages import Fatal, FromCore, encoder, refuse, to_core_decoder
+from ..request.core_messages import Fatal, FromCore, encoder, refuse, to_core_decoder
 from .loop import CoreLoop
 from .start import CoreStart, read_start, tell_import
 

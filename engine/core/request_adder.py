@@ -13,10 +13,10 @@ from functools import partial
 
 from ...connector.base import KVConnectorScheduler
 from ...connector.messages import Elsewhere
+from ..request.core_messages import INVALID_GRAMMAR, OVERLOADED, AddRequest, TokenOutput
 from ..request.handover_ticket import Ticket
-from ..request.messages import INVALID_GRAMMAR, OVERLOADED, AddRequest, TokenOutput
 from ..request.request import Request
-from ..scheduler.limits import QueueFull
+from ..scheduler.request_limits import QueueFull
 from ..scheduler.scheduler import Scheduler
 from ..structured.compiler import TooManyGrammars
 from ..structured.manager import GrammarManager, Waiting

@@ -18,8 +18,8 @@ from ...tiers.base import NO_CONTEXT, RequestContext
 from ...tiers.block import tenant_salt
 from ...tiers.settings.format import format_value
 from ..config.engine_config import MEAN, POOLINGS
+from ..request.core_messages import NO_EXTRAS, AddRequest, RequestExtras, ToolCalled, check_priority
 from ..request.handover_ticket import Ticket, fits, is_possible
-from ..request.messages import NO_EXTRAS, AddRequest, RequestExtras, ToolCalled, check_priority
 from ..request.prompt_embeds import EmbedArray, read_embeds
 from ..request.request import BYTES_PER_TOKEN, BlockHasher, Request, TokenArray, job_key
 from ..request.sampling_params import SamplingParams, check_params_for_embeds

@@ -28,8 +28,8 @@ from .checkpoint.checkpoint import CPU
 from .checkpoint.weights import DecoderWeights, LayerWeights, load_weights, random_weights
 from .families import Activation
 from .layers import DenseMlp, Elementwise, Linear, make_mlp
+from .model_spec import ModelSpec
 from .rope import rope_tables
-from .spec import ModelSpec
 
 PLAIN = Elementwise()
 Plan = TypeVar("Plan")

@@ -22,8 +22,8 @@ from ...kernels.cpu.matrix import GELU_TANH, SILU, PackedMatrix, reason_against_
 from ...kernels.layer.elementwise import gelu_gate, rms_norm, silu_gate
 from .checkpoint.weights import LayerWeights
 from .families import Activation, MlpKind
+from .model_spec import ModelSpec
 from .rope import rotate
-from .spec import ModelSpec
 
 # The number of rows the blocks are chosen for; any other number works too.
 _USUAL_ROWS = 16

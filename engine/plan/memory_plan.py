@@ -21,7 +21,7 @@ from ...tiers.settings.sizes import rough_size
 from ...tiers.settings.values import MIB, ConfigError
 from ..cache.group_spec import CacheGroups
 from ..config.engine_config import SchedulerConfig
-from ..models.spec import ModelSpec
+from ..models.model_spec import ModelSpec
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ...tiers.settings.format import format_value
 from ..models.checkpoint.files import is_there
 from ..models.checkpoint.json_fields import read_json
-from .messages import NO_EXTRAS, AddRequest
+from .core_messages import NO_EXTRAS, AddRequest
 from .sampling_params import SamplingParams
 
 Vector = NDArray[np.float64]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...tiers.identity.file_state import state_of
 from ...tiers.settings.values import ConfigError
-from .settings import RouterConfig
+from .router_settings import RouterConfig
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from enum import StrEnum
 
 import msgspec
 
-from .identity import Difference, Identity, explain_role, find_difference, read_identity
+from .node_identity import Difference, Identity, explain_role, find_difference, read_identity
 from .node_tls import NodeTls
-from .settings import NodeAddress
+from .router_settings import NodeAddress
 from .upstream import NodeError, NodeRequest, NodeSlow, exchange
 
 logger = logging.getLogger(__name__)

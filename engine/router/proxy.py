@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from ..api.errors import ApiError
+from ..api.api_errors import ApiError
 from . import legs
-from .metrics import RouterMetrics
 from .node_tls import NodeTls
 from .nodes import Facts, Node, Nodes, Role
 from .relay import HELD_BYTES, Reply, pass_on
-from .settings import RouterConfig
+from .router_metrics import RouterMetrics
+from .router_settings import RouterConfig
 from .upstream import NodeAnswer, NodeError, NodeRequest, NodeSlow, NodeUnreachable, exchange
 
 logger = logging.getLogger(__name__)

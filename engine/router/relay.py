@@ -13,7 +13,7 @@ import logging
 import msgspec
 from starlette.types import Send
 
-from ..api.errors import ApiError, encode_error
+from ..api.api_errors import ApiError, encode_error
 from .upstream import Headers, NodeAnswer, NodeError, NodeLost
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import h11
 
 from .node_tls import NodeTls
-from .settings import NodeAddress
+from .router_settings import NodeAddress
 
 Headers = Sequence[tuple[bytes, bytes]]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...tiers.settings.values import ConfigError
 from ..batch.batch_update import BatchUpdate, IntArray
-from .loading import LoadedProcessor
+from .processor_loading import LoadedProcessor
 from .processors.base import Drafts, LogitsProcessor, ProcessorContext
 from .processors.builtin import BadWords, LogitBias, MinP, MinTokens, Penalties
 from .processors.guarded import GuardedProcessor

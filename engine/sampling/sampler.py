@@ -25,8 +25,8 @@ from torch import Tensor
 from ..batch.batch_update import BatchUpdate, IntArray
 from ..request.logprobs import PositionLogprobs
 from .copies import HostCopies, begin_to_host, to_device
-from .loading import LoadedProcessor
-from .logprobs import position_entries, position_tensors, raw_logprobs
+from .logprob_tensors import position_entries, position_tensors, raw_logprobs
+from .processor_loading import LoadedProcessor
 from .processor_set import LogitsRows, ProcessorSet
 from .processors.base import Drafts, ProcessorContext
 from .row_states import NO_LOGPROBS, SamplingRows, row_parts

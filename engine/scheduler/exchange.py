@@ -14,7 +14,7 @@ from ...connector.messages import (
 )
 from ..config.engine_config import SchedulerConfig
 from ..observer import Decision
-from ..request.messages import TokenOutput
+from ..request.core_messages import TokenOutput
 from ..request.request import RequestStatus
 from .output import OutputWriter
 from .places import Places

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from ...connector.messages import ConnectorMetadata, ConnectorWorkerOutput
 from ..cache.kv_block import BlockIds
+from ..request.core_messages import NOT_FINITE, PROCESSOR_FAILED, TokenOutput
 from ..request.logprobs import PositionLogprobs, PromptLogprobs
-from ..request.messages import NOT_FINITE, PROCESSOR_FAILED, TokenOutput
 from ..request.prompt_embeds import EmbedArray
 from ..request.request import Progress, Request, RequestStatus, TokenArray
 from ..request.sampling_params import SamplingParams

@@ -35,11 +35,10 @@ from ...tiers.base import NO_CONTEXT, RequestContext
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config.engine_config import SchedulerConfig
 from ..observer import GuardedObservers, Observer, StepMade, StepSnapshot
-from ..request.messages import NOT_FINITE, TokenOutput
+from ..request.core_messages import NOT_FINITE, TokenOutput
 from ..request.request import Progress, Request, RequestStatus
 from .admission import Admission
 from .exchange import ConnectorExchange
-from .limits import QueueFull, check_config, check_embeds, check_request
 from .output import (
     ModelRunnerOutput,
     OutputWriter,
@@ -51,6 +50,7 @@ from .output import (
 from .places import Places
 from .policies import open_policy
 from .pressure import MemoryPressure
+from .request_limits import QueueFull, check_config, check_embeds, check_request
 from .running import RunningRound
 from .step import NO_STEP, EntryKind, StepBuilder, StepInFlight
 

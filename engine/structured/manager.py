@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..request.messages import AddRequest
+from ..request.core_messages import AddRequest
 from ..request.request import Request
 from ..request.structured_params import Kind
 from ..sampling.token_mask import TokenMask

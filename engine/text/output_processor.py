@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from ..client.base import EngineClient
+from ..request.core_messages import AddRequest, TokenOutput
 from ..request.handover_ticket import Ticket
 from ..request.logprobs import PositionLogprobs, PromptLogprobs
-from ..request.messages import AddRequest, TokenOutput
 from ..request.request import BYTES_PER_TOKEN, unpack_token_ids
 from ..request.sampling_params import SamplingParams
 from .detokenizer import Decoder, IncrementalDetokenizer

@@ -24,7 +24,7 @@ from .records import (
     SnapshotRecord,
     StartRecord,
 )
-from .writer import TraceWriter
+from .trace_writer import TraceWriter
 
 POOL = "pool"
 NO_CONNECTOR = "none"

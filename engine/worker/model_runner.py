@@ -30,8 +30,8 @@ from ..batch.batch_update import IntArray
 from ..cache.group_spec import plan_groups
 from ..models.decoder import Decoder
 from ..models.dtypes import compute_dtype, kv_dtype_name
-from ..models.spec import ModelSpec
-from ..sampling.loading import LoadedProcessor
+from ..models.model_spec import ModelSpec
+from ..sampling.processor_loading import LoadedProcessor
 from ..sampling.sampler import Choice, Sampler
 from ..sampling.token_mask import TokenMask
 from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
@@ -41,10 +41,10 @@ from .forward.forward import LateTokens, StepInputs, step_order
 from .input_batch import ExpectedTokens, InputBatch, PromptEmbeds
 from .kv_pool import KvPool
 from .pool_demand import PoolDemand, check_pool_size
-from .pooling import PoolingCollector
+from .pooling_collector import PoolingCollector
 from .prompt_logprobs import PromptLogprobsCollector
-from .runtime.device_config import Placement
 from .runtime.device_runtime import DeviceRuntime
+from .runtime.placement import Placement
 from .runtime.pool_sizing import MIN_CONTEXT, context_that_fits
 from .runtime.runtimes import (
     check_kernels,

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..batch.batch_update import IntArray
 from ..request.logprobs import PromptLogprobs
 from ..sampling.copies import to_device
-from ..sampling.logprobs import prompt_logprobs
+from ..sampling.logprob_tensors import prompt_logprobs
 from ..scheduler.output import ModelRunnerOutput
 from .input_batch import InputBatch, WorkerRequest
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..choice import KernelRefused
 from ..cpu.paged_attention import reason_against
+from ..kernel_choice import KernelRefused
 from ..pool_checks import FP8, check_last_axis, check_one_device, check_written
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

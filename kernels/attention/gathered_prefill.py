@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..choice import MIN_CAPABILITY, probe_hardware
+from ..kernel_choice import MIN_CAPABILITY, probe_hardware
 from ..pool_checks import FP8
 
 SDPA, FA3 = "sdpa", "fa3"

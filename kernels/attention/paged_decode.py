@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..choice import AUTO, NATIVE, TRITON, KernelRefused, choose_kernel
+from ..kernel_choice import AUTO, NATIVE, TRITON, KernelRefused, choose_kernel
 from ..pool_checks import check_scales, reason_against_fp8
 from .attention_checks import (
     check_layout,

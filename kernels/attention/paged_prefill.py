@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..choice import AUTO, NATIVE, TRITON, KernelRefused, choose_kernel, probe_hardware
+from ..kernel_choice import AUTO, NATIVE, TRITON, KernelRefused, choose_kernel, probe_hardware
 from ..pool_checks import FP8, check_last_axis, check_scales, reason_against_fp8
 from .attention_checks import (
     check_layout,

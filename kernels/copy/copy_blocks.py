@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import torch
 
-from ..choice import AUTO, TRITON, KernelRefused, choose_kernel
+from ..kernel_choice import AUTO, TRITON, KernelRefused, choose_kernel
 from .copy_blocks_launch import MAX_PROGRAMS
 from .copy_blocks_plain import move_blocks_plain
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..choice import KernelRefused
+from ..kernel_choice import KernelRefused
 
 BYTES_AT_ONCE = 64 << 20
 

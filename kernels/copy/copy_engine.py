@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..choice import KernelRefused
+from ..kernel_choice import KernelRefused
 
 Integers = Sequence[int] | npt.NDArray[np.int64]
 

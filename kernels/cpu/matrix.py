@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..choice import KernelRefused
+from ..kernel_choice import KernelRefused
 from .huge_pages import memory_in_huge_pages
 from .library import ELEMENTS, CpuLibrary, Matrix, Missing, Product, cpu_library
 from .thresholds import worth_a_thread

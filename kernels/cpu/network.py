@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..choice import KernelRefused
+from ..kernel_choice import KernelRefused
 from .library import ELEMENTS, CpuLibrary, Layer, Pass, Step, cpu_library
 from .matrix import SILU, PackedMatrix
 from .paged_attention import CpuAttentionStep, reason_against

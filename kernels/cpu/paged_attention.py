@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..choice import KernelRefused
+from ..kernel_choice import KernelRefused
 from .library import ELEMENTS, CpuLibrary, Missing, Step, cpu_library
 from .thresholds import worth_a_thread
 from .workspace import Workspace

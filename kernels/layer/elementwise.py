@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..choice import AUTO, PLAIN, KernelRefused, choose_kernel, is_interpreting
+from ..kernel_choice import AUTO, PLAIN, KernelRefused, choose_kernel, is_interpreting
 from ..pool_checks import check_last_axis
 from .layer_launch import MAX_HIDDEN
 

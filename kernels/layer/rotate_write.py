@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..choice import AUTO, PLAIN, KernelRefused, choose_kernel
+from ..kernel_choice import AUTO, PLAIN, KernelRefused, choose_kernel
 from ..pool_checks import check_one_device, check_written, reason_against_fp8
 from ..write.write_kv import check_write
 from .elementwise import reason_against_dtype

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from ..choice import AUTO, TRITON, KernelRefused, choose_kernel
+from ..kernel_choice import AUTO, TRITON, KernelRefused, choose_kernel
 from ..pool_checks import (
     FP8,
     check_last_axis,

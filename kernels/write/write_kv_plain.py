@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..choice import KernelRefused
+from ..kernel_choice import KernelRefused
 
 E4M3_MAX = 448.0
 # The smallest normal float32: its reciprocal is finite, and no device flushes it to zero.

@@ -16,7 +16,7 @@ from stratakv.connector.messages import EvictedBlock, LoadReport
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.mac_key import MacKey
-from stratakv.tiers.ssd.folder.identity import read_note, unpack
+from stratakv.tiers.ssd.folder.identity_note import read_note, unpack
 from stratakv.tiers.testing.fault_plan import FaultPlan
 from stratakv.tiers.testing.faulty_store import FaultyStore
 from stratakv.tiers.tier_settings import CpuSettings, SsdSettings

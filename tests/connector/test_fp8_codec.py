@@ -12,7 +12,7 @@ import torch
 from stratakv.connector.device.fp8_codec import DTYPES, Fp8Codec
 from stratakv.tiers.base import Stored
 from stratakv.tiers.block import BlockLayout
-from stratakv.tiers.codecs.choice import make_codec
+from stratakv.tiers.codecs.known_codecs import make_codec
 from stratakv.tiers.contract import SECONDS, make_buffers, make_keys
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.ssd import SsdStore

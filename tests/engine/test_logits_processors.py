@@ -14,7 +14,7 @@ import pytest
 from stratakv.engine import LLM, SamplingParams
 from stratakv.engine.config.engine_options import engine_config
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.request.messages import PROCESSOR_FAILED, AddRequest, TokenOutput
+from stratakv.engine.request.core_messages import PROCESSOR_FAILED, AddRequest, TokenOutput
 from stratakv.engine.request.request import pack_token_ids
 from stratakv.tiers.settings.values import ConfigError
 

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
 from stratakv.kernels.attention import paged_decode_triton
-from stratakv.kernels.choice import Hardware
+from stratakv.kernels.kernel_choice import Hardware
 
 from .other_hardware import other_hardware
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from stratakv.kernels import choice
-from stratakv.kernels.choice import Hardware
+from stratakv.kernels import kernel_choice as choice
+from stratakv.kernels.kernel_choice import Hardware
 
 GPU = torch.device("cuda")
 
@@ -43,7 +43,7 @@ def other_hardware(hardware: Callable[[], Hardware]) -> Iterator[None]:
 
 
 def _replace(original: Any, stand_in: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Replace a function of `kernels/choice.py` in each module that has imported it."""
+    """Replace a function of `kernels/kernel_choice.py` in each module that has imported it."""
     name = original.__name__
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(name) is original:

@@ -16,8 +16,8 @@ import triton.language as tl
 
 from stratakv.kernels.attention.paged_decode import paged_decode
 from stratakv.kernels.attention.paged_prefill import paged_prefill
-from stratakv.kernels.choice import FP8_CAPABILITY
 from stratakv.kernels.copy.copy_blocks import copy_blocks, gather_blocks, scatter_blocks
+from stratakv.kernels.kernel_choice import FP8_CAPABILITY
 from stratakv.kernels.layer.elementwise import rms_norm, silu_gate
 from stratakv.kernels.layer.rotate_write import Rotary, rotate_write
 from stratakv.kernels.pool_checks import FP8

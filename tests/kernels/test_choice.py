@@ -13,8 +13,8 @@ import logging
 import pytest
 import torch
 
-from stratakv.kernels import choice
-from stratakv.kernels.choice import (
+from stratakv.kernels import kernel_choice as choice
+from stratakv.kernels.kernel_choice import (
     AUTO,
     NATIVE,
     PLAIN,

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stratakv.kernels.choice import AUTO, PLAIN, TRITON, KernelRefused
 from stratakv.kernels.copy import copy_blocks_plain
 from stratakv.kernels.copy.copy_blocks import (
     MAX_BLOCK_BYTES,
@@ -23,6 +22,7 @@ from stratakv.kernels.copy.copy_blocks import (
     transfer_blocks,
 )
 from stratakv.kernels.copy.copy_blocks_launch import CHUNK_WORDS
+from stratakv.kernels.kernel_choice import AUTO, PLAIN, TRITON, KernelRefused
 
 KERNELS = pytest.mark.parametrize("kernel", [PLAIN, TRITON])
 # layers, 2, block_size, num_kv_heads, head_dim

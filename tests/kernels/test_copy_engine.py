@@ -17,7 +17,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratakv.kernels.choice import KernelRefused
 from stratakv.kernels.copy import copy_engine
 from stratakv.kernels.copy.copy_engine import (
     Batch,
@@ -30,6 +29,7 @@ from stratakv.kernels.copy.copy_engine import (
     load_library,
     merge_neighbours,
 )
+from stratakv.kernels.kernel_choice import KernelRefused
 
 STREAM = 0x7F00_1234
 NAMES = {2: "cudaErrorMemoryAllocation", 713: "cudaErrorHostMemoryNotRegistered"}

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from stratakv.kernels.attention import attention_checks
 from stratakv.kernels.attention.paged_decode import paged_decode
-from stratakv.kernels.choice import AUTO, NATIVE, KernelRefused
 from stratakv.kernels.cpu import library, paged_attention
 from stratakv.kernels.cpu.library import VARIABLE, VARIANTS, CpuLibrary, Missing, open_library
 from stratakv.kernels.cpu.paged_attention import CpuAttentionStep
 from stratakv.kernels.cpu.thresholds import Worth
 from stratakv.kernels.cpu.workspace import Workspace
+from stratakv.kernels.kernel_choice import AUTO, NATIVE, KernelRefused
 
 from .cpu_variants import DTYPES, PATH, variant
 from .decode_batches import assert_right, make_case

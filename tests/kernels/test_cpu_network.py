@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stratakv.kernels.choice import KernelRefused
 from stratakv.kernels.cpu import library as cpu
 from stratakv.kernels.cpu import matrix, network, paged_attention
 from stratakv.kernels.cpu.matrix import GELU_TANH, SILU, PackedMatrix
@@ -21,6 +20,7 @@ from stratakv.kernels.cpu.network import MAX_VIEWS, CpuNetwork, NetworkLayer, la
 from stratakv.kernels.cpu.paged_attention import CpuAttentionStep
 from stratakv.kernels.cpu.thresholds import Worth
 from stratakv.kernels.cpu.workspace import Workspace
+from stratakv.kernels.kernel_choice import KernelRefused
 
 from .cpu_variants import DTYPES, NEAR, PATH, draw, threads, variant
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stratakv.kernels.choice import KernelRefused
 from stratakv.kernels.cpu.matrix import GELU_TANH, SILU, PackedMatrix
 from stratakv.kernels.cpu.workspace import ResultMemory
+from stratakv.kernels.kernel_choice import KernelRefused
 
 from .cpu_variants import DTYPES, NEAR, draw, threads, variant
 

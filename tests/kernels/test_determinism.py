@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stratakv.kernels.choice import TRITON
+from stratakv.kernels.kernel_choice import TRITON
 
 from .conftest import ON_GPU
 from .large_batches import LargeBatch, make_large_batch

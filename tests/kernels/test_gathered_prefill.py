@@ -20,7 +20,7 @@ from stratakv.kernels.attention.gathered_prefill import (
     GatheredPrefill,
     reason_against_library,
 )
-from stratakv.kernels.choice import Hardware
+from stratakv.kernels.kernel_choice import Hardware
 
 from .other_hardware import other_hardware
 from .prefill_batches import NAN, TOLERANCE, Batch, Case, make_batch

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from stratakv.kernels.choice import PLAIN, TRITON
 from stratakv.kernels.copy.copy_blocks import copy_blocks, gather_blocks, scatter_blocks
+from stratakv.kernels.kernel_choice import PLAIN, TRITON
 from stratakv.kernels.pool_checks import FP8
 from stratakv.kernels.write.write_kv import write_kv
 

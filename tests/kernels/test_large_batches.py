@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stratakv.kernels.choice import PLAIN, TRITON
 from stratakv.kernels.copy.copy_blocks import copy_blocks, gather_blocks, scatter_blocks
+from stratakv.kernels.kernel_choice import PLAIN, TRITON
 from stratakv.kernels.write.write_kv import write_kv
 
 from .decode_batches import Case, by_definition

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stratakv.engine.models.layers import gated, gelu_gated, norm
 from stratakv.engine.models.rope import rotate
-from stratakv.kernels.choice import PLAIN, TRITON, Hardware, KernelRefused
+from stratakv.kernels.kernel_choice import PLAIN, TRITON, Hardware, KernelRefused
 from stratakv.kernels.layer.elementwise import (
     MAX_HIDDEN,
     choose_elementwise,

@@ -28,7 +28,7 @@ from stratakv.kernels.attention.paged_decode_launch import (
     choose_launch,
     choose_splits,
 )
-from stratakv.kernels.choice import FP8_CAPABILITY, PLAIN, TRITON, KernelRefused
+from stratakv.kernels.kernel_choice import FP8_CAPABILITY, PLAIN, TRITON, KernelRefused
 from stratakv.kernels.shipped import shipped_configurations
 
 from .decode_batches import assert_right, by_definition, make_case

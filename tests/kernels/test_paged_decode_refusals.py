@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from stratakv.kernels.attention.attention_checks import FP8
-from stratakv.kernels.choice import AUTO, NATIVE, PLAIN, TRITON, KernelRefused
 from stratakv.kernels.cpu.library import CpuLibrary, cpu_library
+from stratakv.kernels.kernel_choice import AUTO, NATIVE, PLAIN, TRITON, KernelRefused
 
 from .decode_batches import Case, assert_right, make_case
 

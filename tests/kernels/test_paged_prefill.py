@@ -29,7 +29,7 @@ from stratakv.kernels.attention.paged_prefill_launch import (
     choose_launch,
     padded_head_dim,
 )
-from stratakv.kernels.choice import KernelRefused
+from stratakv.kernels.kernel_choice import KernelRefused
 from stratakv.kernels.shipped import shipped_configurations
 
 from .prefill_batches import TOLERANCE, Batch, Case, make_batch

@@ -11,7 +11,7 @@ import torch
 
 from stratakv.kernels.attention.attention_checks import FP8
 from stratakv.kernels.attention.paged_prefill import paged_prefill
-from stratakv.kernels.choice import KernelRefused
+from stratakv.kernels.kernel_choice import KernelRefused
 
 from .prefill_batches import NAN, Batch, Case, make_batch
 

@@ -16,11 +16,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stratakv.kernels import choice, pool_checks
+from stratakv.kernels import kernel_choice as choice
+from stratakv.kernels import pool_checks
 from stratakv.kernels.attention.paged_decode import paged_decode
 from stratakv.kernels.attention.paged_prefill import paged_prefill
-from stratakv.kernels.choice import AUTO, TRITON, Hardware, KernelRefused
 from stratakv.kernels.copy import copy_blocks
+from stratakv.kernels.kernel_choice import AUTO, TRITON, Hardware, KernelRefused
 from stratakv.kernels.pool_checks import FP8
 from stratakv.kernels.write.write_kv import write_kv
 

@@ -17,7 +17,7 @@ from stratakv.kernels.attention.paged_decode import (
 )
 from stratakv.kernels.attention.paged_decode_launch import PROGRAM_TILES, choose_splits
 from stratakv.kernels.attention.split_plan import NO_REQUEST, PlanArray, SplitPlan, SplitPlanner
-from stratakv.kernels.choice import PLAIN, TRITON, KernelRefused
+from stratakv.kernels.kernel_choice import PLAIN, TRITON, KernelRefused
 
 from .decode_batches import Case, assert_right, make_case
 

@@ -14,8 +14,8 @@ import os
 import pytest
 import torch
 
-from stratakv.kernels.choice import TRITON
 from stratakv.kernels.copy.copy_blocks import gather_blocks, scatter_blocks
+from stratakv.kernels.kernel_choice import TRITON
 from stratakv.kernels.write.write_kv import write_kv
 
 pytestmark = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stratakv.kernels.choice import PLAIN, TRITON, KernelRefused
+from stratakv.kernels.kernel_choice import PLAIN, TRITON, KernelRefused
 from stratakv.kernels.write.write_kv import FP8, MAX_HEAD_DIM, write_kv
 
 KERNELS = pytest.mark.parametrize("kernel", [PLAIN, TRITON])

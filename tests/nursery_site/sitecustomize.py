@@ -17,7 +17,7 @@ from typing import Any
 STARTERS = (
     "stratakv.benchmarks.harness.peer",
     "stratakv.benchmarks.harness.served",
-    "stratakv.engine.api.openai.templates.process",
+    "stratakv.engine.api.openai.templates.template_process",
     "stratakv.engine.client.launcher",
     "stratakv.engine.core.worker_process.process_executor",
     "stratakv.engine.structured.processes.grammar_processes",

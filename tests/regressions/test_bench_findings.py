@@ -36,8 +36,8 @@ from stratakv.tiers.contract import ContractBroken
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.policies.adaptive import AdaptivePolicy
 from stratakv.tiers.policies.base import EvictionPolicy
-from stratakv.tiers.policies.choice import POLICIES, policy_factory
 from stratakv.tiers.policies.contract import check_policy_contract
+from stratakv.tiers.policies.known_policies import POLICIES, policy_factory
 from stratakv.tiers.policies.lru import LruPolicy
 from stratakv.tiers.settings.values import ConfigError
 from stratakv.tiers.slab.cpu_slab import CpuSlab

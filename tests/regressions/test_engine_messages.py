@@ -23,15 +23,15 @@ from typing import Any
 import pytest
 import zmq
 
-from stratakv.engine.api.errors import ApiError
-from stratakv.engine.api.metrics.metrics import Metrics
+from stratakv.engine.api.api_errors import ApiError
+from stratakv.engine.api.metrics.engine_metrics import Metrics
 from stratakv.engine.client.base import UNHEALTHY_FAILED_STEPS, EngineDead
 from stratakv.engine.client.in_process import InProcessClient
-from stratakv.engine.client.process import ProcessClient
+from stratakv.engine.client.process_client import ProcessClient
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.loop import CoreLoop
 from stratakv.engine.core.process import CoreServer
-from stratakv.engine.request.messages import (
+from stratakv.engine.request.core_messages import (
     AddRequest,
     Outputs,
     Reply,

@@ -37,7 +37,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from stratakv.engine.api.http.server import make_server
+from stratakv.engine.api.http.http_server import make_server
 from stratakv.engine.api.http.tls_context import make_tls_context
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 from stratakv.engine.config.server_options import ServerConfig

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.api.errors import ApiError
+from stratakv.engine.api.api_errors import ApiError
 from stratakv.engine.api.http.hosts import HostMiddleware, check_host, hosts_to_check
 from stratakv.engine.cli.serve import api_settings
 from stratakv.engine.config.server_options import ServerConfig
-from stratakv.engine.router.app import Router
-from stratakv.engine.router.settings import NodeAddress, RouterConfig
+from stratakv.engine.router.router import Router
+from stratakv.engine.router.router_settings import NodeAddress, RouterConfig
 from stratakv.tiers.cache_server.metrics_endpoint import MetricsEndpoint
 from stratakv.tiers.settings import readers
 from stratakv.tiers.settings.values import ConfigError

@@ -17,7 +17,7 @@ from stratakv.engine.router import node_tls
 from stratakv.engine.router.node_tls import NodeTls
 from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.cache_server.access.tls import TlsFiles
-from stratakv.tiers.cache_server.slab_serving import process
+from stratakv.tiers.cache_server.slab_serving import slab_process as process
 from stratakv.tiers.cache_server.slab_serving.served_files import ServedFiles
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.remote.credentials import Credentials

@@ -19,7 +19,7 @@ from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.engine.cli.serve import _tell_start
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL, engine_config
 from stratakv.engine.config.server_options import ServerConfig
-from stratakv.engine.request.messages import PROTOCOL_VERSION, Ready
+from stratakv.engine.request.core_messages import PROTOCOL_VERSION, Ready
 from stratakv.tiers.admission import AdmissionFilter
 from stratakv.tiers.base import Answer
 from stratakv.tiers.block import BlockLayout, pack_key

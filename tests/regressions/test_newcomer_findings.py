@@ -264,7 +264,7 @@ def test_z09_a_start_says_that_torch_is_imported(
 def test_z09_uvicorn_says_nothing_of_its_own_start(
     given: str, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stratakv.engine.api.http.server import make_server
+    from stratakv.engine.api.http.http_server import make_server
 
     logger = logging.getLogger("uvicorn.error")
     monkeypatch.setattr(logger, "level", logger.level)

@@ -13,9 +13,9 @@ from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.base import Answer
 from stratakv.tiers.contract import make_keys
 from stratakv.tiers.remote.transports.data_client import DataConnection
-from stratakv.tiers.ssd.check import check_store
 from stratakv.tiers.ssd.folder.inventory import look_at
 from stratakv.tiers.ssd.store import SsdStore
+from stratakv.tiers.ssd.store_check import check_store
 from stratakv.tiers.ssd.writer import Writer
 from stratakv.tiers.wire.sockets import ConnectionLost
 

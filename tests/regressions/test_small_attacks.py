@@ -17,7 +17,7 @@ from stratakv.engine.api.http.http_protocol import MAX_HEADER_BYTES, _BoundedHea
 from stratakv.engine.config.cache_server_options import read_options, server_settings
 from stratakv.engine.request.prompt_embeds import EmbedsError, read_embeds, write_embeds
 from stratakv.engine.trace.records import DroppedRecord
-from stratakv.engine.trace.writer import TraceWriter
+from stratakv.engine.trace.trace_writer import TraceWriter
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.settings.values import ConfigError
 from stratakv.tiers.ssd.store import SsdStore

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stratakv.engine.cli.main import main
-from stratakv.engine.router.settings import read_node
+from stratakv.engine.router.router_settings import read_node
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.remote.membership import parse_address
 from stratakv.tiers.remote.server_link import ServerLink

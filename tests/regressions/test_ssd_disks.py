@@ -20,8 +20,8 @@ from stratakv.connector.build import OffloadSettings, build_offload
 from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.errors import TierConfigError, TierDown
 from stratakv.tiers.ssd import SsdStore
-from stratakv.tiers.ssd.check import check_store
-from stratakv.tiers.ssd.folder import opening
+from stratakv.tiers.ssd.folder import open_store as opening
+from stratakv.tiers.ssd.store_check import check_store
 from stratakv.tiers.ssd.watched import WatchedStore
 from stratakv.tiers.tier_settings import CpuSettings, SsdSettings
 from stratakv.tiers.wire.frames import State

@@ -17,7 +17,7 @@ from stratakv.engine.cli.serve import _tell_start
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL, engine_config
 from stratakv.engine.config.server_options import ServerConfig
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.request.messages import PROTOCOL_VERSION, Ready
+from stratakv.engine.request.core_messages import PROTOCOL_VERSION, Ready
 from stratakv.tiers.settings.values import ConfigError
 
 from ..nursery_site import nursery_client

@@ -22,14 +22,15 @@ from stratakv.tiers.errors import TierConfigError, TierDown
 from stratakv.tiers.remote.transfer_queue import RemoteLate
 from stratakv.tiers.remote.transfers import Transfer, Transfers
 from stratakv.tiers.ssd import SsdStore
-from stratakv.tiers.ssd.check import check_store
 from stratakv.tiers.ssd.disk import slot_file
 from stratakv.tiers.ssd.disk.disk_queue import AioContext
 from stratakv.tiers.ssd.disk.io_pool import IoLane
-from stratakv.tiers.ssd.folder import guard, opening
+from stratakv.tiers.ssd.folder import guard
+from stratakv.tiers.ssd.folder import open_store as opening
 from stratakv.tiers.ssd.index import index_file
 from stratakv.tiers.ssd.index.index_file import IndexFile
 from stratakv.tiers.ssd.index.row_writer import RowWriter
+from stratakv.tiers.ssd.store_check import check_store
 from stratakv.tiers.wire.frames import State
 from stratakv.tiers.wire.sockets import ConnectionLost
 

@@ -27,8 +27,9 @@ from stratakv.engine.api.openai.request.conversation import (
 )
 from stratakv.engine.api.openai.request.protocol import CalledFunction, ChatMessage, MadeCall
 from stratakv.engine.api.openai.response.tools import template_tools_of
-from stratakv.engine.api.openai.templates import probe, process
-from stratakv.engine.api.openai.templates.probe import CallForm
+from stratakv.engine.api.openai.templates import template_probe as probe
+from stratakv.engine.api.openai.templates import template_process as process
+from stratakv.engine.api.openai.templates.template_probe import CallForm
 from stratakv.engine.cli import serve
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL, engine_config
 from stratakv.engine.config.server_options import server_config
@@ -332,7 +333,7 @@ def test_x03_a_template_from_a_file(tmp_path: Path) -> None:
 def test_x03_a_template_that_cannot_be_is_refused_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stratakv.engine.client.process.ProcessClient.start", None)
+    monkeypatch.setattr("stratakv.engine.client.process_client.ProcessClient.start", None)
     path = tmp_path / "broken.jinja"
     path.write_text("{% if %}")
     config = engine_config(str(EMBEDDED_MODEL), {})

@@ -27,8 +27,8 @@ from stratakv.connector.prefill_decode.hand_overs import LEASE_SECONDS
 from stratakv.connector.prefill_decode.hand_overs import MOST_SECONDS as MOVE_SECONDS
 from stratakv.connector.prefill_decode.prefill_waits import MOST_SECONDS as WAIT_SECONDS
 from stratakv.engine.core.handover import MOST_SECONDS as GIVE_SECONDS
+from stratakv.engine.request.core_messages import AddRequest, RequestExtras, TokenOutput
 from stratakv.engine.request.handover_ticket import Ticket
-from stratakv.engine.request.messages import AddRequest, RequestExtras, TokenOutput
 from stratakv.engine.request.request import Request
 from stratakv.engine.request.sampling_params import SamplingParams
 

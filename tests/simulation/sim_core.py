@@ -26,7 +26,7 @@ from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from stratakv.engine.structured.manager import GrammarManager
 from stratakv.tiers.base import StoreTier
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.policies.choice import policy_factory
+from stratakv.tiers.policies.known_policies import policy_factory
 
 from ..engine.scheduler.conftest import HASHER, SIZE, VOCAB
 from .clock import VirtualClock

@@ -29,7 +29,7 @@ from stratakv.engine.scheduler.output import SchedulerOutput
 from stratakv.tiers.admission import make_filter
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.hierarchy.writes import STALL_SECONDS
-from stratakv.tiers.policies.choice import POLICIES, policy_factory
+from stratakv.tiers.policies.known_policies import POLICIES, policy_factory
 
 from ..engine.scheduler.conftest import SIZE, reference
 from ..engine.scheduler.test_random_lives import check_invariants

@@ -19,7 +19,7 @@ from stratakv.tiers.admission.filters import MIN_NAMES, Doorkeeper, WhileUsed
 from stratakv.tiers.admission.reuse import MIN_BLOCKS, ReuseFilter
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.policies.base import EvictionPolicy
-from stratakv.tiers.policies.choice import POLICIES
+from stratakv.tiers.policies.known_policies import POLICIES
 
 
 def chain_of(name: str, length: int) -> list[bytes]:

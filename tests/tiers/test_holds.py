@@ -10,7 +10,7 @@ import pytest
 
 from stratakv.tiers.base import Answer
 from stratakv.tiers.holds import Hold, Holds
-from stratakv.tiers.policies.choice import POLICIES, policy_factory
+from stratakv.tiers.policies.known_policies import POLICIES, policy_factory
 from stratakv.tiers.slab import cpu_slab as cpu_module
 from stratakv.tiers.slab.cpu_slab import HELD_SHARE, CpuSlab
 from stratakv.tiers.ssd.index import slot_index as index_module

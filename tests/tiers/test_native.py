@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from stratakv.tiers.native import library as native
-from stratakv.tiers.native.library import LEAST_BYTES, PART_BYTES
+from stratakv.tiers.native import native_library as native
+from stratakv.tiers.native.native_library import LEAST_BYTES, PART_BYTES
 from stratakv.tiers.record import PlainHeaders
 from stratakv.tiers.ssd.disk.slot_file import Scratch
 

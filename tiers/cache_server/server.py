@@ -36,9 +36,9 @@ from .access.tenants import Tenants
 from .access.tickets import Tickets
 from .access.tls import LiveTls, TlsFiles
 from .health import MAX_CHECKS, MAX_WATCHERS, Health
-from .metrics import ServerMetrics
 from .metrics_endpoint import MetricsEndpoint
 from .served_store import ServedStores
+from .server_metrics import ServerMetrics
 from .service import CacheService, DataPlane
 from .tenant_stores import StoreSettings, TenantStores
 from .transports.data_server import DataServer

@@ -19,11 +19,11 @@ from ... import __version__
 from ...proto.v1 import cache_service_pb2 as messages
 from ..wire.frames import MAX_BLOCKS, MAX_KEYS, MAX_LEASE_SECONDS, State, WireError, unpack_keys
 from ..wire.limits import PIECE_BYTES, Limits
-from ..wire.messages import layout_message, read_layout
+from ..wire.protobuf_messages import layout_message, read_layout
 from .access.auth import current_caller, current_tenant
 from .access.tickets import Tickets
-from .metrics import ServerMetrics
 from .served_store import ServedStore, ServedStores
+from .server_metrics import ServerMetrics
 from .tenant_store_calls import TenantStoreCalls
 from .transports.streams import Streams
 from .watch import Watches

@@ -17,7 +17,7 @@ import logging
 import weakref
 from collections.abc import Callable
 
-from .library import library
+from .native_library import library
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from ...proto.v1 import cache_service_pb2 as messages
 from ..block import BlockLayout
 from ..errors import TierConfigError
 from ..wire.frames import MAX_KEYS, MAX_LEASE_SECONDS, State, pack_keys
-from ..wire.messages import layout_message
+from ..wire.protobuf_messages import layout_message
 from ..wire.rpc import Stub, make_channel
 from ..wire.sockets import ConnectionLost
 from ..wire.status import Retry, verdict_of

@@ -9,7 +9,7 @@ slots from `fd`. Who fills and reads the slots is decided above (`reserve`/`comm
        └────────────────────────────────┴───────┘ evicted or dropped, never while pinned
 
 With an index it is served to other engines by another process, which keeps slots that it reads
-from being evicted (`peers/slab_index.py`).
+from being evicted (`slab_index.py`).
 """
 
 from __future__ import annotations

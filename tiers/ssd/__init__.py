@@ -2,12 +2,12 @@
 """Keeps blocks on a local disk; never imports torch, the connector or the engine.
 
 store.py           what the hierarchy calls; look-ups
-several_disks.py   several stores as one              watched.py   one whose disk comes and goes
+disk_array.py      several stores as one              watched.py   one whose disk comes and goes
 reader.py          slots → buffers, verified          writer.py    buffers → slots → rows, in order
 index/             what is in which slot, in memory and in LMDB
 disk/              the file of slots, and the threads that read and write it
 folder/            from a path to a running store: lock, identity, other formats, sizes
-check.py           index against records, of a store that is not open
+store_check.py     index against records, of a store that is not open
 """
 
 from .store import SsdStore

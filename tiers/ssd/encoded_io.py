@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from ..block import ALIGNMENT
 from ..codecs.base import Codec
-from ..codecs.choice import readable_codecs
+from ..codecs.known_codecs import readable_codecs
 from ..record import HEADER_BYTES, Defect, decode_header, encode_header, verify_record
 from ..tag import Proof, payload_digest
 from .disk.disk_queue import DiskQueue

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from ..base import Stored
 from ..codecs.base import Codec
 from ..errors import TierClosed
-from ..native.library import ProvenRecords, has_digests
+from ..native.native_library import ProvenRecords, has_digests
 from ..record import HEADER_BYTES
 from ..tag import Proof, payload_digest
 from .disk.disk_queue import DiskQueue, Result

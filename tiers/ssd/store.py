@@ -20,9 +20,9 @@ from ..block import KEY_BYTES, BlockLayout
 from ..codecs.base import Codec
 from ..errors import InvalidBlock, TierBusy, TierClosed, TierConfigError
 from ..mac_key import MacKey
-from ..policies.choice import DEFAULT_SSD_POLICY
+from ..policies.known_policies import DEFAULT_SSD_POLICY
 from ..tag import Proof, Proofs
-from .folder.opening import open_store
+from .folder.open_store import open_store
 from .index.slot_index import LAST_GENERATION
 from .reader import Part, Reader
 from .state import Job
@@ -60,7 +60,7 @@ class SsdStore(StoreTier):
     With a `mac_key` no record is served that was written without it: for a directory that others
     can write. Such a store opens with the same key only.
 
-    `policy` names what chooses the blocks to evict (`policies/choice.py`). Of more than
+    `policy` names what chooses the blocks to evict (`policies/known_policies.py`). Of more than
     `opening.MOST_POLICY_SLOTS` slots it is "lru" whatever was named, and the log says so.
 
     With `create` false only a store that is there already is opened.

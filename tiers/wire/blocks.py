@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from ..native.library import LEAST_BYTES
+from ..native.native_library import LEAST_BYTES
 from ..tag import Hashed
 from .sockets import Connection
 

@@ -16,7 +16,7 @@ import struct
 import time
 from collections.abc import Sequence
 
-from ..native.library import (
+from ..native.native_library import (
     PeerLeft,
     has_digests,
     receive_and_digest,

@@ -24,7 +24,7 @@ from ....kernels.attention.paged_decode_plain import paged_decode_plain
 from ....kernels.attention.paged_prefill import paged_prefill
 from ....kernels.attention.paged_prefill_plain import paged_prefill_plain
 from ....kernels.attention.split_plan import PlanArray, SplitPlan
-from ....kernels.choice import TRITON
+from ....kernels.kernel_choice import TRITON
 from ..section import Launch, Place, Row, Timing, check_close, time_launches
 
 COLD_BYTES = 256 * 2**20  # of all layers together: four times the level-2 cache of an H200

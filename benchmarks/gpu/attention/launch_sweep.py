@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from ....kernels.attention import paged_decode_launch, paged_prefill_launch
 from ....kernels.attention.paged_decode_launch import DOT, DOT_TOKEN_SCALES
-from ....kernels.choice import probe_hardware
+from ....kernels.kernel_choice import probe_hardware
 from ..plots import draw_sweep
 from ..section import Place, Results, Row, Section, one_line, run_cases
 from .cases import Batch, Case, decode_case, make_batch, time_checked

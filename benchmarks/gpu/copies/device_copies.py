@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from ....connector.device.base import CopyDevice, Event, Stream
-from ....connector.device.choice import make_device
+from ....connector.device.device_choice import make_device
 from ....tiers.block import BlockLayout
 from ....tiers.slab.cpu_slab import CpuSlab
 from ...harness.report import median

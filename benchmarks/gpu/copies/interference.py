@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ....kernels.choice import PLAIN, KernelRefused
+from ....kernels.kernel_choice import PLAIN, KernelRefused
 from ...harness.report import percentile
 from ..attention.cases import decode_case, make_batch
 from ..plots import draw_interference

@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ....kernels.choice import KernelRefused
 from ....kernels.copy.copy_blocks import gather_blocks, scatter_blocks
 from ....kernels.copy.copy_blocks_launch import MAX_PROGRAMS
 from ....kernels.copy.copy_engine import (
@@ -33,6 +32,7 @@ from ....kernels.copy.copy_engine import (
     cuda_runtime,
     merge_neighbours,
 )
+from ....kernels.kernel_choice import KernelRefused
 from ..section import Launch, Place, WrongResult, time_launches
 
 

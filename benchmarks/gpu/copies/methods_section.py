@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ....kernels.choice import KernelRefused
 from ....kernels.copy.copy_engine import merge_neighbours
+from ....kernels.kernel_choice import KernelRefused
 from ...harness.report import median
 from ..plots import bytes_name, draw_copies
 from ..section import Launch, Place, Results, Row, Section, SectionOver, Target

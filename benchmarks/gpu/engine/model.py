@@ -15,9 +15,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ....engine.models.checkpoint.tensor_shapes import EMBEDDING, expected_tensors
-from ....engine.models.spec import ModelSpec
+from ....engine.models.model_spec import ModelSpec
 from ....engine.plan.memory_plan import num_elements
-from ....engine.worker.runtime.device_config import with_index
+from ....engine.worker.runtime.placement import with_index
 from ..section import Place
 
 LLAMA_3_1_8B: dict[str, Any] = {

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from ....engine.config.engine_options import engine_config
-from ....engine.core.device_config import dtype_for, placement_of
 from ....engine.core.executor import load_runner
-from ....engine.models.spec import load_model_spec
+from ....engine.core.resolve_placement import dtype_for, placement_of
+from ....engine.models.model_spec import load_model_spec
 from ....engine.request.sampling_params import SamplingParams
 from ....engine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from ..plots import draw_steps

@@ -15,7 +15,7 @@ from ....tiers.settings.sizes import show_size
 from ....tiers.settings.values import ConfigError
 from ...build import BuiltSide, OffloadSettings, build_scheduler_side
 from ...chunks.build import check_servers
-from ...chunks.settings import Settings
+from ...chunks.chunk_settings import Settings
 from ...costs.economics import Choice
 from ...costs.rates import PrefillRate
 from .. import versions

@@ -43,7 +43,7 @@ from ...parts import Parts
 from ..identity import ChunkKeys
 from .events import TierEvents
 from .groups import NULL_BLOCK
-from .outgoing import OutgoingBlocks
+from .outgoing_blocks import OutgoingBlocks
 from .pool_watch import NamedBlock, PoolWatch
 from .requests import HostRequest, StepTimes, asks_for, params_for_decode
 from .steps import PartLoad, RequestLoad, SlabPlace, StepPlan, StepReport

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from ..metrics import CONNECTOR_COUNTERS, COUNTERS, DAMAGED, GAUGES, PREFIX, TELL_SECONDS
+from ..tier_metrics import CONNECTOR_COUNTERS, COUNTERS, DAMAGED, GAUGES, PREFIX, TELL_SECONDS
 
 COUNTED, GAUGED = "counters", "gauges"
 SLAB = "cpu"

@@ -27,8 +27,8 @@ import numpy as np
 from ....tiers.settings.values import ConfigError
 from ....tiers.tag import payload_digest
 from ...device.base import CopyDevice
-from ...device.choice import make_device
 from ...device.cpu import CpuCopyDevice, slab_pages
+from ...device.device_choice import make_device
 from ...messages import ConnectorMetadata, ConnectorWorkerOutput
 from ...offload_worker import OffloadWorker
 from .pages import PagePlan, buffer_of, parts_of, pool_of

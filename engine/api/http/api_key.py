@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..errors import ApiError, error_response
+from ..api_errors import ApiError, error_response
 
 HEALTH_PATH = "/health"  # what probes ask, who hold no key
 NODE_PATH = "/node"  # what routers ask, who hold no key either

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ....tiers.wire.listen import host_in, is_loopback, is_no_foreign_name
-from ..errors import ApiError, error_response
+from ..api_errors import ApiError, error_response
 
 ANY = "*"
 _SHOWN_CHARACTERS = 64

@@ -10,7 +10,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..errors import ApiError, encode_error
+from ..api_errors import ApiError, encode_error
 
 logger = logging.getLogger(__name__)
 

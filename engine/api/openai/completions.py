@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from ...request.prompt_embeds import read_embeds
 from ...request.request import BYTES_PER_TOKEN, unpack_token_ids
 from ...request.sampling_params import check_params_for_embeds
-from ..errors import ApiError
+from ..api_errors import ApiError
 from ..front import Front, as_list
 from .follow import follow
 from .request.body import decode_body, read_body

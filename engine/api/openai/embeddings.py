@@ -19,9 +19,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from ...request.messages import AddRequest
+from ...request.core_messages import AddRequest
 from ...request.pooling import EMBEDDING_PARAMS, Vector, finish_vector, with_pooling
-from ..errors import ENGINE, ApiError
+from ..api_errors import ENGINE, ApiError
 from ..front import Front
 from .request.body import decode_body, read_body
 from .request.checks import check_ids_of_request

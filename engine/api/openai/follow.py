@@ -14,7 +14,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from ..errors import ApiError
+from ..api_errors import ApiError
 from ..front import Front
 from .request.body import JSON
 from .response.generation import Generation

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from ..errors import ApiError
+from ..api_errors import ApiError
 from ..front import Front
 from .request.body import decode_body, read_body
 from .request.conversation import render

@@ -19,7 +19,7 @@ from ....tiers.errors import TierConfigError
 from ....tiers.identity.mounts import mount_of
 from ....tiers.mac_key import read_mac_key
 from ....tiers.settings.sizes import rough_size
-from ....tiers.ssd.folder.identity import key_name, read_note, unpack
+from ....tiers.ssd.folder.identity_note import key_name, read_note, unpack
 from ....tiers.ssd.folder.inventory import is_store, look_at
 from ....tiers.tier_settings import SsdSettings
 from .base import Finding, ok, problem, warning

@@ -198,7 +198,7 @@ def check_gpu(case: HostCase) -> Iterator[Finding]:
         import torch
 
         from ...worker.runtime.cuda_probe import choose_gpu, probe_cuda
-        from ...worker.runtime.device_config import Placement
+        from ...worker.runtime.placement import Placement
     except ImportError as error:
         yield problem("gpu", f"torch cannot be imported ({error})", "pip install '.[engine]'")
         return

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ....connector.chunks.chunk_settings import Settings
 from ....connector.chunks.model_name import HostModel, name_model
-from ....connector.chunks.settings import Settings
 from ....connector.vllm import region
 from ....connector.vllm.identity import DTYPES, LAYOUTS, NAMESPACE
 from ....connector.vllm.settings import (

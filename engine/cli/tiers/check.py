@@ -23,8 +23,8 @@ from ....tiers.settings import readers
 from ....tiers.settings.format import one_line
 from ....tiers.settings.sizes import rough_size
 from ....tiers.settings.values import ConfigError
-from ....tiers.ssd.check import check_store
 from ....tiers.ssd.folder.reconcile import CheckResult
+from ....tiers.ssd.store_check import check_store
 
 DESCRIPTION = "Check an SSD tier that no engine uses: its index against its records, and back."
 

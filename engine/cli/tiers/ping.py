@@ -113,7 +113,7 @@ def _ask_for_block(
     from ....tiers.remote.remote_settings import RemoteSettings
     from ....tiers.remote.server_link import ServerLink
     from ....tiers.wire.frames import WireError
-    from ....tiers.wire.messages import read_layout
+    from ....tiers.wire.protobuf_messages import read_layout
     from ....tiers.wire.sockets import ConnectionLost
 
     try:

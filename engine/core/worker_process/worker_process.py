@@ -21,11 +21,11 @@ from ....tiers.errors import TierConfigError
 from ....tiers.settings.values import ConfigError
 from ... import logs
 from ...collector import settle_collector
-from ...models.spec import load_model_spec
+from ...models.model_spec import load_model_spec
 from ...worker.model_runner import BegunStep, ModelRunner
 from ...worker.runtime.device_runtime import is_device_lost
-from ..device_config import dtype_for, placement_of
 from ..executor import call_runner, load_runner
+from ..resolve_placement import dtype_for, placement_of
 from ..start import read_start
 from .worker_messages import (
     Begin,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import NamedTuple
 
-from ..spec import ModelSpec
+from ..model_spec import ModelSpec
 
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"

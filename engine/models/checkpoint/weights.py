@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..spec import ModelSpec
+from ..model_spec import ModelSpec
 from .checkpoint import CPU, Checkpoint
 from .tensor_shapes import (
     EMBEDDING,

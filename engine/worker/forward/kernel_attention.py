@@ -29,7 +29,7 @@ from ....kernels.attention.paged_decode import (
 )
 from ....kernels.attention.paged_prefill import choose_prefill_kernel, paged_prefill, run_prefill
 from ....kernels.attention.split_plan import SplitPlan
-from ....kernels.choice import AUTO, TRITON
+from ....kernels.kernel_choice import AUTO, TRITON
 from ....kernels.layer.rotate_write import (
     Rotary,
     choose_rotate_write,
@@ -97,7 +97,7 @@ class KernelPlan:
 
 
 class Kernels(NamedTuple):
-    """The kernels of a model's attention, in the words of `kernels/choice.py`."""
+    """The kernels of a model's attention, in the words of `kernels/kernel_choice.py`."""
 
     write: str
     decode: str

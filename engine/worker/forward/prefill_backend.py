@@ -28,13 +28,13 @@ from ....kernels.attention.gathered_prefill import (
     reason_against_library,
 )
 from ....kernels.attention.paged_prefill import run_prefill
-from ....kernels.choice import KernelRefused
+from ....kernels.kernel_choice import KernelRefused
 from ....tiers.block import BlockLayout
 from ....tiers.settings.values import ConfigError
 from ...models.layer_attention import LayerAttention
-from ...models.spec import ModelSpec
-from ..runtime.device_config import AUTO, Placement
+from ...models.model_spec import ModelSpec
 from ..runtime.device_runtime import DeviceRuntime, is_device_lost
+from ..runtime.placement import AUTO, Placement
 from .kernel_attention import KernelAttention
 
 logger = logging.getLogger(__name__)

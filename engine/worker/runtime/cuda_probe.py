@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ....kernels.choice import FP8_CAPABILITY, MIN_CAPABILITY
+from ....kernels.kernel_choice import FP8_CAPABILITY, MIN_CAPABILITY
 from ....tiers.settings.values import ConfigError
 from ...models.dtypes import FP8_KV
-from .device_config import Placement
+from .placement import Placement
 
 _DRIVER = "libcuda.so.1"
 _TENTHS = 10  # CUDA writes 12.8 as 12080
@@ -45,7 +45,7 @@ class CudaState:
 
 def probe_cuda() -> CudaState:
     """Look. Begins CUDA only where a driver and a build of torch for it are there."""
-    from ....kernels.choice import probe_hardware
+    from ....kernels.kernel_choice import probe_hardware
 
     driver, runtime = _driver_version(), _runtime_version()
     gpus: tuple[Gpu, ...] = ()

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .device_config import with_index
 from .device_runtime import Mark, Work
+from .placement import with_index
 
 # Kernels are compiled and libraries choose their algorithms in the first runs, which a graph must
 # not hold.

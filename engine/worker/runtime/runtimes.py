@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ....kernels.choice import AUTO as AUTO_KERNEL
-from ....kernels.choice import TRITON, KernelRefused, probe_hardware, triton_failure
+from ....kernels.kernel_choice import AUTO as AUTO_KERNEL
+from ....kernels.kernel_choice import TRITON, KernelRefused, probe_hardware, triton_failure
 from ....kernels.layer.elementwise import choose_elementwise
 from ....tiers.settings.values import ConfigError
 from ...cache.group_spec import CacheGroups
@@ -25,9 +25,9 @@ from ...models.checkpoint.tensor_shapes import expected_tensors
 from ...models.decoder import Decoder
 from ...models.dtypes import FP8_KV, dtype_name
 from ...models.layers import Elementwise
-from ...models.spec import ModelSpec
+from ...models.model_spec import ModelSpec
 from ...plan.memory_plan import weight_bytes
-from ...sampling.logprobs import raw_logprobs
+from ...sampling.logprob_tensors import raw_logprobs
 from ..forward.forward import GatherForward, StepForward
 from ..forward.in_place_forward import InPlaceForward, reason_against_in_place
 from ..forward.kernel_attention import KernelAttention, choose_kernels
@@ -35,8 +35,8 @@ from ..forward.kernel_forward import KernelForward
 from ..forward.prefill_backend import PrefillChoice, library_bytes
 from ..kv_pool import KvPool
 from ..pool_demand import PoolDemand
-from .device_config import AUTO, Placement
 from .device_runtime import DeviceRuntime, HostRuntime
+from .placement import AUTO, Placement
 from .pool_sizing import MemoryUse, check_free, check_weights, pool_blocks
 
 logger = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ def check_kernels(spec: ModelSpec, placement: Placement, compute: torch.dtype) -
 
 
 def _wanted_kernel(placement: Placement) -> str:
-    """The kernel of attention that a placement names, in the words of `kernels/choice.py`."""
+    """The kernel of attention that a placement names, as `kernels/kernel_choice.py` does."""
     return TRITON if placement.attention_backend == TRITON else AUTO_KERNEL
 
 

@@ -24,7 +24,7 @@ from stratakv.benchmarks.trace.replay import (
 )
 from stratakv.engine.cli.main import main
 from stratakv.tiers.admission import FILTERS
-from stratakv.tiers.policies.choice import POLICIES
+from stratakv.tiers.policies.known_policies import POLICIES
 
 from .tiny_traces import trace_of
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from stratakv.connector.chunks import build, mover
-from stratakv.connector.chunks.settings import chunk_host
+from stratakv.connector.chunks.chunk_settings import chunk_host
 from stratakv.connector.chunks.tiers import ChunkTiers
 from stratakv.tiers.contract import make_keys
 from stratakv.tiers.settings.values import ConfigError

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from stratakv.kernels.choice import KernelRefused
 from stratakv.kernels.copy.copy_engine import Batch, CudaError
+from stratakv.kernels.kernel_choice import KernelRefused
 
 INVALID_VALUE, INVALID_HANDLE, UNINITIALISED = 1, 400, 201
 WAIT_SECONDS = 20.0

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from stratakv.connector.build import OffloadSettings, build_offload
-from stratakv.connector.device import cuda_runtime
+from stratakv.connector.device import cuda_copy_runtime as cuda_runtime
 from stratakv.connector.device.base import DeviceError
-from stratakv.connector.device.choice import make_device
 from stratakv.connector.device.contract_rig import WHOLE_PAGES
 from stratakv.connector.device.cpu import CpuCopyDevice
-from stratakv.connector.device.cuda_runtime import CupyMemory, TorchRuntime
+from stratakv.connector.device.cuda_copy_runtime import CupyMemory, TorchRuntime
+from stratakv.connector.device.device_choice import make_device
 from stratakv.kernels.copy.copy_engine import Batch, CudaError, CudaRuntime
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.tier_settings import CpuSettings
@@ -31,7 +31,8 @@ def test_the_cpu_needs_nothing_of_cuda() -> None:
     assert isinstance(device, CpuCopyDevice)
     assert device.wait_locked(0.0) and device.close(1.0)
     code = (
-        "import sys; from stratakv.connector.device.choice import make_device; make_device('cpu');"
+        "import sys; from stratakv.connector.device.device_choice import make_device\n"
+        "make_device('cpu')\n"
         "print([m for m in sys.modules if 'cuda_' in m and m.startswith('stratakv')"
         " or m in ('triton', 'cupy')])"
     )

@@ -22,7 +22,7 @@ from stratakv.connector.device.base import CopyDevice, Event, Stream
 from stratakv.connector.device.contract import CHECKS
 from stratakv.connector.device.contract_rig import LAYOUTS, WAIT_SECONDS, Gate, Rig, Surroundings
 from stratakv.connector.device.cuda import QUICK_BLOCKS, CudaCopyDevice
-from stratakv.connector.device.cuda_runtime import TorchRuntime
+from stratakv.connector.device.cuda_copy_runtime import TorchRuntime
 from stratakv.kernels.copy.copy_engine import cuda_library
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.slab.cpu_slab import CpuSlab

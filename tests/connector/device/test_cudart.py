@@ -20,16 +20,16 @@ import numpy as np
 import pytest
 import torch
 
-from stratakv.connector.device import cuda_runtime
+from stratakv.connector.device import cuda_copy_runtime as cuda_runtime
 from stratakv.connector.device.base import CopyDevice
-from stratakv.connector.device.choice import make_device
 from stratakv.connector.device.contract import CHECKS
 from stratakv.connector.device.contract_rig import LAYOUTS, WAIT_SECONDS, Gate, Rig, Surroundings
 from stratakv.connector.device.cuda import CudaCopyDevice
 from stratakv.connector.device.cuda_api import SIGNATURES, STICKY, CudaApi
-from stratakv.connector.device.cuda_runtime import TorchRuntime
-from stratakv.kernels.choice import KernelRefused
+from stratakv.connector.device.cuda_copy_runtime import TorchRuntime
+from stratakv.connector.device.device_choice import make_device
 from stratakv.kernels.copy.copy_engine import Batch, CudaError, CudaRuntime, PageLockedMemory
+from stratakv.kernels.kernel_choice import KernelRefused
 from stratakv.tiers.block import BlockLayout
 
 from . import cuda_headers

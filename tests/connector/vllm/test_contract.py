@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from stratakv.connector.vllm import metrics
+from stratakv.connector.vllm import tier_metrics as metrics
 from stratakv.connector.vllm.settings import OPTIONS, read_settings
 from stratakv.connector.vllm.versions import NEWEST, OLDEST, check_version
 from stratakv.engine.cli.main import main

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stratakv.connector.vllm import lookups
+from stratakv.connector.vllm import tier_lookups as lookups
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.hierarchy.look_up import Prefix
 

@@ -22,10 +22,10 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from stratakv.engine.api.api_settings import ApiSettings
 from stratakv.engine.api.app import create_app
 from stratakv.engine.api.chat_template import ChatTemplate
-from stratakv.engine.api.http.server import make_server
-from stratakv.engine.api.settings import ApiSettings
+from stratakv.engine.api.http.http_server import make_server
 from stratakv.engine.client.in_process import InProcessClient
 from stratakv.engine.config.engine_config import (
     CacheConfig,
@@ -35,7 +35,7 @@ from stratakv.engine.config.engine_config import (
 )
 from stratakv.engine.config.offload_config import OffloadConfig
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.sampling.loading import make_params_check
+from stratakv.engine.sampling.processor_loading import make_params_check
 from stratakv.engine.text.reasoning import find_marks
 from stratakv.engine.text.tokenizer import Tokenizer
 

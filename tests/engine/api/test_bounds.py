@@ -17,11 +17,11 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
-from stratakv.engine.api.errors import ApiError
+from stratakv.engine.api.api_errors import ApiError
+from stratakv.engine.api.api_settings import ApiSettings
 from stratakv.engine.api.http import http_protocol
 from stratakv.engine.api.openai.request.body import decode_body
 from stratakv.engine.api.openai.request.protocol import CompletionRequest
-from stratakv.engine.api.settings import ApiSettings
 from stratakv.engine.request.sampling_params import SamplingParams, child_params
 
 from .conftest import until

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from stratakv.engine.api.errors import ApiError, to_api_error
+from stratakv.engine.api.api_errors import ApiError, to_api_error
 from stratakv.engine.client.base import EngineDead
 
 COMPLETIONS = "/v1/completions"

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from stratakv.engine.api.api_settings import ApiSettings
 from stratakv.engine.api.http import http_protocol
-from stratakv.engine.api.settings import ApiSettings
 from stratakv.tiers.settings.values import ConfigError
 
 KEY = {"Authorization": "Bearer s3cret"}

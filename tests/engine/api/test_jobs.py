@@ -12,9 +12,9 @@ import httpx
 import msgspec
 import pytest
 
+from stratakv.engine.api.api_settings import ApiSettings
 from stratakv.engine.api.openai.chat import _answered_tool
 from stratakv.engine.api.openai.request.protocol import ChatMessage, ChatRequest
-from stratakv.engine.api.settings import ApiSettings
 
 from .conftest import MODEL_NAME, LiveServer
 

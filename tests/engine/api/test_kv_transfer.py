@@ -12,10 +12,10 @@ import httpx
 import msgspec
 import pytest
 
-from stratakv.engine.api.openai.response.handover import read_params
-from stratakv.engine.api.settings import ApiSettings
+from stratakv.engine.api.api_settings import ApiSettings
+from stratakv.engine.api.openai.response.kv_transfer_params import read_params
+from stratakv.engine.request.core_messages import NO_EXTRAS
 from stratakv.engine.request.handover_ticket import Ticket, is_possible
-from stratakv.engine.request.messages import NO_EXTRAS
 
 from ...offload_config import offload_config
 from ...tiers.cache_server.rig import server_process

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from stratakv.connector.counters import OffloadCounters
-from stratakv.engine.api.metrics.metrics import Metrics
+from stratakv.engine.api.metrics.engine_metrics import Metrics
 from stratakv.engine.cache.block_pool import BlockPool
 from stratakv.engine.client.base import EngineClient
 from stratakv.engine.config.engine_config import EngineConfig, ModelConfig

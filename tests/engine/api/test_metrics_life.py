@@ -18,11 +18,11 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from stratakv.engine.api.metrics.metrics import Metrics, Watch
+from stratakv.engine.api.metrics.engine_metrics import Metrics, Watch
 from stratakv.engine.client.base import EngineClient
 from stratakv.engine.config.engine_options import engine_config
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.request.messages import AddRequest
+from stratakv.engine.request.core_messages import AddRequest
 from stratakv.engine.request.request import pack_token_ids
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.text.output_processor import OutputProcessor

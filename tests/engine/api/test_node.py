@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from stratakv.engine.api.settings import ApiSettings
-from stratakv.engine.router import identity
-from stratakv.engine.router.identity import Identity, find_difference, read_identity
+from stratakv.engine.api.api_settings import ApiSettings
+from stratakv.engine.router import node_identity as identity
+from stratakv.engine.router.node_identity import Identity, find_difference, read_identity
 from stratakv.tiers.block import Identity as BlockIdentity
 
 from .conftest import MODEL_NAME, LiveServer

@@ -14,8 +14,8 @@ import msgspec
 import openai
 import pytest
 
+from stratakv.engine.api.api_settings import ApiSettings
 from stratakv.engine.api.openai.request.protocol import ChatRequest, CompletionRequest
-from stratakv.engine.api.settings import ApiSettings
 
 from .conftest import until
 

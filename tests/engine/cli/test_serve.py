@@ -24,7 +24,7 @@ import pytest
 from stratakv.engine.cli.serve import _tell_start, bind
 from stratakv.engine.config.engine_options import engine_config
 from stratakv.engine.config.server_options import ServerConfig
-from stratakv.engine.request.messages import Ready
+from stratakv.engine.request.core_messages import Ready
 from stratakv.tiers.settings.values import ConfigError
 
 from ...notify_socket import NotifySocket

@@ -17,7 +17,7 @@ from stratakv.engine.client.in_process import InProcessClient
 from stratakv.engine.config.engine_options import engine_config
 from stratakv.engine.core import loop as core_loop
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.request.messages import AddRequest, TokenOutput
+from stratakv.engine.request.core_messages import AddRequest, TokenOutput
 from stratakv.engine.request.request import pack_token_ids
 from stratakv.engine.request.sampling_params import SamplingParams
 

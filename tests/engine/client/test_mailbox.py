@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 
 from stratakv.engine.client.message_client import Mailbox
+from stratakv.engine.request.core_messages import TokenOutput
 from stratakv.engine.request.logprobs import PositionLogprobs
-from stratakv.engine.request.messages import TokenOutput
 
 
 def at(token: int) -> PositionLogprobs:

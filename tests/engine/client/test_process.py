@@ -19,11 +19,11 @@ import pytest
 
 from stratakv.engine.client import launcher
 from stratakv.engine.client.base import EngineDead
-from stratakv.engine.client.process import ProcessClient
+from stratakv.engine.client.process_client import ProcessClient
 from stratakv.engine.config.engine_config import EngineConfig
 from stratakv.engine.config.engine_options import engine_config
 from stratakv.engine.llm import EventLoopThread
-from stratakv.engine.request.messages import AddRequest, TokenOutput
+from stratakv.engine.request.core_messages import AddRequest, TokenOutput
 from stratakv.engine.request.request import pack_token_ids
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.tiers.settings.values import ConfigError
@@ -288,10 +288,10 @@ def test_a_start_that_takes_too_long_leaves_nothing(
 PARENT = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from stratakv.engine.client.process import ProcessClient
+from stratakv.engine.client.process_client import ProcessClient
 from stratakv.engine.config.engine_options import engine_config
 from stratakv.engine.request.sampling_params import SamplingParams
-from stratakv.engine.request.messages import AddRequest
+from stratakv.engine.request.core_messages import AddRequest
 
 async def run():
     config = engine_config(sys.argv[1], {"num_blocks": 600, "num_threads": 1})

@@ -12,7 +12,7 @@ import pytest
 
 from stratakv.connector.prefill_decode import prefill_waits
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.request.messages import RequestExtras, TokenOutput
+from stratakv.engine.request.core_messages import RequestExtras, TokenOutput
 
 from ...leftovers import check_nothing_left, settle
 from ...tiers.cache_server.rig import WAIT_SECONDS, ServerProcess, server_process

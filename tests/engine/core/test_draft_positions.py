@@ -21,7 +21,7 @@ import torch
 
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.executor import InProcessExecutor
-from stratakv.engine.request.messages import AddRequest, TokenOutput
+from stratakv.engine.request.core_messages import AddRequest, TokenOutput
 from stratakv.engine.request.structured_params import StructuredOutputsParams
 from stratakv.engine.sampling.sampler import Choice
 from stratakv.engine.sampling.token_mask import TokenMask

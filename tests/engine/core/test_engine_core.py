@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stratakv.engine.core.engine_core import MAX_FAILED_STEPS, EngineCore
-from stratakv.engine.request.messages import OVERLOADED, AddRequest
+from stratakv.engine.request.core_messages import OVERLOADED, AddRequest
 from stratakv.engine.request.request import pack_token_ids
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.tiers.settings.values import ConfigError

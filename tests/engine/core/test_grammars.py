@@ -22,7 +22,7 @@ import torch
 
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.models.decoder import Decoder
-from stratakv.engine.request.messages import INVALID_GRAMMAR, AddRequest, TokenOutput
+from stratakv.engine.request.core_messages import INVALID_GRAMMAR, AddRequest, TokenOutput
 from stratakv.engine.request.structured_params import GrammarSpec, StructuredOutputsParams
 from stratakv.engine.structured.base import Backend, Grammar, GrammarError, Matcher, Words
 from stratakv.engine.structured.compiler import POLL_SECONDS

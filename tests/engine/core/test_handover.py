@@ -15,8 +15,8 @@ import pytest
 
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.handover import MOST_SECONDS
+from stratakv.engine.request.core_messages import AddRequest, RequestExtras, TokenOutput
 from stratakv.engine.request.handover_ticket import Ticket
-from stratakv.engine.request.messages import AddRequest, RequestExtras, TokenOutput
 from stratakv.proto.v1 import cache_service_pb2 as messages
 
 from ...tiers.cache_server.rig import WAIT_SECONDS, ServerProcess, server_process

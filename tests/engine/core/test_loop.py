@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stratakv.engine.core.loop import CoreLoop
-from stratakv.engine.request.messages import AddRequest, TokenOutput
+from stratakv.engine.request.core_messages import AddRequest, TokenOutput
 from stratakv.engine.request.sampling_params import SamplingParams
 
 NUM_REQUESTS = 20

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.engine.router.identity import find_difference
+from stratakv.engine.router.node_identity import find_difference
 from stratakv.tiers.block import tenant_salt
 from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.settings.values import ConfigError

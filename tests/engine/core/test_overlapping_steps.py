@@ -17,8 +17,8 @@ import pytest
 
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.executor import InProcessExecutor
+from stratakv.engine.request.core_messages import TokenOutput
 from stratakv.engine.request.logprobs import PositionLogprobs
-from stratakv.engine.request.messages import TokenOutput
 from stratakv.engine.sampling import truncation
 from stratakv.engine.sampling.sampler import Choice
 from stratakv.engine.worker.input_batch import ExpectedTokens, InputBatch

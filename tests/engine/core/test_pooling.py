@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 from stratakv.connector.messages import Elsewhere
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.request.messages import AddRequest, RequestExtras, TokenOutput
+from stratakv.engine.request.core_messages import AddRequest, RequestExtras, TokenOutput
 
 from ...stepping import step_outputs
 from .conftest import MakeCore, config_of, prompt_of, request

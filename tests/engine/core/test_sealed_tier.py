@@ -12,9 +12,9 @@ from stratakv.tiers.block import ALIGNMENT
 from stratakv.tiers.mac_key import read_mac_key
 from stratakv.tiers.record import HEADER_BYTES, decode_header, encode_header
 from stratakv.tiers.settings.values import ConfigError
-from stratakv.tiers.ssd.check import check_store
-from stratakv.tiers.ssd.folder.identity import read_note
+from stratakv.tiers.ssd.folder.identity_note import read_note
 from stratakv.tiers.ssd.folder.reconcile import record_bytes_of
+from stratakv.tiers.ssd.store_check import check_store
 from stratakv.tiers.tag import Tagger
 
 from .conftest import MakeCore, Reference, prompt_of, request, run

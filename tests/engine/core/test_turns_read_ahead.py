@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.request.messages import AddRequest, RequestExtras
+from stratakv.engine.request.core_messages import AddRequest, RequestExtras
 from stratakv.tiers.slab.cpu_slab import HELD_SHARE
 
 from ...stepping import WAIT_SECONDS

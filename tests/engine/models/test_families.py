@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from stratakv.engine.models.checkpoint.fingerprint import fingerprint
 from stratakv.engine.models.checkpoint.weights import expected_tensors
 from stratakv.engine.models.families import FAMILIES
-from stratakv.engine.models.spec import load_model_spec, resolve_max_model_len
+from stratakv.engine.models.model_spec import load_model_spec, resolve_max_model_len
 from stratakv.tiers.settings.values import ConfigError
 
 SHAPE = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 24, "num_hidden_layers": 2,

@@ -21,11 +21,11 @@ from typing import Any
 
 import h11
 
-from stratakv.engine.api.http.server import make_server
+from stratakv.engine.api.http.http_server import make_server
 from stratakv.engine.cli.serve import bind
-from stratakv.engine.router.app import Router
 from stratakv.engine.router.nodes import Choice
-from stratakv.engine.router.settings import RouterConfig, read_node
+from stratakv.engine.router.router import Router
+from stratakv.engine.router.router_settings import RouterConfig, read_node
 
 from .fake_node import NUM_TOKENS, FakeNode, tokens_of
 

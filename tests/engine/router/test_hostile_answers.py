@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from stratakv.engine.router import app
+from stratakv.engine.router import router as app
 
 from .fake_node import NUM_TOKENS, FakeNode, Fault, Seen, tokens_of
 from .rig import Rig, check, rig, until

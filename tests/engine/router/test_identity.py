@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratakv.engine.router.identity import find_difference, read_identity
+from stratakv.engine.router.node_identity import find_difference, read_identity
 from stratakv.engine.router.nodes import HOPELESS_LOOKS, LeastLoaded, Node, Nodes, Role
-from stratakv.engine.router.settings import NodeAddress
+from stratakv.engine.router.router_settings import NodeAddress
 
 from .fake_node import FakeNode
 from .rig import WAIT_SECONDS, Rig, check, rig

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from stratakv.engine.router import legs
 from stratakv.engine.router.nodes import Facts, LeastLoaded, Node, Nodes, Role
 from stratakv.engine.router.relay import HELD_BYTES, WholeEvents
-from stratakv.engine.router.settings import NodeAddress, RouterConfig, read_node
+from stratakv.engine.router.router_settings import NodeAddress, RouterConfig, read_node
 from stratakv.engine.router.upstream import NodeLost
 from stratakv.tiers.settings.values import ConfigError
 

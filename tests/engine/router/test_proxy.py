@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 import trustme
 
-from stratakv.engine.router.metrics import OUTCOMES
 from stratakv.engine.router.nodes import Choice, Facts, Node, Role
+from stratakv.engine.router.router_metrics import OUTCOMES
 
 from .fake_node import FakeNode, Fault, tokens_of
 from .rig import LONG, check, rig, until

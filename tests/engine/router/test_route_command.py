@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from stratakv.engine.cli.main import main
-from stratakv.engine.router.app import Router
-from stratakv.engine.router.metrics import OUTCOMES
-from stratakv.engine.router.settings import read_node
+from stratakv.engine.router.router import Router
+from stratakv.engine.router.router_metrics import OUTCOMES
+from stratakv.engine.router.router_settings import read_node
 
 from .fake_node import FakeNode, Fault
 from .rig import Exchange, check, make_config, until
@@ -72,7 +72,7 @@ def test_nothing_of_an_engine_is_imported() -> None:
 import sys
 for name in {ENGINE_PACKAGES!r}:
     sys.modules[name] = None
-import stratakv.engine.router.app, stratakv.engine.api.http.server
+import stratakv.engine.router.router, stratakv.engine.api.http.http_server
 folders = tuple("stratakv." + name for name in {ENGINE_FOLDERS!r})
 print([name for name in sys.modules if name.startswith(folders)])
 import stratakv.engine.cli.route

@@ -15,7 +15,7 @@ from stratakv.engine.batch.batch_update import AddedRow, BatchUpdate, MovedRow
 from stratakv.engine.request.logprobs import PositionLogprobs
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.sampling.copies import to_host
-from stratakv.engine.sampling.logprobs import position_entries, position_tensors
+from stratakv.engine.sampling.logprob_tensors import position_entries, position_tensors
 
 VOCAB = 12
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stratakv.engine.request.sampling_params import SamplingParams
-from stratakv.engine.sampling.loading import LoadedProcessor
+from stratakv.engine.sampling.processor_loading import LoadedProcessor
 from stratakv.engine.sampling.processor_set import LogitsRows, ProcessorSet
 from stratakv.engine.sampling.processors.adapter import AdapterLogitsProcessor
 from stratakv.engine.sampling.processors.base import ProcessorContext, RowsFailed

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as theirs
 
-from stratakv.engine.sampling.logprobs import raw_logprobs
+from stratakv.engine.sampling.logprob_tensors import raw_logprobs
 from stratakv.engine.sampling.processors.base import LogitsProcessor, ProcessorContext
 from stratakv.engine.sampling.processors.builtin import BadWords, MinP, MinTokens, Penalties
 from stratakv.engine.sampling.truncation import truncate

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from stratakv.engine.batch.batch_update import AddedRow, BatchUpdate
-from stratakv.engine.sampling.loading import LoadedProcessor
+from stratakv.engine.sampling.processor_loading import LoadedProcessor
 from stratakv.engine.sampling.processor_set import LogitsRows, ProcessorSet
 from stratakv.engine.sampling.processors.base import LogitsProcessor, ProcessorContext
 from stratakv.engine.sampling.processors.guarded import GuardedProcessor

@@ -12,7 +12,7 @@ import torch
 
 from stratakv.engine.config.engine_options import engine_config
 from stratakv.engine.request.sampling_params import SamplingParams
-from stratakv.engine.sampling.loading import (
+from stratakv.engine.sampling.processor_loading import (
     InvalidProcessorParams,
     load_processors,
     make_params_check,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from stratakv.engine.sampling import row_states
-from stratakv.engine.sampling.logprobs import (
+from stratakv.engine.sampling.logprob_tensors import (
     LOGPROB_FLOOR,
     prompt_logprobs,
     raw_logprobs,

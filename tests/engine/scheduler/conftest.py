@@ -23,7 +23,7 @@ from stratakv.engine.cache.kv_cache_manager import KVCacheManager
 from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.models.layer_attention import LayerAttention, full
 from stratakv.engine.observer import Observer
-from stratakv.engine.request.messages import TokenOutput
+from stratakv.engine.request.core_messages import TokenOutput
 from stratakv.engine.request.request import Request
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput

@@ -8,8 +8,8 @@ import pytest
 
 from stratakv.engine.request.request import Request
 from stratakv.engine.request.sampling_params import SamplingParams
-from stratakv.engine.scheduler import limits
-from stratakv.engine.scheduler.limits import QueueFull
+from stratakv.engine.scheduler import request_limits as limits
+from stratakv.engine.scheduler.request_limits import QueueFull
 
 from .conftest import HASHER, Engine, MakeEngine
 

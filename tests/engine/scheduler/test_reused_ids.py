@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from stratakv.engine.request.core_messages import TokenOutput
 from stratakv.engine.request.logprobs import PositionLogprobs
-from stratakv.engine.request.messages import TokenOutput
 from stratakv.engine.scheduler.output import ModelRunnerOutput, add_figures
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stratakv.engine.request.request import RequestStatus
-from stratakv.engine.scheduler.limits import QueueFull
+from stratakv.engine.scheduler.request_limits import QueueFull
 from stratakv.tiers.settings.values import ConfigError
 
 Make = Any

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL
-from stratakv.engine.request.messages import AddRequest
+from stratakv.engine.request.core_messages import AddRequest
 from stratakv.engine.request.request import Request, pack_token_ids
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.request.structured_params import StructuredOutputsParams

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.engine.request.messages import AddRequest
+from stratakv.engine.request.core_messages import AddRequest
 from stratakv.engine.request.request import Request, RequestStatus, pack_token_ids
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.request.structured_params import GrammarSpec, StructuredOutputsParams

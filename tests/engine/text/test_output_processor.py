@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from stratakv.engine.client.base import EngineClient
+from stratakv.engine.request.core_messages import AddRequest, TokenOutput
 from stratakv.engine.request.logprobs import PositionLogprobs
-from stratakv.engine.request.messages import AddRequest, TokenOutput
 from stratakv.engine.request.request import pack_token_ids, unpack_token_ids
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.text.output_processor import OutputProcessor, TextOutput, generate_text

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from stratakv.engine.request.messages import TokenOutput
+from stratakv.engine.request.core_messages import TokenOutput
 from stratakv.engine.request.request import pack_token_ids
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.request.structured_params import StructuredOutputsParams

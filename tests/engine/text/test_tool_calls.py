@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.text.tool_calls import choice
+from stratakv.engine.text.tool_calls import tool_formats as choice
 from stratakv.engine.text.tool_calls.base import Found, ToolCallParser
-from stratakv.engine.text.tool_calls.choice import PARSERS, find_tool_parser
 from stratakv.engine.text.tool_calls.json_calls import (
     ArgumentsParser,
     HermesParser,
@@ -21,6 +20,7 @@ from stratakv.engine.text.tool_calls.json_calls import (
     MistralParser,
 )
 from stratakv.engine.text.tool_calls.pythonic import PythonicParser
+from stratakv.engine.text.tool_calls.tool_formats import PARSERS, find_tool_parser
 from stratakv.tiers.settings.values import ConfigError
 
 NAMES = ("f", "g.h", "get_weather")

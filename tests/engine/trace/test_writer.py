@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.engine.trace import writer as writer_module
+from stratakv.engine.trace import trace_writer as writer_module
 from stratakv.engine.trace.records import (
     VERSION,
     DroppedRecord,
@@ -19,7 +19,7 @@ from stratakv.engine.trace.records import (
     StartRecord,
     read_records,
 )
-from stratakv.engine.trace.writer import TraceWriter
+from stratakv.engine.trace.trace_writer import TraceWriter
 from stratakv.tiers.settings.values import ConfigError
 
 START = StartRecord(VERSION, "2026-11-24T10:00:00.000+00:00", "model", 16, 100, "none")

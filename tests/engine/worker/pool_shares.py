@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from stratakv.engine.worker.model_runner import ModelRunner
 from stratakv.engine.worker.pool_demand import PoolDemand
-from stratakv.engine.worker.runtime.device_config import Placement
+from stratakv.engine.worker.runtime.placement import Placement
 from stratakv.engine.worker.runtime.runtimes import MemoryMeter, PoolSizer
 
 

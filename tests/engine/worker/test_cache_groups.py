@@ -11,7 +11,7 @@ import torch
 
 from stratakv.engine.worker.block_table import BlockTable
 from stratakv.engine.worker.forward.forward import StepInputs
-from stratakv.engine.worker.runtime.device_config import KERNELS, Placement
+from stratakv.engine.worker.runtime.placement import KERNELS, Placement
 
 from .recording_runtime import RecordingRuntime
 

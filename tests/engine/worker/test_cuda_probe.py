@@ -12,7 +12,7 @@ import torch
 
 from stratakv.engine.worker.runtime import cuda_probe
 from stratakv.engine.worker.runtime.cuda_probe import CudaState, Gpu, choose_gpu, probe_cuda
-from stratakv.engine.worker.runtime.device_config import Placement
+from stratakv.engine.worker.runtime.placement import Placement
 from stratakv.tiers.settings.values import ConfigError
 
 GOOD = CudaState(

@@ -16,7 +16,7 @@ from stratakv.engine.models.families import MlpKind
 from stratakv.engine.models.layers import Linear
 from stratakv.engine.worker.block_table import BlockTable
 from stratakv.engine.worker.forward.forward import StepInputs
-from stratakv.engine.worker.runtime.device_config import KERNELS, Placement
+from stratakv.engine.worker.runtime.placement import KERNELS, Placement
 
 from .recording_runtime import RecordingRuntime
 

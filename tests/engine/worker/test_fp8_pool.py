@@ -13,7 +13,7 @@ import torch
 from stratakv.engine.models.dtypes import FP8_KV, pool_dtype
 from stratakv.engine.worker.forward.kernel_attention import Decodes, KernelAttention, KernelPlan
 from stratakv.engine.worker.kv_pool import KvPool
-from stratakv.engine.worker.runtime.device_config import KERNELS, Placement
+from stratakv.engine.worker.runtime.placement import KERNELS, Placement
 from stratakv.tiers.block import BlockLayout
 
 LAYOUT = BlockLayout(2, 4, 2, 8, FP8_KV)

@@ -10,7 +10,7 @@ import torch
 from stratakv.engine.models.decoder import Layer
 from stratakv.engine.worker.forward.forward import GatherForward
 from stratakv.engine.worker.forward.in_place_forward import InPlaceForward, reason_against_in_place
-from stratakv.engine.worker.runtime.device_config import AUTO, GATHER, Placement
+from stratakv.engine.worker.runtime.placement import AUTO, GATHER, Placement
 from stratakv.kernels.cpu import paged_attention
 from stratakv.kernels.cpu.library import Missing
 from stratakv.tiers.block import BlockLayout

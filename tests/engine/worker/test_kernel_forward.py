@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stratakv.engine.worker.forward import forward, kernel_attention
 from stratakv.engine.worker.forward.kernel_attention import Kernels
 from stratakv.engine.worker.forward.prefill_backend import PrefillChoice
-from stratakv.engine.worker.runtime.device_config import KERNELS, Placement
+from stratakv.engine.worker.runtime.placement import KERNELS, Placement
 from stratakv.kernels.attention.gathered_prefill import SDPA, GatheredPrefill
 from stratakv.tiers.settings.values import ConfigError
 

@@ -22,16 +22,16 @@ pytest.importorskip("triton", reason="runs its interpreter")
 from stratakv.engine.models.checkpoint.weights import load_weights, random_weights
 from stratakv.engine.models.decoder import AuxStates
 from stratakv.engine.models.layers import Elementwise
-from stratakv.engine.models.spec import load_model_spec
+from stratakv.engine.models.model_spec import load_model_spec
 from stratakv.engine.worker import model_runner
 from stratakv.engine.worker.block_table import BlockTable
 from stratakv.engine.worker.forward import kernel_attention, kernel_forward
 from stratakv.engine.worker.forward.forward import StepInputs
 from stratakv.engine.worker.forward.kernel_attention import KernelAttention, Kernels
 from stratakv.engine.worker.model_runner import ModelRunner
-from stratakv.engine.worker.runtime.device_config import KERNELS, Placement
+from stratakv.engine.worker.runtime.placement import KERNELS, Placement
 from stratakv.engine.worker.runtime.runtimes import choose_layer_parts
-from stratakv.kernels.choice import TRITON
+from stratakv.kernels.kernel_choice import TRITON
 
 from ...kernels import interpreter, launch_guard, quick_interpreter
 from ...tiny_models import make_model

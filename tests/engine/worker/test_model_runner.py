@@ -16,7 +16,7 @@ from stratakv.engine.models import attention
 from stratakv.engine.sampling.token_mask import TokenMask
 from stratakv.engine.scheduler.output import CachedRequestData, ModelRunnerOutput, SchedulerOutput
 from stratakv.engine.worker.forward import attention_metadata
-from stratakv.engine.worker.runtime.device_config import GATHER, Placement
+from stratakv.engine.worker.runtime.placement import GATHER, Placement
 from stratakv.tiers.settings.values import ConfigError
 
 LLAMA3 = {

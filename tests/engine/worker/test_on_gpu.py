@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from stratakv.engine.config.engine_options import engine_config
-from stratakv.engine.core.device_config import placement_of
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.request.messages import AddRequest
+from stratakv.engine.core.resolve_placement import placement_of
+from stratakv.engine.request.core_messages import AddRequest
 from stratakv.engine.request.request import pack_token_ids
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.worker.pool_demand import PoolDemand
 from stratakv.engine.worker.runtime.cuda_probe import choose_gpu, probe_cuda
-from stratakv.engine.worker.runtime.device_config import Placement
+from stratakv.engine.worker.runtime.placement import Placement
 
 from .pool_shares import pools_of_two_shares
 

@@ -26,10 +26,10 @@ from stratakv.engine.models.layers import Linear
 from stratakv.engine.sampling import copies, sampler
 from stratakv.engine.worker.kv_pool import KvPool
 from stratakv.engine.worker.runtime import runtimes
-from stratakv.engine.worker.runtime.device_config import Placement
 from stratakv.engine.worker.runtime.device_runtime import HostRuntime
+from stratakv.engine.worker.runtime.placement import Placement
 from stratakv.kernels.attention import paged_decode, paged_prefill
-from stratakv.kernels.choice import TRITON
+from stratakv.kernels.kernel_choice import TRITON
 from stratakv.kernels.write import write_kv
 
 GPU = torch.device("meta")  # stands for one

@@ -10,9 +10,9 @@ import torch
 
 from stratakv.engine.cache.group_spec import plan_groups
 from stratakv.engine.models.decoder import Decoder
-from stratakv.engine.models.spec import load_model_spec
+from stratakv.engine.models.model_spec import load_model_spec
 from stratakv.engine.worker.pool_demand import PoolDemand
-from stratakv.engine.worker.runtime.device_config import KERNELS, Placement
+from stratakv.engine.worker.runtime.placement import KERNELS, Placement
 from stratakv.engine.worker.runtime.pool_sizing import (
     RESERVE_BYTES,
     MemoryUse,
@@ -21,7 +21,7 @@ from stratakv.engine.worker.runtime.pool_sizing import (
     pool_blocks,
 )
 from stratakv.engine.worker.runtime.runtimes import PoolSizer, check_kernels
-from stratakv.kernels.choice import TRITON, Hardware
+from stratakv.kernels.kernel_choice import TRITON, Hardware
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.settings.values import GIB, MAX_BLOCKS, MIB, ConfigError
 

@@ -14,7 +14,7 @@ import torch
 from stratakv.engine.cache.group_spec import plan_groups
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 from stratakv.engine.models.layer_attention import full, window
-from stratakv.engine.models.spec import load_model_spec
+from stratakv.engine.models.model_spec import load_model_spec
 from stratakv.engine.worker.forward.forward import step_order
 from stratakv.engine.worker.forward.kernel_attention import (
     Chunks,
@@ -24,10 +24,10 @@ from stratakv.engine.worker.forward.kernel_attention import (
     split_chunks,
 )
 from stratakv.engine.worker.forward.prefill_backend import PrefillChoice, library_bytes
-from stratakv.engine.worker.runtime.device_config import KERNELS, Placement
+from stratakv.engine.worker.runtime.placement import KERNELS, Placement
 from stratakv.kernels.attention import gathered_prefill
 from stratakv.kernels.attention.gathered_prefill import MIN_ROWS, SDPA, GatheredPrefill
-from stratakv.kernels.choice import Hardware
+from stratakv.kernels.kernel_choice import Hardware
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.settings.values import ConfigError
 

@@ -17,7 +17,7 @@ from stratakv.engine.core.worker_process.worker_messages import (
 )
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from stratakv.engine.worker.runtime.device_config import KERNELS, Placement
+from stratakv.engine.worker.runtime.placement import KERNELS, Placement
 
 from .recording_runtime import RecordingRuntime
 

@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="runs its interpreter")
 
 from stratakv.engine.worker.forward import input_buffers, kernel_attention
 from stratakv.engine.worker.forward.kernel_attention import Kernels
-from stratakv.engine.worker.runtime.device_config import KERNELS, Placement
-from stratakv.kernels.choice import TRITON
+from stratakv.engine.worker.runtime.placement import KERNELS, Placement
+from stratakv.kernels.kernel_choice import TRITON
 
 from ...kernels import interpreter, launch_guard, quick_interpreter
 from .recording_runtime import RecordingRuntime

@@ -13,12 +13,12 @@ import torch
 
 from stratakv.engine.cache.group_spec import plan_groups
 from stratakv.engine.models.layer_attention import chunk, full, window
-from stratakv.engine.models.spec import load_model_spec
+from stratakv.engine.models.model_spec import load_model_spec
 from stratakv.engine.worker.block_table import BlockTable
 from stratakv.engine.worker.forward.forward import StepInputs, step_order
 from stratakv.engine.worker.forward.grouped_attention import LayerViews, View
 from stratakv.engine.worker.model_runner import ModelRunner
-from stratakv.engine.worker.runtime.device_config import KERNELS, Placement
+from stratakv.engine.worker.runtime.placement import KERNELS, Placement
 from stratakv.tiers.block import BlockLayout
 
 from ...tiny_models import make_model, reference_logits

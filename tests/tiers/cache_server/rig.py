@@ -48,7 +48,7 @@ from stratakv.tiers.contract import payload_of
 from stratakv.tiers.tag import Proof, Tagger
 from stratakv.tiers.wire.frames import State
 from stratakv.tiers.wire.limits import PIECE_BYTES
-from stratakv.tiers.wire.messages import header_message, layout_message
+from stratakv.tiers.wire.protobuf_messages import header_message, layout_message
 from stratakv.tiers.wire.raw_messages import Piece
 from stratakv.tiers.wire.rpc import Stub, make_channel
 

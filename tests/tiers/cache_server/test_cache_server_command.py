@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2
 from stratakv.engine.cli.main import main
 from stratakv.tiers.contract import make_keys, payload_of
 from stratakv.tiers.mac_key import MacKey
-from stratakv.tiers.ssd.check import check_store
+from stratakv.tiers.ssd.store_check import check_store
 from stratakv.tiers.wire.frames import State
 from stratakv.tiers.wire.raw_messages import Piece
 

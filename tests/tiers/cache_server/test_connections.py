@@ -39,7 +39,7 @@ from stratakv.tiers.wire.frames import (
     pack_keys,
 )
 from stratakv.tiers.wire.limits import Limits
-from stratakv.tiers.wire.messages import header_message
+from stratakv.tiers.wire.protobuf_messages import header_message
 from stratakv.tiers.wire.raw_messages import Piece
 from stratakv.tiers.wire.sockets import ConnectionLost
 

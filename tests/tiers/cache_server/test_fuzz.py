@@ -33,7 +33,7 @@ from stratakv.tiers.wire.frames import (
     encode_request,
     pack_keys,
 )
-from stratakv.tiers.wire.messages import layout_message
+from stratakv.tiers.wire.protobuf_messages import layout_message
 from stratakv.tiers.wire.raw_messages import encode_piece
 from stratakv.tiers.wire.rpc import METHODS, Method
 

@@ -18,7 +18,7 @@ from stratakv.tiers.cache_server import key_salt
 from stratakv.tiers.cache_server.key_salt import KeySalt
 from stratakv.tiers.cache_server.secret_file import SECRET_BYTES
 from stratakv.tiers.contract import make_keys
-from stratakv.tiers.native import library as native
+from stratakv.tiers.native import native_library as native
 from stratakv.tiers.native import openssl
 
 SECRET = bytes(range(32))

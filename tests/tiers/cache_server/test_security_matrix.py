@@ -23,7 +23,7 @@ from stratakv.tiers.cache_server.access.tenants import Tenant
 from stratakv.tiers.cache_server.access.tls import TlsFiles
 from stratakv.tiers.contract import make_keys, payload_of
 from stratakv.tiers.wire.frames import State
-from stratakv.tiers.wire.messages import layout_message
+from stratakv.tiers.wire.protobuf_messages import layout_message
 from stratakv.tiers.wire.rpc import METHODS, Method, Stub
 
 from .rig import (

@@ -18,7 +18,7 @@ from stratakv.tiers.contract import make_buffers, make_keys, payload_of
 from stratakv.tiers.remote.transports.stream_client import StreamConnection
 from stratakv.tiers.wire.frames import State
 from stratakv.tiers.wire.limits import PIECE_BYTES, Limits
-from stratakv.tiers.wire.messages import header_message
+from stratakv.tiers.wire.protobuf_messages import header_message
 from stratakv.tiers.wire.raw_messages import Piece
 from stratakv.tiers.wire.rpc import Stub
 

@@ -23,7 +23,7 @@ from stratakv.tiers.contract import make_keys, payload_of
 from stratakv.tiers.errors import TierClosed, TierConfigError, TierDown
 from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.ssd import SsdStore
-from stratakv.tiers.ssd.check import check_store
+from stratakv.tiers.ssd.store_check import check_store
 from stratakv.tiers.tier_settings import SsdSettings
 from stratakv.tiers.wire.frames import State
 from stratakv.tiers.wire.limits import Limits

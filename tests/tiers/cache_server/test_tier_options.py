@@ -16,8 +16,8 @@ from stratakv.tiers.cache_server.tenant_store import TenantStore
 from stratakv.tiers.contract import make_keys
 from stratakv.tiers.contract import payload_of as noise_of
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.ssd.check import check_store
 from stratakv.tiers.ssd.index.index_file import IndexFile, Row
+from stratakv.tiers.ssd.store_check import check_store
 from stratakv.tiers.ssd.watched import WatchedStore
 from stratakv.tiers.tier_settings import SERVER_SSD, CpuSettings
 from stratakv.tiers.wire.frames import State

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratakv.tiers.block import DTYPE_BYTES, BlockLayout
-from stratakv.tiers.codecs.choice import make_codec, readable_codecs
+from stratakv.tiers.codecs.known_codecs import make_codec, readable_codecs
 from stratakv.tiers.codecs.lossless import STRETCH_BYTES, LosslessCodec
 from stratakv.tiers.errors import TierConfigError
 

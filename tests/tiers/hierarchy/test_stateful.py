@@ -37,7 +37,7 @@ from stratakv.tiers.hierarchy.hierarchy import Hierarchy, StoreTicket
 from stratakv.tiers.hierarchy.promotions import LoadTicket
 from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.ssd import SsdStore
-from stratakv.tiers.ssd.check import check_store
+from stratakv.tiers.ssd.store_check import check_store
 from stratakv.tiers.testing.fault_plan import FaultPlan, parse_faults
 from stratakv.tiers.testing.faulty_store import FaultyStore
 

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.policies.adaptive import MIN_GONE, AdaptivePolicy
 from stratakv.tiers.policies.base import EvictionPolicy
-from stratakv.tiers.policies.choice import DEFAULT_POLICY, POLICIES, policy_factory
+from stratakv.tiers.policies.known_policies import DEFAULT_POLICY, POLICIES, policy_factory
 
 CAPACITY = 12
 

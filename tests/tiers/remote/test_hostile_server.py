@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from stratakv.tiers.contract import make_buffers, make_keys, payload_of
-from stratakv.tiers.native import library
+from stratakv.tiers.native import native_library as library
 from stratakv.tiers.remote.transports.data_client import DataConnection
 from stratakv.tiers.tag import TAG_BYTES, Proof, Tagger
 from stratakv.tiers.wire.frames import REPLY, Reply, Status, Verb, Welcome, encode_reply

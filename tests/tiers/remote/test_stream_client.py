@@ -16,7 +16,7 @@ from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.contract import filled_buffers, make_buffers, make_keys, payload_of
 from stratakv.tiers.remote.transports.stream_client import StreamConnection
 from stratakv.tiers.wire.frames import State
-from stratakv.tiers.wire.messages import header_message
+from stratakv.tiers.wire.protobuf_messages import header_message
 from stratakv.tiers.wire.raw_messages import Piece, encode_piece
 from stratakv.tiers.wire.rpc import SERVICE_NAME, Stub, make_channel
 from stratakv.tiers.wire.sockets import ConnectionLost

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.ssd import SsdStore
-from stratakv.tiers.ssd.check import check_store
+from stratakv.tiers.ssd.store_check import check_store
 
 from ..blocks import ODD
 from ..store_contract import SECONDS, fetch, put

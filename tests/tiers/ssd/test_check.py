@@ -16,10 +16,10 @@ from stratakv.tiers.block import ALIGNMENT
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.record import HEADER_BYTES, RecordHeader, encode_header
 from stratakv.tiers.ssd import SsdStore
-from stratakv.tiers.ssd.check import check_store
 from stratakv.tiers.ssd.folder.reconcile import RecordFile
 from stratakv.tiers.ssd.index import index_file
 from stratakv.tiers.ssd.index.index_file import IndexFile, Row
+from stratakv.tiers.ssd.store_check import check_store
 
 from ..blocks import ODD, SMALL, make_keys, payload_of
 from ..store_contract import SECONDS, fetch, put
@@ -264,7 +264,7 @@ def test_an_index_of_another_store_is_named(path: Path, tmp_path: Path) -> None:
 def test_another_format_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the identity file says it, or only the index is left to say it."""
     ours = index_file.FORMAT_VERSION
-    monkeypatch.setattr("stratakv.tiers.ssd.check.FORMAT_VERSION", ours + 1)
+    monkeypatch.setattr("stratakv.tiers.ssd.store_check.FORMAT_VERSION", ours + 1)
     for _ in range(2):
         refusal = f"has format {ours} and this version checks format {ours + 1}; use"
         with pytest.raises(TierConfigError, match=refusal):

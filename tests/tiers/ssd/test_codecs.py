@@ -18,9 +18,9 @@ from stratakv.tiers.codecs.lossless import LosslessCodec
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.record import HEADER_BYTES, Defect, RecordHeader, encode_header
 from stratakv.tiers.ssd import SsdStore
-from stratakv.tiers.ssd.check import check_store
 from stratakv.tiers.ssd.disk.slot_file import SlotFile
 from stratakv.tiers.ssd.index.index_file import IndexFile, Row
+from stratakv.tiers.ssd.store_check import check_store
 
 from ..blocks import make_buffers, make_keys
 from ..store_contract import SECONDS

@@ -23,10 +23,10 @@ from stratakv.tiers.base import Answer
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.record import Defect
 from stratakv.tiers.ssd import SsdStore
-from stratakv.tiers.ssd.check import check_store
 from stratakv.tiers.ssd.folder import guard, scan
-from stratakv.tiers.ssd.folder.opening import SET_ASIDE
+from stratakv.tiers.ssd.folder.open_store import SET_ASIDE
 from stratakv.tiers.ssd.index.index_file import IndexDamaged, IndexFile
+from stratakv.tiers.ssd.store_check import check_store
 
 from ..blocks import SMALL, make_keys
 from ..store_contract import SECONDS, fetch, put

@@ -17,12 +17,13 @@ import pytest
 from stratakv.tiers.base import Answer
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.ssd import SsdStore
-from stratakv.tiers.ssd.check import check_store
-from stratakv.tiers.ssd.folder import opening, other_formats
+from stratakv.tiers.ssd.folder import open_store as opening
+from stratakv.tiers.ssd.folder import other_formats
 from stratakv.tiers.ssd.folder.directory import StoreDirectory
-from stratakv.tiers.ssd.folder.identity import read_note
+from stratakv.tiers.ssd.folder.identity_note import read_note
 from stratakv.tiers.ssd.folder.inventory import look_at, remove
 from stratakv.tiers.ssd.index.index_file import FORMAT_VERSION
+from stratakv.tiers.ssd.store_check import check_store
 
 from ..blocks import make_buffers
 from ..store_contract import SECONDS

@@ -12,8 +12,8 @@ import pytest
 
 from stratakv.tiers.base import Answer
 from stratakv.tiers.errors import TierConfigError
-from stratakv.tiers.policies.choice import DEFAULT_SSD_POLICY, POLICIES, policy_factory
-from stratakv.tiers.ssd.folder import opening
+from stratakv.tiers.policies.known_policies import DEFAULT_SSD_POLICY, POLICIES, policy_factory
+from stratakv.tiers.ssd.folder import open_store as opening
 from stratakv.tiers.ssd.index.index_file import Row
 from stratakv.tiers.ssd.index.slot_index import Entry, SlotIndex
 from stratakv.tiers.ssd.store import SsdStore

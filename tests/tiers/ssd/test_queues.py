@@ -15,11 +15,11 @@ from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.block import ALIGNMENT
 from stratakv.tiers.errors import TierBusy, TierClosed
 from stratakv.tiers.ssd import SsdStore, writer
-from stratakv.tiers.ssd.check import check_store
 from stratakv.tiers.ssd.disk.slot_file import SlotFile
 from stratakv.tiers.ssd.index.index_file import IndexFile
 from stratakv.tiers.ssd.record_writer import WriteQueue
 from stratakv.tiers.ssd.state import Job
+from stratakv.tiers.ssd.store_check import check_store
 
 from ..blocks import SMALL, filled_buffers, make_buffers, make_keys, payload_of
 from ..store_contract import SECONDS, fetch, put, wait_until

@@ -23,7 +23,7 @@ from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.ssd.disk.slot_file import SlotFile
 from stratakv.tiers.ssd.disk.space import plan_slots
 from stratakv.tiers.ssd.folder import guard
-from stratakv.tiers.ssd.folder.identity import read_note
+from stratakv.tiers.ssd.folder.identity_note import read_note
 from stratakv.tiers.ssd.index.index_file import IndexFile, Row
 from stratakv.tiers.ssd.index.slot_index import SlotIndex
 from stratakv.tiers.ssd.index.slot_sets import FreeSlots, SlotList

@@ -21,9 +21,9 @@ from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.record import HEADER_BYTES, Defect, RecordHeader, decode_header, encode_header
 from stratakv.tiers.ssd import SsdStore
-from stratakv.tiers.ssd.check import check_store
-from stratakv.tiers.ssd.folder.identity import FullNamespace, read_note, unpack
+from stratakv.tiers.ssd.folder.identity_note import FullNamespace, read_note, unpack
 from stratakv.tiers.ssd.index.index_file import IndexFile, Row
+from stratakv.tiers.ssd.store_check import check_store
 
 from .. import store_contract
 from ..blocks import ODD, SMALL, make_buffers, make_keys, payload_of

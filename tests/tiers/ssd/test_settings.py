@@ -20,10 +20,10 @@ from stratakv.tiers.base import Answer
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.settings.sizes import show_size
 from stratakv.tiers.ssd import SsdStore
-from stratakv.tiers.ssd.check import check_store
 from stratakv.tiers.ssd.folder.directory import LEFT_BEHIND_SECONDS, StoreDirectory
-from stratakv.tiers.ssd.folder.identity import read_note, write_note
+from stratakv.tiers.ssd.folder.identity_note import read_note, write_note
 from stratakv.tiers.ssd.index.index_file import FORMAT_VERSION
+from stratakv.tiers.ssd.store_check import check_store
 
 from ...open_files import open_paths
 from ..blocks import ODD, SMALL, make_keys
@@ -134,7 +134,7 @@ def test_a_small_loss_of_slots_rewrites_no_index(
     store = open_store(slots=40)
     put(store, keys)
     store.close(SECONDS)
-    monkeypatch.setattr("stratakv.tiers.ssd.folder.opening.rebuild", None)
+    monkeypatch.setattr("stratakv.tiers.ssd.folder.open_store.rebuild", None)
     store = open_store(slots=38)
     assert store.lookup(keys).count(Answer.HIT) == 38
 
@@ -198,7 +198,7 @@ def test_another_layout_or_namespace_is_refused(
     with pytest.raises(TierConfigError, match=r"namespace 0102\), .* has no namespace;"):
         open_store()
     with monkeypatch.context() as patch:  # in another format as well
-        patch.setattr("stratakv.tiers.ssd.folder.opening.FORMAT_VERSION", FORMAT_VERSION + 1)
+        patch.setattr("stratakv.tiers.ssd.folder.open_store.FORMAT_VERSION", FORMAT_VERSION + 1)
         with pytest.raises(TierConfigError, match=r"namespace 0102\), .* has no namespace;"):
             open_store()
     # Nothing was changed by the refusals.
@@ -220,8 +220,8 @@ def test_a_store_of_another_format_starts_empty(
     if not has_note:
         (tmp_path / "ssd" / "identity").unlink()
     with monkeypatch.context() as patch:
-        patch.setattr("stratakv.tiers.ssd.folder.opening.FORMAT_VERSION", FORMAT_VERSION + 1)
-        patch.setattr("stratakv.tiers.ssd.check.FORMAT_VERSION", FORMAT_VERSION + 1)
+        patch.setattr("stratakv.tiers.ssd.folder.open_store.FORMAT_VERSION", FORMAT_VERSION + 1)
+        patch.setattr("stratakv.tiers.ssd.store_check.FORMAT_VERSION", FORMAT_VERSION + 1)
         store = open_store()
         assert store.lookup(keys) == [Answer.MISS] * 3
         assert store.stats().errors == {"other_format": 1}

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from stratakv.tiers.base import Answer
-from stratakv.tiers.codecs.choice import make_codec
-from stratakv.tiers.ssd.check import check_store
+from stratakv.tiers.codecs.known_codecs import make_codec
 from stratakv.tiers.ssd.folder import shrinking
+from stratakv.tiers.ssd.store_check import check_store
 
 from ..blocks import SMALL, make_keys, payload_of
 from ..store_contract import SECONDS, fetch, put

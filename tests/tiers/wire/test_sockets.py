@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import trustme
 
-from stratakv.tiers.native import library
+from stratakv.tiers.native import native_library as library
 from stratakv.tiers.remote.transports.data_client import DataConnection
 from stratakv.tiers.wire.blocks import receive_blocks
 from stratakv.tiers.wire.sockets import Connection, ConnectionLost

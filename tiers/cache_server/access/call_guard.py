@@ -19,7 +19,7 @@ import grpc
 from ...wire.limits import Limits
 from ...wire.rpc import METHODS, wrapped
 from ...wire.status import REASON_KEY, Draining, Ending, TooMuch, ending_of
-from ..metrics import ServerMetrics
+from ..server_metrics import ServerMetrics
 from .auth import Authenticator, set_caller
 from .call_connections import CallConnections
 from .shares import Shares

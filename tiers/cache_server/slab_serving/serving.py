@@ -34,7 +34,7 @@ SILENT_SECONDS = 30.0  # it says something every few seconds, also when nothing 
 _MAX_LINE_BYTES = 64 * 1024
 _STEADY_SECONDS = 120.0  # after so long the next end counts as the first
 _END_SECONDS = 1.0  # from the end of its output to its own
-_MODULE = "stratakv.tiers.cache_server.slab_serving.process"
+_MODULE = "stratakv.tiers.cache_server.slab_serving.slab_process"
 
 
 class SlabServing:

@@ -15,7 +15,7 @@ import xxhash
 from ...tag import Proof
 from ...wire.frames import MAX_BLOCKS, State, WireError
 from ...wire.limits import PIECE_BYTES
-from ...wire.messages import read_header
+from ...wire.protobuf_messages import read_header
 from ...wire.raw_messages import Piece
 from ..leases import WriteLease
 from ..served_store import ServedStore

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from ...tag import Proof
 from ...wire.frames import State
 from ...wire.limits import PIECE_BYTES, Limits
-from ...wire.messages import header_message
+from ...wire.protobuf_messages import header_message
 from ...wire.raw_messages import Piece
 from ..leases import ReadLease
 from ..served_store import ServedStore

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...block import BlockLayout
-from ...native.library import LEAST_BYTES
+from ...native.native_library import LEAST_BYTES
 from ...tag import TAG_BYTES, Proof, Proofs
 from ...wire.blocks import receive_blocks
 from ...wire.frames import NO_PROOF, State, Verb, encode_request, pack_keys

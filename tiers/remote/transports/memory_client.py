@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ...block import BlockLayout
-from ...native.library import PART_BYTES, copy_and_digest
+from ...native.native_library import PART_BYTES, copy_and_digest
 from ...slab.shared_memory import has_fixed_size
 from ...tag import TAG_BYTES, Hashed, Proof, Proofs
 from ...wire.frames import (

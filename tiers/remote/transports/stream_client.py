@@ -18,7 +18,7 @@ from ...tag import Proof, Proofs, unpack_proof
 from ...wire.connection_tags import Tags
 from ...wire.frames import NO_PROOF, State, WireError, pack_keys
 from ...wire.limits import PIECE_BYTES
-from ...wire.messages import header_message, read_header
+from ...wire.protobuf_messages import header_message, read_header
 from ...wire.raw_messages import Piece
 from ...wire.rpc import Stub
 from ...wire.sockets import ConnectionLost

@@ -21,8 +21,8 @@ from pathlib import Path
 from ...errors import TierConfigError
 from ..index.index_file import DATA_FILE
 from . import other_formats, scan
-from .identity import NAME as IDENTITY
-from .identity import read_note
+from .identity_note import NAME as IDENTITY
+from .identity_note import read_note
 
 _MOST_DEPTH = 3  # of a store below the folder that is searched
 _FILES = (IDENTITY, f"{IDENTITY}.new", "blocks")

@@ -22,8 +22,8 @@ import stat
 from pathlib import Path
 
 from ..index.index_file import DATA_FILE, Identity, fresh_folder, sync_folder
-from .identity import NAME as IDENTITY
-from .identity import read_note
+from .identity_note import NAME as IDENTITY
+from .identity_note import read_note
 
 _BLOCKS, _INDEX = "blocks", "index"
 _NAME = re.compile(r"format-\d{1,20}(\.new)?")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the records of a slot file with the rows of its index: the parts of `ssd/check.py`.
+"""Compares the records of a slot file with the rows of its index, for `ssd/store_check.py`.
 
 `RecordFile` reads a slot file from end to end and verifies every record against its own header;
 `Reconciler` holds the rows of an index against them, both in the order of the slots. They say what

@@ -20,8 +20,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from .....tiers.settings.suggestions import did_you_mean
 from .....tiers.settings.values import MIB
-from ...errors import ApiError, ClientGone
-from ...settings import ApiSettings
+from ...api_errors import ApiError, ClientGone
+from ...api_settings import ApiSettings
 
 T = TypeVar("T", bound=msgspec.Struct)
 

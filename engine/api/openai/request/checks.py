@@ -5,12 +5,12 @@ other, or that ask for what is not built.
 
 from __future__ import annotations
 
+from ....request.core_messages import check_priority
 from ....request.logprobs import MAX_LOGPROBS
-from ....request.messages import check_priority
-from ...errors import ApiError
+from ...api_errors import ApiError
+from ...api_settings import ApiSettings
 from ...front import Front
-from ...settings import ApiSettings
-from ..messages import check_parts
+from ..message_parts import check_parts
 from .protocol import (
     NEUTRAL_IN_MESSAGES,
     NEUTRAL_VALUES,

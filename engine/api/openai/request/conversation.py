@@ -18,12 +18,12 @@ from msgspec.structs import replace
 
 from .....tiers.settings.format import format_value
 from ....text.tokenizer import Tokenizer
+from ...api_errors import ApiError
+from ...api_settings import ApiSettings
 from ...chat_template import RESERVED_VARIABLES, ChatTemplate
-from ...errors import ApiError
-from ...settings import ApiSettings
-from ..messages import text_of, thought_of
-from ..templates.probe import ABSENT, NULL, CallForm, Seen, in_parts, probe_of
+from ..message_parts import text_of, thought_of
 from ..templates.sandbox import TemplateRefused
+from ..templates.template_probe import ABSENT, NULL, CallForm, Seen, in_parts, probe_of
 from .checks import check_messages
 from .protocol import ChatMessage, MadeCall
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from ....request.sampling_params import RepetitionDetection
-from ...errors import ApiError
+from ...api_errors import ApiError
 
 # Fields that are not built, with the values (None aside) under which nothing is asked of them.
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {

@@ -20,7 +20,7 @@ from ....request.sampling_params import (
 from ....request.structured_params import StructuredOutputsParams
 from ....text.bad_words import with_spelt_bad_words
 from ....text.reasoning import with_reasoning_marks
-from ...errors import ApiError
+from ...api_errors import ApiError
 from ...front import Front
 from .protocol import SamplingFields
 from .structured import structured_outputs_of

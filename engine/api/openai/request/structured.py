@@ -14,7 +14,7 @@ import msgspec
 
 from ....json_schemas import FORMATS, ignored_formats
 from ....request.structured_params import StructuredOutputsParams
-from ...errors import ApiError
+from ...api_errors import ApiError
 from ...front import Front
 from .protocol import SamplingFields
 

@@ -24,7 +24,7 @@ from ....text.tool_calls.base import CallPiece, merged
 from ...front import Front
 from ..request.protocol import SamplingFields, StreamOptions
 from .generation import Generation, Tally, run_all
-from .handover import params_for_decode
+from .kv_transfer_params import params_for_decode
 from .replies import KvParams, TokenIds, Usage, now
 from .streaming import EventStream, Write, until_disconnect
 

@@ -18,7 +18,7 @@ import msgspec
 from starlette.requests import Request
 
 from .....tiers.settings.format import format_value
-from ....request.messages import (
+from ....request.core_messages import (
     INVALID_GRAMMAR,
     NO_EXTRAS,
     OVERLOADED,
@@ -31,10 +31,10 @@ from ....request.sampling_params import SamplingParams, child_params
 from ....text.detokenizer import Decoder
 from ....text.output_processor import TextOutput, generate_text
 from ....text.reasoning import Thoughts
-from ...errors import ENGINE, ApiError
+from ...api_errors import ENGINE, ApiError
 from ...front import Front
 from ..request.protocol import SamplingFields
-from .handover import read_params, without_routers_least
+from .kv_transfer_params import read_params, without_routers_least
 from .replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from .tools import CallReader
 

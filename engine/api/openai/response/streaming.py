@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from ...errors import ENGINE, ApiError, ClientGone, encode_error, error_response, to_api_error
+from ...api_errors import ENGINE, ApiError, ClientGone, encode_error, error_response, to_api_error
 
 T = TypeVar("T")
 Write = Callable[[bytes], Awaitable[None]]

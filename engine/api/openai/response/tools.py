@@ -26,11 +26,11 @@ from ....text.detokenizer import Decoder, HidingDecoder
 from ....text.output_processor import TextOutput
 from ....text.reasoning import ReasoningMarks
 from ....text.tool_calls.base import ToolCallParser
-from ....text.tool_calls.choice import FLAG, PARSERS
 from ....text.tool_calls.json_calls import ArgumentsParser, ListParser
-from ...errors import ApiError
+from ....text.tool_calls.tool_formats import FLAG, PARSERS
+from ...api_errors import ApiError
+from ...api_settings import ApiSettings
 from ...front import Front
-from ...settings import ApiSettings
 from ..request.protocol import ChatRequest, FunctionDefinition, ToolDefinition
 from ..request.structured import structured_outputs_of
 

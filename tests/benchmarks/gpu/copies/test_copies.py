@@ -26,8 +26,8 @@ from stratakv.benchmarks.gpu.copies.methods import (
 )
 from stratakv.benchmarks.gpu.plots import bytes_name
 from stratakv.benchmarks.gpu.section import Place, Row, SectionOver, WrongResult
-from stratakv.kernels.choice import KernelRefused
 from stratakv.kernels.copy.copy_engine import merge_neighbours
+from stratakv.kernels.kernel_choice import KernelRefused
 
 from ..copy_rehearsal import forbid_timing, is_plot, no_results, rehearsal, rehearse
 

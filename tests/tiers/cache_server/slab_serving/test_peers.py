@@ -406,7 +406,7 @@ def test_slab_without_an_index_is_not_served() -> None:
 
 def test_process_started_by_hand_says_what_it_is() -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "stratakv.tiers.cache_server.slab_serving.process"],
+        [sys.executable, "-m", "stratakv.tiers.cache_server.slab_serving.slab_process"],
         input=b"hello\n",
         capture_output=True,
         timeout=WAIT_SECONDS,

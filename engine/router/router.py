@@ -27,17 +27,17 @@ from starlette.types import Receive, Scope, Send
 
 from ...tiers.settings.values import MIB, ConfigError
 from ...tiers.wire.listen import host_in
-from ..api.errors import ApiError, ClientGone, error_response, to_api_error
+from ..api.api_errors import ApiError, ClientGone, error_response, to_api_error
+from ..api.api_settings import ApiSettings
 from ..api.http.hosts import check_host, hosts_to_check
 from ..api.openai.request.body import read_body
 from ..api.openai.response.streaming import until_disconnect
-from ..api.settings import ApiSettings
-from .metrics import CLIENT, RouterMetrics
 from .node_tls import make_node_tls
 from .nodes import Choice, LeastLoaded, Node, Nodes, Role
 from .proxy import NODE, RETRY_SECONDS, ClientRequest, Proxy
 from .relay import Reply
-from .settings import RouterConfig
+from .router_metrics import CLIENT, RouterMetrics
+from .router_settings import RouterConfig
 from .upstream import Headers, NodeRequest
 
 logger = logging.getLogger(__name__)

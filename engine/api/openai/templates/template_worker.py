@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m stratakv.engine.api.openai.templates.worker FD`: compiles and renders chat templates.
+"""`python -m stratakv.engine.api.openai.templates.template_worker FD`: compiles and renders them.
 The process that started it asks over a socket.
 
 A template can ask for a text of gigabytes or for hours of work in one call into C, where no Python

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..client.base import EngineClient, EngineDead
-from ..request.messages import AddRequest
+from ..request.core_messages import AddRequest
 from ..request.request import unpack_token_ids
 from ..request.sampling_params import child_params
 from ..text.output_processor import generate_text

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from .....tiers.processes.python_command import python_command
 from .sandbox import TemplateRefused
-from .worker import LENGTH, MEMORY
+from .template_worker import LENGTH, MEMORY
 
 MAX_IDLE = 4  # as many as work at once for one template
 # By the clock, of the time that a template may take of a processor: machines are busy.
@@ -28,7 +28,7 @@ MAX_WAIT = 10
 # To start Python, on a busy machine.
 START_SECONDS = 60.0
 _END_SECONDS = 10.0
-_MODULE = f"{__package__}.worker"
+_MODULE = f"{__package__}.template_worker"
 _MAX_BYTES_A_CHARACTER = 12  # of JSON
 _MAX_OTHER_BYTES = 1024**2
 

@@ -12,9 +12,9 @@ import torch
 
 from ..config.engine_config import DEFAULT_GPU_SHARE, EngineConfig
 from ..models.dtypes import choose_dtype
-from ..models.spec import ModelSpec
+from ..models.model_spec import ModelSpec
 from ..worker.runtime.cuda_probe import choose_gpu, probe_cuda
-from ..worker.runtime.device_config import Placement, with_index
+from ..worker.runtime.placement import Placement, with_index
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from ...block import BlockLayout
 from ...codecs.base import Codec
 from ...errors import TierConfigError, TierDown, lasting_cause
 from ...mac_key import MacKey
-from ...policies.choice import DEFAULT_SSD_POLICY, LRU, PolicyFactory, policy_factory
+from ...policies.known_policies import DEFAULT_SSD_POLICY, LRU, PolicyFactory, policy_factory
 from ..disk.slot_file import SlotFile
 from ..disk.space import SpacePlan, plan_space
 from ..index.index_file import (
@@ -40,7 +40,15 @@ from ..index.slot_index import SlotIndex
 from ..state import StoreState
 from . import guard, other_formats
 from .directory import StoreDirectory
-from .identity import Note, full_namespace, identity_of, make_note, read_note, refuse, write_note
+from .identity_note import (
+    Note,
+    full_namespace,
+    identity_of,
+    make_note,
+    read_note,
+    refuse,
+    write_note,
+)
 from .shrinking import num_slots_there, shrink
 
 log = logging.getLogger(__name__)

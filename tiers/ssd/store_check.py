@@ -29,8 +29,8 @@ from ..record import Seal
 from .disk.space import HEADER_PAGE_BYTES, SpacePlan, plan_slots
 from .folder import guard, other_formats
 from .folder.directory import StoreDirectory
-from .folder.identity import key_name, read_note, unpack
-from .folder.opening import read_identity
+from .folder.identity_note import key_name, read_note, unpack
+from .folder.open_store import read_identity
 from .folder.reconcile import (
     IDENTITY,
     INDEX,

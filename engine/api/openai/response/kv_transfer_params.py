@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
+from ....request.core_messages import NO_EXTRAS, RequestExtras
 from ....request.handover_ticket import Ticket
 from ....request.logprobs import MAX_LOGPROBS
-from ....request.messages import NO_EXTRAS, RequestExtras
 from ....request.sampling_params import SamplingParams
-from ...errors import ApiError
+from ...api_errors import ApiError
 from ..request.protocol import SamplingFields
 
 FIELD = "kv_transfer_params"

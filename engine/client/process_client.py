@@ -17,7 +17,14 @@ import zmq.asyncio
 
 from ...tiers.settings.values import ConfigError
 from ..config.engine_config import EngineConfig
-from ..request.messages import PROTOCOL_VERSION, Fatal, Ready, ToCore, encoder, from_core_decoder
+from ..request.core_messages import (
+    PROTOCOL_VERSION,
+    Fatal,
+    Ready,
+    ToCore,
+    encoder,
+    from_core_decoder,
+)
 from .base import EngineDead
 from .launcher import LaunchedCore, describe_exit
 from .message_client import SEND_SECONDS, MessageClient

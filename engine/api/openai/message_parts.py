@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ..errors import ApiError
+from ..api_errors import ApiError
 from .request.protocol import ChatMessage, ContentPart
 
 # Kinds of parts that hold text, each with the field that holds it. The first is that of chats, the

@@ -45,7 +45,7 @@ _TELL_SECONDS = 1.0
 _LOOK_SECONDS = 5.0  # between two looks at the files of token and TLS
 _MAX_QUIET_SECONDS = 2.0  # what has been told is told again: the engine gives up who is silent
 
-log = logging.getLogger("stratakv.tiers.cache_server.slab_serving.process")
+log = logging.getLogger("stratakv.tiers.cache_server.slab_serving.slab_process")
 
 
 class Start(msgspec.Struct, kw_only=True):

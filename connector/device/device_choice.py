@@ -33,7 +33,7 @@ def make_device(name: str, progress: Callable[[int, int], None] | None = None) -
     import torch
 
     from .cuda import CudaCopyDevice
-    from .cuda_runtime import TorchRuntime
+    from .cuda_copy_runtime import TorchRuntime
 
     try:
         # Without a number, which of them is current in this thread.

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ...kernels.choice import TRITON, KernelRefused
 from ...kernels.copy.copy_blocks import transfer_blocks
 from ...kernels.copy.copy_engine import (
     Batch,
@@ -24,6 +23,7 @@ from ...kernels.copy.copy_engine import (
     cuda_library,
     cuda_runtime,
 )
+from ...kernels.kernel_choice import TRITON, KernelRefused
 from .base import DeviceError
 from .cuda_api import MEMCPY_DEVICE_TO_HOST, MEMCPY_HOST_TO_DEVICE, CudaApi
 
