@@ -37,7 +37,6 @@ from .costs.rates import ReadTimes
 from .counters import OffloadCounters
 from .messages import ConnectorMetadata, CopyJob, GroupBlockIds, LoadReport, LoadState
 from .parts import Parts, whole_positions
-from .request_offload import JobIds
 
 COPY_FAULT = "a copy from the cpu tier to the KV pool failed"
 SPOILT = "dropped"  # the tiers were told to forget blocks of a load that was under way
@@ -102,7 +101,7 @@ class Loads:
         hierarchy: Hierarchy,
         block_size: int,
         counters: OffloadCounters,
-        job_ids: JobIds,
+        job_ids: Iterator[int],
         read_times: ReadTimes,
         parts: Parts,
     ) -> None:
@@ -373,7 +372,7 @@ class Loads:
                 block_ids = block_ids[len(block_ids) - len(mine) :]
                 if not mine:
                     continue
-            job = CopyJob(self._job_ids.next(), block_ids, mine, part)
+            job = CopyJob(next(self._job_ids), block_ids, mine, part)
             piece.jobs.add(job.job_id)
             self._piece_of[job.job_id] = load, piece
             meta.loads.append(job)

@@ -21,7 +21,7 @@ from .costs.economics import NONE_READ, Economics, Plan
 from .costs.rates import ReadTimes
 from .counters import OffloadCounters
 from .parts import Parts
-from .request_offload import Remembered
+from .remembered import Remembered
 
 # One look-up of a long context holds the keys of thousands of blocks, and a step asks for few
 # requests again: the first that waits, and those that were told to.

@@ -13,6 +13,7 @@ kept is the hierarchy's business.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -51,7 +52,7 @@ from .parts import Parts
 from .prefill_decode.followed_prompts import Follows
 from .prefill_decode.hand_overs import HandOvers
 from .prefill_decode.prefill_waits import PrefillWaits
-from .request_offload import JobIds, Remembered
+from .remembered import Remembered
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class OffloadScheduler(KVConnectorScheduler):
                 block_size, [None] * num_groups, ranks=[shard_rank], num_ranks=shard_count
             )
         self._parts = parts
-        job_ids = JobIds()
+        job_ids = itertools.count(1)
         self._hierarchy = hierarchy
         self._serving = serving
         self._block_size = block_size

@@ -11,14 +11,13 @@ cost more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..tiers.hierarchy.hierarchy import Hierarchy, StoreTicket
 from .counters import OffloadCounters
 from .messages import ConnectorMetadata, CopyJob, EvictedBlock
 from .page_names import GROUP_BYTES, group_of, pages_of
 from .parts import Parts
-from .request_offload import JobIds
 
 # Limit on one job ahead of need: the evicted blocks of a later step queue behind it.
 AHEAD_BYTES = 16 * 1024**2
@@ -36,7 +35,7 @@ class Outgoing:
         self,
         hierarchy: Hierarchy,
         counters: OffloadCounters,
-        job_ids: JobIds,
+        job_ids: Iterator[int],
         parts: Parts,
         *,
         copies_beside: bool = True,
@@ -147,6 +146,6 @@ class Outgoing:
         self._counters.allocation_failures += bool(ticket.num_refused)
         if not ticket.keys:
             return None
-        job = CopyJob(self._job_ids.next(), [named[key] for key in ticket.keys], ticket.slots, part)
+        job = CopyJob(next(self._job_ids), [named[key] for key in ticket.keys], ticket.slots, part)
         self._tickets[job.job_id] = ticket
         return job

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .admission import AdmissionFilter, WriteBudget, make_filter
@@ -26,7 +27,6 @@ from .reopening_store import open_or_wait
 from .slab.cpu_slab import CpuSlab
 from .ssd.disk_array import Disk, SeveralDisks
 from .ssd.store import SsdStore
-from .ssd.watched import WatchedStore
 from .tier_settings import CpuSettings, SsdSettings, TierSettings
 
 if TYPE_CHECKING:
@@ -76,22 +76,30 @@ def open_ssd(
     mac_key: MacKey | None = None,
     codecs: Mapping[str, CodecFactory] | None = None,
     require: bool = False,
+    after_opening: Callable[[Path], None] | None = None,
 ) -> StoreTier:
-    """The store on the disk, or on all disks. `codecs` are those beside the ones in `codecs/`.
-    Raises TierDown where the disk may come back; of several only where they are required, and the
-    tier goes on without those that are down until they come back."""
-    open_one = partial(_open_disk, layout, namespace=namespace, mac_key=mac_key, codecs=codecs)
+    """The store on the disk, or on all disks. `codecs` are those beside the ones in `codecs/`. The
+    tier goes on without disks that are down until they come back; raises TierDown where they are
+    required. `after_opening` is called with the folder of each store that was opened, and may raise
+    TierDown."""
+    open_one = partial(
+        _open_disk,
+        layout,
+        namespace=namespace,
+        mac_key=mac_key,
+        codecs=codecs,
+        after_opening=after_opening,
+    )
     if not ssd.paths:
         raise TierConfigError("the ssd tier needs a directory")
     if len(ssd.paths) == 1:
-        return _watched(open_one, ssd)
+        return open_or_wait("ssd", layout, partial(open_one, ssd), require=require)
     share = ssd.capacity_bytes // len(ssd.paths)
     disks: list[Disk] = []
     try:
         for path in ssd.paths:
-            opener = partial(_watched, open_one, replace(ssd, path=path, capacity_bytes=share))
-            name = f"ssd in {path}"
-            store = opener() if require else open_or_wait(name, layout, opener)
+            opener = partial(open_one, replace(ssd, path=path, capacity_bytes=share))
+            store = open_or_wait(f"ssd in {path}", layout, opener, require=require)
             disks.append(Disk(os.path.realpath(path), store))
     except BaseException:
         close_stores([disk.store for disk in disks])
@@ -99,21 +107,18 @@ def open_ssd(
     return SeveralDisks(disks, layout)
 
 
-def _watched(open_one: Callable[..., SsdStore], ssd: SsdSettings) -> WatchedStore:
-    return WatchedStore(lambda create: open_one(ssd, create=create), str(ssd.path))
-
-
 def _open_disk(
     layout: BlockLayout,
     ssd: SsdSettings,
-    *,
     create: bool,
+    *,
     namespace: bytes,
     mac_key: MacKey | None,
     codecs: Mapping[str, CodecFactory] | None,
+    after_opening: Callable[[Path], None] | None,
 ) -> SsdStore:
     assert ssd.path is not None
-    return SsdStore(
+    store = SsdStore(
         ssd.path,
         layout,
         ssd.capacity_bytes,
@@ -126,6 +131,13 @@ def _open_disk(
         queue_bytes=max(QUEUE_BYTES, 4 * layout.slot_bytes),
         create=create,
     )
+    try:
+        if after_opening is not None:
+            after_opening(store.path)
+    except TierDown:
+        store.close(0.0)
+        raise
+    return store
 
 
 def open_stores(
@@ -138,30 +150,27 @@ def open_stores(
     """The stores below an engine's slab, the fastest first. One that is down is waited for behind
     the scenes, unless the settings require it: then TierDown says which. Nothing stays open after
     an error."""
-    openers: list[tuple[str, Callable[[], StoreTier]]] = []
-    if settings.ssd is not None:
-        file = settings.ssd.mac_key_file
-        key = None
-        if file is not None:
-            for path in settings.ssd.paths:
-                key = read_mac_key(file, "--kv-offload-ssd-mac-key-file", path)
-        ssd = partial(
-            open_ssd,
-            layout,
-            settings.ssd,
-            namespace=namespace,
-            mac_key=key,
-            codecs=codecs,
-            require=settings.require,
-        )
-        openers.append(("ssd", ssd))
-    for name in settings.others:
-        options = settings.other_options.get(name, {})
-        openers.append((name, partial(open_tier, TierRequest(name, layout, namespace, options))))
+    require = settings.require
     stores: list[StoreTier] = []
     try:
-        for name, opener in openers:
-            stores.append(opener() if settings.require else open_or_wait(name, layout, opener))
+        if settings.ssd is not None:
+            key, file = None, settings.ssd.mac_key_file
+            if file is not None:
+                for path in settings.ssd.paths:
+                    key = read_mac_key(file, "--kv-offload-ssd-mac-key-file", path)
+            ssd = open_ssd(
+                layout,
+                settings.ssd,
+                namespace=namespace,
+                mac_key=key,
+                codecs=codecs,
+                require=require,
+            )
+            stores.append(ssd)
+        for name in settings.others:
+            request = TierRequest(name, layout, namespace, settings.other_options.get(name, {}))
+            opener = partial(_open_other, request)
+            stores.append(open_or_wait(name, layout, opener, require=require))
         if settings.peers:
             stores.append(_open_peers(layout, settings, namespace))
         if settings.addresses:
@@ -170,6 +179,10 @@ def open_stores(
         close_stores(stores)
         raise
     return stores
+
+
+def _open_other(request: TierRequest, create: bool) -> StoreTier:
+    return open_tier(request)
 
 
 def close_stores(stores: list[StoreTier]) -> None:

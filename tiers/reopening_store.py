@@ -1,8 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store that was down when it was to be opened: empty until it can be, then what it is.
+"""ReopeningStore: a store that may be down at the start, and whose disk may go and come back.
 
-A thread tries again, at once at first and then ever more rarely. Until then every look-up is a miss
-and every block is refused, which costs nobody anything.
+    down ──it can be opened──► in use ──the disk is gone, or the folder──► closed ──► down
+
+While it is down every look-up is a miss and every block is refused. A thread tries to open it, soon
+at first and then ever more rarely. Only a store that lies there is opened again, never a new one
+made: the folder where a disk was mounted is on another disk once it is not.
+
+A file that is open on a disk that went will never work again, also when the disk is back at its
+place, and what is written to files that were removed is lost. So the thread looks whether the files
+of a `DiskStore` are still at their path, and once faults have been met whether they can be read;
+where not it closes the store.
+
+A disk that hangs may keep a thread of the store for longer than `close` waits, and the store keeps
+its files and its lock so long. They are closed as soon as the thread is back: until then the store
+could not be opened again, by us least of all.
 """
 
 from __future__ import annotations
@@ -10,94 +22,95 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TypeVar
 
-from .base import (
-    NO_CONTEXT,
-    Answer,
-    ReadSample,
-    RequestContext,
-    Stored,
-    StoreTier,
-    TierStats,
-    load_for,
-    prefetch_lookup_for,
-)
+from .base import NO_CONTEXT, Answer, RequestContext, Stored, StoreTier, TierStats, load_for
 from .block import BlockLayout
-from .errors import TierDown, TierError
+from .errors import TierClosed, TierConfigError, TierDown, TierError
+from .forwarding_store import ForwardingStore
 from .tag import Proof, Proofs
 
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
-DOWN = "down"  # the key in `TierStats.errors`: times it could not be opened
+LOOK_SECONDS = 1.0
+# Keys in `TierStats.errors`: times that it could not be opened, and that the disk was gone.
+DOWN, GONE = "down", "disk gone"
 # Blocks that are to be forgotten once it opens; with more, everything is.
 MOST_DROPPED = 65536
+_CLOSE_SECONDS = 2.0  # for a store whose disk is gone: nothing of it can be written
+_GAUGES = ("capacity_bytes", "used_bytes", "capacity_blocks", "blocks", "pinned_blocks",
+           "reserved_blocks")  # fmt: skip
 
 _T = TypeVar("_T")
 
 
-def open_or_wait(name: str, layout: BlockLayout, open_it: Callable[[], StoreTier]) -> StoreTier:
-    """The store; where it is down, one that becomes it. Raises what `open_it` raises beside
-    TierDown."""
+def open_or_wait(
+    name: str, layout: BlockLayout, open_it: Callable[[bool], StoreTier], *, require: bool = False
+) -> StoreTier:
+    """The store, reopened where its disk goes; where it is down, one that becomes it.
+    `open_it(create)` opens it, with `create` false only where there is one. Raises what `open_it`
+    raises, and TierDown only where the store is required."""
+    store: StoreTier | None = None
     try:
-        return open_it()
+        store = open_it(True)
     except TierDown as error:
+        if require:
+            raise
         log.warning("serving without the %s tier until it can be opened: %s", name, error)
-        return StandbyStore(name, layout, open_it)
+    if store is None or isinstance(store, DiskStore):
+        return ReopeningStore(name, layout, open_it, store)
+    return store
 
 
-class StandbyStore(StoreTier):
-    """`open_it` raises TierDown while the store cannot be opened, and is called by a thread of
-    this one. What else it raises is the end of trying. Thread-safe."""
+class ReopeningStore(ForwardingStore):
+    """`opened` is the store where it is open already. `open_it` raises TierDown while it cannot be
+    opened; what else it raises at the first opening is the end of trying. Thread-safe. The seconds
+    are for tests."""
 
     def __init__(
         self,
         name: str,
         layout: BlockLayout,
-        open_it: Callable[[], StoreTier],
+        open_it: Callable[[bool], StoreTier],
+        opened: StoreTier | None = None,
         *,
+        look_seconds: float = LOOK_SECONDS,
         first_pause_seconds: float = FIRST_PAUSE_SECONDS,
         longest_pause_seconds: float = LONGEST_PAUSE_SECONDS,
     ) -> None:
-        self.name = name
-        self.layout = layout
+        self._empty = EmptyStore(name, layout)
+        super().__init__(opened.name if opened else name, layout, opened or self._empty)
+        self._shown_name = name
         self._open_it = open_it
-        self._first_pause = first_pause_seconds
-        self._longest_pause = longest_pause_seconds
-        self._lock = threading.Lock()  # guards what follows
-        self._store: StoreTier | None = None
-        self._times_down = 1
+        self._look_seconds = look_seconds
+        self._first_pause, self._longest_pause = first_pause_seconds, longest_pause_seconds
+        self._pause = first_pause_seconds
+        self._next_try = time.monotonic() + first_pause_seconds
+        self._was_open = opened is not None
+        self._is_over = opened is not None and not isinstance(opened, DiskStore)
+        self._times_down = int(opened is None)
+        self._past = TierStats()  # counters of stores whose disk went
+        self._hanging: list[DiskStore] = []  # the thread's own
+        self._lock = threading.Lock()  # guards what follows, and `inner`
         self._is_cleared = False  # what it held before is forgotten
         self._dropped: set[bytes] = set()  # so are these
+        self._is_closed = False
         self._closing = threading.Event()
         self._thread = threading.Thread(
-            target=self._run, name=f"stratakv-standby-{name}", daemon=True
+            target=self._run, name=f"stratakv-reopen-{name}", daemon=True
         )
         self._thread.start()
 
     @property
     def opened(self) -> StoreTier | None:
-        """The store, once it is open."""
-        return self._store
-
-    @property
-    def is_up(self) -> bool:
-        return self._store is not None and self._store.is_up
-
-    @property
-    def learns(self) -> bool:
-        return self._store is not None and self._store.learns
-
-    def observe(self, chain: Sequence[bytes], now: float) -> None:
-        if self._store is not None:
-            self._store.observe(chain, now)
-
-    def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
-        store = self._store
-        return [Answer.MISS] * len(keys) if store is None else store.lookup(keys)
+        """The store that is open at present."""
+        inner = self.inner
+        return None if inner is self._empty else inner
 
     def load(
         self,
@@ -105,11 +118,7 @@ class StandbyStore(StoreTier):
         buffers: Sequence[memoryview],
         context: RequestContext = NO_CONTEXT,
     ) -> Future[list[Proof | None]]:
-        store = self._store
-        if store is None:
-            nothing: list[Proof | None] = [None] * len(keys)
-            return _done(nothing)
-        return load_for(store, keys, buffers, context)
+        return self._ask(lambda: load_for(self.inner, keys, buffers, context))
 
     def store(
         self,
@@ -117,101 +126,216 @@ class StandbyStore(StoreTier):
         buffers: Sequence[memoryview],
         proofs: Proofs | None = None,
     ) -> Future[list[Stored]]:
-        """See StoreTier. While it is down blocks are refused, not queued."""
-        store = self._store
-        if store is None:
-            return _done([Stored.REFUSED] * len(keys))
-        return store.store(keys, buffers, proofs)
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        if self._store is not None:
-            self._store.touch(keys)
-
-    def prefetch_lookup(
-        self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT
-    ) -> Future[None] | None:
-        store = self._store
-        return None if store is None else prefetch_lookup_for(store, keys, context)
+        return self._ask(lambda: self.inner.store(keys, buffers, proofs))
 
     def lease(self, keys: Sequence[bytes], seconds: float) -> Future[list[bool]] | None:
-        return None if self._store is None else self._store.lease(keys, seconds)
-
-    def trial_read(self, seconds: float) -> ReadSample | None:
-        return None if self._store is None else self._store.trial_read(seconds)
+        return self._ask(lambda: self.inner.lease(keys, seconds))
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """See StoreTier. Includes what it will turn out to hold, of which none is known
-        now."""
+        """See StoreTier. Includes what it will turn out to hold, of which none is known now."""
         with self._lock:
-            store = self._store
-            if store is None and not self._is_cleared:
+            if self.inner is self._empty and not self._is_cleared:
                 self._dropped.update(keys)
                 if len(self._dropped) > MOST_DROPPED:
                     self._is_cleared, self._dropped = True, set()
-        return 0 if store is None else store.drop(keys)
+            return self.inner.drop(keys)
 
     def clear(self) -> None:
         """See StoreTier. Includes what it will turn out to hold."""
         with self._lock:
-            self._is_cleared = True
-            store = self._store
-        if store is not None:
-            store.clear()
+            self._is_cleared |= self.inner is self._empty
+            self.inner.clear()
 
     def wait_forgotten(self, timeout_seconds: float) -> bool:
         """See StoreTier. While it is down what it was told to forget is still there."""
-        store = self._store
-        if store is not None:
-            return store.wait_forgotten(timeout_seconds)
+        if self.inner is not self._empty:
+            return self.inner.wait_forgotten(timeout_seconds)
         return not (self._is_cleared or self._dropped)
 
     def stats(self) -> TierStats:
-        store = self._store
-        stats = TierStats() if store is None else store.stats()
-        stats.errors[DOWN] = self._times_down
+        with self._lock:
+            stats = self.inner.stats()
+            stats.add(self._past)
+        if self._times_down:
+            stats.errors[DOWN] = self._times_down
         return stats
 
     def close(self, timeout_seconds: float) -> None:
-        """See StoreTier. An opening under way that takes longer closes what it opened
-        by itself."""
+        """See StoreTier. An opening under way that takes longer closes what it opened by itself."""
         deadline = time.monotonic() + timeout_seconds
         self._closing.set()
-        self._thread.join(timeout_seconds)
         with self._lock:
-            store = self._store
-        if store is not None:
-            store.close(max(0.0, deadline - time.monotonic()))
+            self._is_closed = True
+            inner = self.inner
+        inner.close(timeout_seconds)
+        self._thread.join(max(0.0, deadline - time.monotonic()) + 0.1)
+
+    def _ask(self, call: Callable[[], _T]) -> _T:
+        """Ask the store, and the one that has just taken its place where it was closed for that."""
+        asked = self.inner
+        try:
+            return call()
+        except TierClosed:
+            if self._is_closed or asked is self.inner:
+                raise
+        return call()
 
     def _run(self) -> None:
-        pause = self._first_pause
-        while not self._closing.wait(pause):
-            pause = min(2 * pause, self._longest_pause)
+        while not self._closing.wait(self._pause_seconds()):
             try:
-                store = self._open_it()
-            except TierDown as error:
-                self._times_down += 1
-                log.debug("the %s tier is still down: %s", self.name, error)
-            except TierError as error:
-                log.error("the %s tier stays closed: %s", self.name, error)
+                self._end_hanging()
+                store = self.opened
+                if store is None:
+                    self._open_when_due()
+                elif isinstance(store, DiskStore) and store.has_lost_disk():
+                    self._give_up(store)
+            except Exception:  # the next look may do better
+                log.exception("the %s tier could not be looked after", self._shown_name)
+            if self._is_over and not self._hanging:
                 return
-            except Exception:
-                log.exception("the %s tier stays closed, since it could not be opened", self.name)
-                return
-            else:
-                self._take_over(store)
-                return
+
+    def _pause_seconds(self) -> float:
+        if self.opened is not None or self._is_over:
+            return self._look_seconds
+        seconds = max(0.0, self._next_try - time.monotonic())
+        return min(seconds, self._look_seconds) if self._hanging else seconds
+
+    def _open_when_due(self) -> None:
+        if self._is_over or time.monotonic() < self._next_try:
+            return
+        self._pause = min(2 * self._pause, self._longest_pause)
+        self._next_try = time.monotonic() + self._pause
+        try:
+            store = self._open()
+        except TierDown as error:
+            self._times_down += 1
+            log.debug("the %s tier is still down: %s", self._shown_name, error)
+        except TierError as error:
+            self._is_over = True
+            log.error("the %s tier stays closed: %s", self._shown_name, error)
+        except Exception:
+            self._is_over = True
+            log.exception("the %s tier stays closed: it could not be opened", self._shown_name)
+        else:
+            self._is_over = not isinstance(store, DiskStore)  # nothing is left to look at
+            self._take_over(store)
+
+    def _open(self) -> StoreTier:
+        if not self._was_open:
+            return self._open_it(True)
+        try:
+            return self._open_it(False)
+        except TierDown:
+            raise
+        except TierConfigError as error:  # an empty mount point, or another disk: until it is back
+            raise TierDown(str(error)) from error
 
     def _take_over(self, store: StoreTier) -> None:
         with self._lock:
-            if not self._closing.is_set():
+            if not self._is_closed:
                 if self._is_cleared:
                     store.clear()
                 store.drop(sorted(self._dropped))
-                self._dropped = set()
-                self._store = store
-                log.info("the %s tier is open and in use", self.name)
+                self._is_cleared, self._dropped = False, set()
+                self._was_open = True
+                self.inner = store
+                log.info("the %s tier is open and in use", self._shown_name)
                 return
         store.close(0.0)
+
+    def _give_up(self, store: DiskStore) -> None:
+        log.error(
+            "the disk of the SSD tier in %s is gone; the tier goes on without it, and takes it in "
+            "again when it is back", store.path,
+        )  # fmt: skip
+        if not store.path.is_dir():
+            log.error(
+                "nothing is at %s; where the directory was removed for good, a restart makes a new "
+                "one", store.path,
+            )  # fmt: skip
+        with self._lock:
+            if self._is_closed:
+                return
+            keys, self._is_cleared = store.not_yet_forgotten()
+            self._dropped = set(keys)
+            self.inner = self._empty
+            self._times_down += 1
+            past = store.stats()
+            for name in _GAUGES:
+                setattr(past, name, 0)
+            past.errors[GONE] = past.errors.get(GONE, 0) + 1
+            self._past.add(past)
+        self._pause = self._first_pause
+        self._next_try = time.monotonic() + self._pause
+        self._hanging.append(store)
+        store.close(_CLOSE_SECONDS)
+        self._end_hanging()
+
+    def _end_hanging(self) -> None:
+        """Close those stores of which no thread is with the disk any more."""
+        for store in self._hanging:
+            store.close(0.0)
+        self._hanging = [store for store in self._hanging if store.has_open_files]
+
+
+class DiskStore(StoreTier):
+    """A store in files whose disk may go while it is open."""
+
+    path: Path
+
+    @abstractmethod
+    def has_lost_disk(self) -> bool:
+        """Whether the disk is gone for this store. Waits for the disk. For one thread."""
+
+    @abstractmethod
+    def not_yet_forgotten(self) -> tuple[list[bytes], bool]:
+        """Keys that were dropped and may still be on the disk, and whether everything is to be
+        forgotten."""
+
+    @property
+    @abstractmethod
+    def has_open_files(self) -> bool:
+        """Whether its files are open, and its folder locked: as long as it is not closed, or the
+        disk holds one of its threads."""
+
+
+class EmptyStore(StoreTier):
+    """Has nothing and takes nothing: a store that is down."""
+
+    is_up = False
+
+    def __init__(self, name: str, layout: BlockLayout) -> None:
+        self.name = name
+        self.layout = layout
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
+        return [Answer.MISS] * len(keys)
+
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Future[list[Proof | None]]:
+        nothing: list[Proof | None] = [None] * len(keys)
+        return _done(nothing)
+
+    def store(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs | None = None,
+    ) -> Future[list[Stored]]:
+        return _done([Stored.REFUSED] * len(keys))
+
+    def drop(self, keys: Sequence[bytes]) -> int:
+        return 0
+
+    def clear(self) -> None:
+        pass
+
+    def stats(self) -> TierStats:
+        return TierStats()
+
+    def close(self, timeout_seconds: float) -> None:
+        pass
 
 
 def _done(result: list[_T]) -> Future[list[_T]]:

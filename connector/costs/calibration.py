@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from ...tiers.hierarchy.hierarchy import Hierarchy
 from ..base import TierEstimates
 from ..copy_signal import CopySignal
 from ..messages import ConnectorMetadata, ConnectorWorkerOutput, CopyJob
-from ..request_offload import JobIds
 from .economics import Economics
 
 log = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ class Calibration(TierEstimates):
     """
 
     def __init__(
-        self, economics: Economics, hierarchy: Hierarchy, signal: CopySignal, job_ids: JobIds
+        self, economics: Economics, hierarchy: Hierarchy, signal: CopySignal, job_ids: Iterator[int]
     ) -> None:
         self._economics = economics
         self._links = economics.links
@@ -79,7 +78,7 @@ class Calibration(TierEstimates):
         return 1
 
     def _read_stores(self, seconds: float) -> None:
-        """Have each store read for its part of the time, one after the other."""
+        """Measure each store for its part of the time, one after the other."""
         stores = self._hierarchy.stores
         for store in stores:
             try:
@@ -98,7 +97,7 @@ class Calibration(TierEstimates):
         places = range(start, start + num_blocks)
         self._num_copies += 1
         return CopyJob(
-            self._job_ids.next(),
+            next(self._job_ids),
             [block_ids[place % len(block_ids)] for place in places],
             # Backwards: blocks of a request are seldom neighbours on both sides.
             [place % num_slots for place in reversed(places)],

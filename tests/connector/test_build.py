@@ -170,7 +170,7 @@ def test_a_queued_prompt_reaches_the_policy_of_the_disk(tmp_path: Path, policy: 
     names = digests(3)
     scheduler.request_queued(FakeRequest("r", names))
     assert store.learns == scheduler._hierarchy.learns == (policy == "adaptive")
-    chosen = store._inner.opened._state.index._policy  # type: ignore[attr-defined]
+    chosen = store.inner.opened._state.index._policy  # type: ignore[attr-defined]
     if policy == "lru":
         assert chosen is None
     else:

@@ -20,7 +20,7 @@ from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.remote.membership import ServerAddress
 from stratakv.tiers.remote.remote_settings import RemoteSettings
 from stratakv.tiers.remote.remote_store import RemoteStore, open_remote
-from stratakv.tiers.reopening_store import StandbyStore
+from stratakv.tiers.reopening_store import ReopeningStore
 from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.index.slot_index import Entry, SlotIndex
@@ -226,12 +226,12 @@ def test_forgetting_blocks_of_a_store_that_is_down(tmp_path: Path) -> None:
     disk.close(WAIT_SECONDS)
     is_mounted = False
 
-    def open_it() -> SsdStore:
+    def open_it(create: bool) -> SsdStore:
         if not is_mounted:
             raise TierDown("nothing is mounted there")
-        return SsdStore(tmp_path, LAYOUT, 2**22)
+        return SsdStore(tmp_path, LAYOUT, 2**22, create=create)
 
-    store = StandbyStore("ssd", LAYOUT, open_it, first_pause_seconds=0.01)
+    store = ReopeningStore("ssd", LAYOUT, open_it, first_pause_seconds=0.01)
     assert store.drop(keys[:2]) == 0
     assert not store.wait_forgotten(0.0)
     is_mounted = True

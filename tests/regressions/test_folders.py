@@ -17,9 +17,9 @@ from stratakv.engine.cli.main import main
 from stratakv.tiers import registry
 from stratakv.tiers.contract import make_keys, payload_of
 from stratakv.tiers.errors import TierConfigError, TierDown
+from stratakv.tiers.reopening_store import GONE, ReopeningStore
 from stratakv.tiers.ssd.folder.inventory import look_at
 from stratakv.tiers.ssd.store import SsdStore
-from stratakv.tiers.ssd.watched import GONE, WatchedStore
 from stratakv.tiers.tier_settings import SsdSettings
 
 from ..tiers.blocks import SMALL
@@ -36,22 +36,24 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(path: Path) -> Iterator[WatchedStore]:
+def store(path: Path) -> Iterator[ReopeningStore]:
     def open_it(create: bool) -> SsdStore:
         return SsdStore(path, SMALL, 2**20, create=create)
 
-    made = WatchedStore(open_it, str(path), look_seconds=0.005, first_pause_seconds=0.005)
+    made = ReopeningStore(
+        "ssd", SMALL, open_it, open_it(True), look_seconds=0.005, first_pause_seconds=0.005
+    )
     assert all(put(made, KEYS))
     yield made
     made.close(SECONDS)
 
 
-def is_gone(store: WatchedStore) -> bool:
+def is_gone(store: ReopeningStore) -> bool:
     return store.stats().errors.get(GONE) == 1
 
 
 def test_w05_a_folder_that_was_removed(
-    store: WatchedStore, path: Path, caplog: pytest.LogCaptureFixture
+    store: ReopeningStore, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.rmtree(path)
     wait_until(lambda: is_gone(store))
@@ -65,7 +67,7 @@ def test_w05_a_folder_that_was_removed(
 
 
 @pytest.mark.parametrize("what", ["moved", "another in its place", "parent moved"])
-def test_w05_a_folder_that_comes_back(store: WatchedStore, path: Path, what: str) -> None:
+def test_w05_a_folder_that_comes_back(store: ReopeningStore, path: Path, what: str) -> None:
     place = path.parent if what == "parent moved" else path
     away = place.with_name("away")
     place.rename(away)
@@ -81,7 +83,7 @@ def test_w05_a_folder_that_comes_back(store: WatchedStore, path: Path, what: str
 
 
 @pytest.mark.parametrize("name", ["lock", "blocks", "index"])
-def test_w05_a_file_that_a_cleaner_took(store: WatchedStore, path: Path, name: str) -> None:
+def test_w05_a_file_that_a_cleaner_took(store: ReopeningStore, path: Path, name: str) -> None:
     if name == "index":
         shutil.rmtree(path / name)
     else:
@@ -96,7 +98,7 @@ def test_w05_a_file_that_a_cleaner_took(store: WatchedStore, path: Path, name: s
 
 
 def test_y13_a_look_reads_nothing_and_a_place_that_is_closed_to_us_stays(
-    store: WatchedStore, path: Path, monkeypatch: pytest.MonkeyPatch
+    store: ReopeningStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = store.opened
     assert opened is not None
@@ -176,7 +178,7 @@ def test_w07_a_tier_of_a_package_is_judged_alike(monkeypatch: pytest.MonkeyPatch
 
 
 def test_z12_what_is_used_of_what_is_reserved(
-    path: Path, store: WatchedStore, capsys: pytest.CaptureFixture[str]
+    path: Path, store: ReopeningStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store.close(SECONDS)
     entry = look_at(path)

@@ -19,10 +19,10 @@ import pytest
 from stratakv.connector.build import OffloadSettings, build_offload
 from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.errors import TierConfigError, TierDown
+from stratakv.tiers.reopening_store import ReopeningStore
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.folder import open_store as opening
 from stratakv.tiers.ssd.store_check import check_store
-from stratakv.tiers.ssd.watched import WatchedStore
 from stratakv.tiers.tier_settings import CpuSettings, SsdSettings
 from stratakv.tiers.wire.frames import State
 
@@ -277,7 +277,7 @@ def test_t07_a_room_answers_when_it_is_durable(tmp_path: Path) -> None:
         keep(tenant_store, keys[start : start + 4])
         wait_until(lambda: not tenant_store._hierarchy._write_backs.in_flight)
     [watched] = tenant_store._stores
-    assert isinstance(watched, WatchedStore)
+    assert isinstance(watched, ReopeningStore)
     store = watched.opened
     assert store is not None and store.stats().blocks
     assert tenant_store.drop(keys[:10]) == 10
@@ -298,7 +298,7 @@ def test_t07_a_reset_of_the_engine_answers_when_it_is_durable(path: Path) -> Non
     )
     scheduler, worker = build_offload(SMALL, settings, namespace=b"test")
     [watched] = scheduler._hierarchy.stores
-    assert isinstance(watched, WatchedStore)
+    assert isinstance(watched, ReopeningStore)
     store = watched.opened
     assert store is not None and all(put(store, make_keys(20)))
     last = max(row.generation for row in store._opened.index_file.rows())

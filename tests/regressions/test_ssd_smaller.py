@@ -12,12 +12,12 @@ import pytest
 
 from stratakv.tiers.base import Answer
 from stratakv.tiers.errors import TierDown
+from stratakv.tiers.reopening_store import ReopeningStore
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.disk.space import plan_slots
 from stratakv.tiers.ssd.folder import shrinking
 from stratakv.tiers.ssd.index import index_file
 from stratakv.tiers.ssd.index.index_file import IndexFile, Row
-from stratakv.tiers.ssd.watched import WatchedStore
 
 from ..tiers.blocks import SMALL, make_keys
 from ..tiers.ssd.stores import capacity_for
@@ -153,7 +153,9 @@ def test_a_disk_that_held_a_thread_is_taken_in_again(
         return store
 
     keys = make_keys(5)
-    watched = WatchedStore(open_it, "here", look_seconds=0.01, first_pause_seconds=0.01)
+    watched = ReopeningStore(
+        "ssd", SMALL, open_it, open_it(True), look_seconds=0.01, first_pause_seconds=0.01
+    )
     assert all(put(watched, keys))
     [store] = opened
     real, asked = store._reader.close, 0

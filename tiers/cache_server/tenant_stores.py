@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from ..assemble import make_admission, make_slab, open_ssd
@@ -28,7 +27,6 @@ from ..base import StoreTier
 from ..block import BlockLayout
 from ..errors import TierClosed, TierConfigError, TierDown
 from ..mac_key import MacKey
-from ..reopening_store import open_or_wait
 from ..settings.sizes import show_size
 from ..tier_settings import SERVER_SSD, CpuSettings, SsdSettings
 from ..wire.limits import Limits
@@ -292,42 +290,31 @@ class TenantStores(ServedStores):
     def _stores(self, name: str, quota: Quota, layout: BlockLayout) -> list[StoreTier]:
         if not self._ssd_paths or not quota.ssd_bytes:
             return []
-        opener = partial(self._open_store, name, quota, layout)
-        try:
-            return [opener() if self._settings.require else open_or_wait(SSD, layout, opener)]
-        except TierConfigError as error:
-            raise NoDisk(str(error)) from error
-
-    def _open_store(self, name: str, quota: Quota, layout: BlockLayout) -> StoreTier:
         # With another secret nothing in the store could be found, so it is another namespace.
         (namespace,) = KeySalt(self._settings.secret, name).stored((bytes(40),))
         folders = ",".join(str(store_folder(path, name)) for path in self._ssd_paths)
         ssd = replace(self._settings.ssd, path=Path(folders), capacity_bytes=quota.ssd_bytes)
-        store = open_ssd(
-            layout,
-            ssd,
-            namespace=namespace,
-            mac_key=self._settings.mac_key,
-            require=self._settings.require,
-        )
-        try:
-            self._note_layout(name, layout)
-        except TierDown:
-            store.close(0.0)
-            raise
-        return store
 
-    def _note_layout(self, name: str, layout: BlockLayout) -> None:
-        """On every disk that is there; raises TierDown where no disk takes it."""
-        errors: list[str] = []
-        for path in self._ssd_paths:
+        def note_layout(folder: Path) -> None:
+            path = folder.parent
             try:
                 if read_layout_note(path, name) != layout:
                     write_layout_note(path, name, layout)
             except OSError as error:
-                errors.append(f"{path} cannot be written to ({error})")
-        if len(errors) == len(self._ssd_paths):
-            raise TierDown(f"{', '.join(errors)}; make room there")
+                raise TierDown(f"{path} cannot be written to ({error}); make room there") from error
+
+        try:
+            store = open_ssd(
+                layout,
+                ssd,
+                namespace=namespace,
+                mac_key=self._settings.mac_key,
+                require=self._settings.require,
+                after_opening=note_layout,
+            )
+        except TierConfigError as error:
+            raise NoDisk(str(error)) from error
+        return [store]
 
     def _layout_on_disk(self, name: str) -> BlockLayout | None:
         """What the first disk says that knows."""

@@ -2,7 +2,7 @@
 """Keeps blocks on a local disk; never imports torch, the connector or the engine.
 
 store.py           what the hierarchy calls; look-ups
-disk_array.py      several stores as one              watched.py   one whose disk comes and goes
+disk_array.py      several stores as one
 reader.py          slots → buffers, verified          writer.py    buffers → slots → rows, in order
 index/             what is in which slot, in memory and in LMDB
 disk/              the file of slots, and the threads that read and write it

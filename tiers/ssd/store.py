@@ -15,12 +15,13 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 
-from ..base import Answer, ReadSample, Stored, StoreTier, TierStats
+from ..base import Answer, ReadSample, Stored, TierStats
 from ..block import KEY_BYTES, BlockLayout
 from ..codecs.base import Codec
 from ..errors import InvalidBlock, TierBusy, TierClosed, TierConfigError
 from ..mac_key import MacKey
 from ..policies.known_policies import DEFAULT_SSD_POLICY
+from ..reopening_store import DiskStore
 from ..tag import Proof, Proofs
 from .folder.open_store import open_store
 from .index.slot_index import LAST_GENERATION
@@ -35,7 +36,7 @@ MIB = 1024**2
 DURABILITIES = ("sync", "async")
 
 
-class SsdStore(StoreTier):
+class SsdStore(DiskStore):
     """A store in the directory `path`, at most `capacity_bytes` on the disk, index included.
 
     It survives a restart and a kill; the order of writes (`writer.py`) is made for a power cut as
@@ -99,9 +100,10 @@ class SsdStore(StoreTier):
                 f"{layout}; make it for that layout"
             )
         self.name = "ssd"
+        self.path = Path(path)
         self.layout = layout
         self._opened = open_store(
-            Path(path),
+            self.path,
             layout,
             capacity_bytes,
             namespace,
@@ -244,10 +246,8 @@ class SsdStore(StoreTier):
             return stats.copy()
 
     def has_lost_disk(self) -> bool:
-        """Whether the disk is gone for this store: its path leads elsewhere, or nothing can be read
-        any more. Files that were removed give no faults, so the path is looked at each time; reads
-        are tried only where faults were met since the last look. Waits for the disk. For one
-        thread."""
+        """See DiskStore. Files that were removed give no faults, so the path is looked at each
+        time; reads are tried only where faults were met since the last look."""
         with self._state.lock:
             faults = sum(self._state.stats.errors.values())
             if self._closed:
@@ -260,8 +260,6 @@ class SsdStore(StoreTier):
         return not self._state.slot_file.can_be_read()
 
     def not_yet_forgotten(self) -> tuple[list[bytes], bool]:
-        """What was dropped or cleared and may still be on the disk: some keys, and whether it is
-        everything."""
         with self._state.lock:
             keys, are_all = self._state.index.dropped_keys()
             keys += self._writer.queue.dropped_keys()
@@ -269,8 +267,6 @@ class SsdStore(StoreTier):
 
     @property
     def has_open_files(self) -> bool:
-        """Whether its files are open, and its folder locked: as long as it is not closed, or the
-        disk holds one of its threads."""
         return self._has_open_files
 
     def close(self, timeout_seconds: float) -> None:

@@ -21,15 +21,14 @@ from typing import Any, Generic, TypeVar
 from ..base import (
     NO_CONTEXT,
     Answer,
-    ReadSample,
     RequestContext,
     Stored,
     StoreTier,
     TierStats,
     load_for,
-    prefetch_lookup_for,
 )
 from ..errors import InvalidBlock, TierBusy, TierClosed, TierConfigError, TierError
+from ..forwarding_store import ForwardingStore
 from ..mailbox import Alarm
 from ..tag import Proof, Proofs
 from .fault_plan import BATCHES, CALLS, MAX_DELAY_SECONDS, FaultPlan, parse_faults, parse_rule
@@ -71,7 +70,7 @@ class _Batch(Generic[_T]):
         self.future.set_result(self._answers)
 
 
-class FaultyStore(StoreTier):
+class FaultyStore(ForwardingStore):
     """`inner` with the faults of `plan`, which may be replaced at any time. Thread-safe. Takes
     over the store: `close` closes it. The same seed and calls give the same choice of faults.
 
@@ -79,12 +78,8 @@ class FaultyStore(StoreTier):
     """
 
     def __init__(self, inner: StoreTier, plan: FaultPlan, *, seed: int = 0) -> None:
-        self.name = inner.name
-        self.layout = inner.layout
-        self.is_shared = inner.is_shared
-        self.is_read_only = inner.is_read_only
+        super().__init__(inner.name, inner.layout, inner)
         self.plan = plan
-        self._inner = inner
         self._random = random.Random(seed)  # noqa: S311 - chooses faults, keeps no secret
         self._lock = threading.Lock()  # guards everything below
         self._calls = dict.fromkeys(CALLS, 0)
@@ -102,7 +97,7 @@ class FaultyStore(StoreTier):
             missing = self._choose_missing("lookup", len(keys))
         if fails:
             raise InjectedFault("this look-up was to fail")
-        answers = self._inner.lookup(keys)
+        answers = self.inner.lookup(keys)
         return [Answer.MISS if i in missing else answer for i, answer in enumerate(answers)]
 
     def load(
@@ -113,7 +108,7 @@ class FaultyStore(StoreTier):
     ) -> Future[list[Proof | None]]:
         def load(chosen: Sequence[int]) -> Future[list[Proof | None]]:
             wanted, into = [keys[i] for i in chosen], [buffers[i] for i in chosen]
-            return load_for(self._inner, wanted, into, context)
+            return load_for(self.inner, wanted, into, context)
 
         return self._run("load", keys, buffers, load, None)
 
@@ -126,7 +121,7 @@ class FaultyStore(StoreTier):
         given = [None] * len(keys) if proofs is None else proofs
 
         def store(chosen: Sequence[int]) -> Future[list[Stored]]:
-            return self._inner.store(
+            return self.inner.store(
                 [keys[i] for i in chosen],
                 [buffers[i] for i in chosen],
                 [given[i] for i in chosen],
@@ -134,46 +129,15 @@ class FaultyStore(StoreTier):
 
         return self._run("store", keys, buffers, store, Stored.REFUSED)
 
-    @property
-    def learns(self) -> bool:
-        return self._inner.learns
-
-    def observe(self, chain: Sequence[bytes], now: float) -> None:
-        self._inner.observe(chain, now)
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self._inner.touch(keys)
-
-    def prefetch_lookup(
-        self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT
-    ) -> Future[None] | None:
-        return prefetch_lookup_for(self._inner, keys, context)
-
-    def lease(self, keys: Sequence[bytes], seconds: float) -> Future[list[bool]] | None:
-        return self._inner.lease(keys, seconds)
-
-    def trial_read(self, seconds: float) -> ReadSample | None:
-        return self._inner.trial_read(seconds)
-
     def drop(self, keys: Sequence[bytes]) -> int:
         with self._lock:
             fails = self._fails("drop")
         if fails:
             raise InjectedFault("this drop was to fail")
-        return self._inner.drop(keys)
-
-    def clear(self) -> None:
-        self._inner.clear()
-
-    @property
-    def is_up(self) -> bool:
-        return self._inner.is_up
-
-    def wait_forgotten(self, timeout_seconds: float) -> bool:
-        return self._inner.wait_forgotten(timeout_seconds)
+        return self.inner.drop(keys)
 
     def stats(self) -> TierStats:
-        stats = self._inner.stats()
+        stats = self.inner.stats()
         with self._lock:
             stats.errors |= self._counts
         return stats
@@ -183,7 +147,7 @@ class FaultyStore(StoreTier):
         with self._lock:
             self._closed = True
         self._alarm.close()
-        self._inner.close(timeout_seconds)
+        self.inner.close(timeout_seconds)
         with self._lock:
             # Where the inner call goes on, its buffers are not the caller's yet.
             ended = [b for b in self._open if b.part is None or b.part.done()]

@@ -104,7 +104,7 @@ class Planter:
                     store.clear()
 
     def _unlearn(self) -> None:
-        for server in self._store("remote")._inner._servers:
+        for server in self._store("remote").inner._servers:
             server.link.presence.clear()
 
     def _lift(self) -> None:
@@ -146,7 +146,7 @@ class Planter:
                     return real(*arguments)
                 raise (_COMMITS if call == "commit" else _ERRORS)[way]
 
-        store = self._store("ssd")._inner
+        store = self._store("ssd").inner
         self._planted.enter_context(watch_calls(around, names, store))
         self._planted.callback(lifted.set)
 

@@ -18,7 +18,7 @@ import trustme
 
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.cache_server.key_salt import KeySalt
-from stratakv.tiers.cache_server.transports import data_server
+from stratakv.tiers.cache_server.transports import data_session
 from stratakv.tiers.cache_server.transports.block_receiver import BlockReceiver
 from stratakv.tiers.contract import make_buffers, make_keys, payload_of
 from stratakv.tiers.remote.transports.block_connection import Refused
@@ -170,7 +170,7 @@ def test_a_load_out_of_memory_goes_in_few_parts(monkeypatch: pytest.MonkeyPatch)
         buffer[: LAYOUT.page_bytes] = payload_of(key, LAYOUT)
     proofs = [proof_of(k, b[: LAYOUT.page_bytes]) for k, b in zip(below, buffers, strict=True)]
     store.store(KeySalt(SECRET, "tenant").stored(below), buffers, proofs).result(0)
-    monkeypatch.setattr(data_server, "part_blocks", lambda _page, _slots, most=0: 8 if most else 2)
+    monkeypatch.setattr(data_session, "part_blocks", lambda _page, _slots, most=0: 8 if most else 2)
     plane = Plane(stores=[store])
     parts: list[int] = []
     begin = plane.tenant_store.begin_load

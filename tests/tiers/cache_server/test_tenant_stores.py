@@ -257,10 +257,10 @@ def test_several_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree(disks[0])
     real = assemble._open_disk
 
-    def open_disk(layout: BlockLayout, ssd: SsdSettings, **options: Any) -> SsdStore:
+    def open_disk(layout: BlockLayout, ssd: SsdSettings, create: bool, **options: Any) -> SsdStore:
         if ssd.paths[0].is_relative_to(disks[0]):
             raise TierDown("nothing is mounted there")
-        return real(layout, ssd, **options)
+        return real(layout, ssd, create, **options)
 
     monkeypatch.setattr(assemble, "_open_disk", open_disk)
     tenant_stores = _over_disks(*disks)

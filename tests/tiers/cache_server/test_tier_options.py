@@ -16,9 +16,9 @@ from stratakv.tiers.cache_server.tenant_store import TenantStore
 from stratakv.tiers.contract import make_keys
 from stratakv.tiers.contract import payload_of as noise_of
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
+from stratakv.tiers.reopening_store import ReopeningStore
 from stratakv.tiers.ssd.index.index_file import IndexFile, Row
 from stratakv.tiers.ssd.store_check import check_store
-from stratakv.tiers.ssd.watched import WatchedStore
 from stratakv.tiers.tier_settings import SERVER_SSD, CpuSettings
 from stratakv.tiers.wire.frames import State
 
@@ -132,7 +132,7 @@ def test_every_tenant_gets_the_policies(tmp_path: Path) -> None:
             server.attach(server.stub())
             tenant_store = server.tenant_store()
             (store,) = tenant_store._stores
-            assert isinstance(store, WatchedStore) and store.opened is not None
+            assert isinstance(store, ReopeningStore) and store.opened is not None
             policies = (tenant_store._slab._policy, store.opened._state.index._policy)
             assert tuple(type(policy).__name__ for policy in policies) == names
 

@@ -19,10 +19,10 @@ from typing import Any
 import lmdb
 
 from stratakv.tiers.block import ALIGNMENT
+from stratakv.tiers.reopening_store import ReopeningStore
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.disk import slot_file
 from stratakv.tiers.ssd.disk.disk_queue import AioContext, BlockingQueue
-from stratakv.tiers.ssd.watched import WatchedStore
 
 # (name, the real call, its arguments) -> what the caller gets
 Around = Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]
@@ -37,7 +37,7 @@ OPEN_INDEX = "lmdb.open"
 
 @contextlib.contextmanager
 def watch_calls(
-    around: Around, names: tuple[str, ...], store: SsdStore | WatchedStore | None = None
+    around: Around, names: tuple[str, ...], store: SsdStore | ReopeningStore | None = None
 ) -> Iterator[None]:
     """Lead the calls of these names through `around`. Commits are those of indexes that are opened
     meanwhile, and those of an open `store`."""
@@ -60,7 +60,7 @@ def watch_calls(
         environment = opener(*arguments, **options)
         return _Environment(environment, around) if COMMIT in names else environment
 
-    if isinstance(store, WatchedStore):
+    if isinstance(store, ReopeningStore):
         store = store.opened
     index_file = store._opened.index_file if store and COMMIT in names else None
     environment = index_file._env if index_file else None

@@ -24,11 +24,10 @@ from stratakv.tiers.contract import (
     put,
 )
 from stratakv.tiers.errors import TierBusy, TierConfigError, TierDown
-from stratakv.tiers.reopening_store import StandbyStore
+from stratakv.tiers.reopening_store import ReopeningStore
 from stratakv.tiers.settings.values import ConfigError
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.disk_array import HUNG, Disk, SeveralDisks
-from stratakv.tiers.ssd.watched import WatchedStore
 from stratakv.tiers.tag import Proof
 from stratakv.tiers.testing.memory_store import MemoryStore
 from stratakv.tiers.tier_settings import SsdSettings
@@ -209,7 +208,7 @@ def test_a_disk_that_is_down_at_the_start(tmp_path: Path) -> None:
         open_ssd(SMALL, paths, namespace=b"n", require=True)
     with closing(open_ssd(SMALL, paths, namespace=b"n")) as tier:
         assert isinstance(tier, SeveralDisks) and tier.is_up
-        assert any(isinstance(store, StandbyStore) for store in tier._stores)
+        assert [store.opened is None for store in tier._stores] == [False, True]
         kept = put(tier, KEYS)
         assert 0 < sum(kept) < len(KEYS)
         found = [
@@ -247,6 +246,6 @@ def test_a_disk_of_another_store_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_one_path_is_what_it_was(tmp_path: Path) -> None:
     with closing(open_ssd(SMALL, settings(tmp_path / "a"), namespace=b"n")) as store:
-        assert isinstance(store, WatchedStore) and store.opened is not None
+        assert isinstance(store, ReopeningStore) and store.opened is not None
     assert SsdSettings(path=Path("~/x")).paths == (Path("~/x").expanduser(),)
     assert SsdSettings().paths == ()

@@ -20,11 +20,11 @@ import pytest
 from stratakv.tiers.base import Answer
 from stratakv.tiers.contract import check_store_contract, make_keys, payload_of
 from stratakv.tiers.errors import TierError
+from stratakv.tiers.reopening_store import GONE, ReopeningStore
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.disk.slot_file import SlotFile
 from stratakv.tiers.ssd.disk_array import Disk, SeveralDisks
 from stratakv.tiers.ssd.index.index_file import IndexFile
-from stratakv.tiers.ssd.watched import GONE, WatchedStore
 
 from ..blocks import SMALL
 from ..store_contract import SECONDS, fetch, put, wait_until
@@ -35,11 +35,13 @@ KEYS = make_keys(80)
 RIGHT = [payload_of(key, SMALL) for key in KEYS]
 
 
-def watched(path: Path) -> WatchedStore:
+def watched(path: Path) -> ReopeningStore:
     def open_it(create: bool) -> SsdStore:
         return SsdStore(path, SMALL, 2 * MIB, namespace=b"n", create=create)
 
-    return WatchedStore(open_it, str(path), look_seconds=0.02, first_pause_seconds=0.02)
+    return ReopeningStore(
+        "ssd", SMALL, open_it, open_it(True), look_seconds=0.02, first_pause_seconds=0.02
+    )
 
 
 class MovedFolder:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from stratakv.tiers.ssd import trial_read as trial_module
+from stratakv.tiers.ssd import store as store_module
 from stratakv.tiers.ssd.disk.disk_queue import DiskQueue, Result
 from stratakv.tiers.ssd.disk.slot_file import SlotFile
 
@@ -32,7 +32,7 @@ def test_all_that_is_there_is_read_once_and_nothing_notices(open_store: Open) ->
 
 
 def test_no_more_than_its_bytes_are_read(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_module, "TRIAL_BYTES", 3 * BIG.slot_bytes)
+    monkeypatch.setattr(store_module, "TRIAL_BYTES", 3 * BIG.slot_bytes)
     store = open_store(layout=BIG)
     assert all(put(store, make_keys(10)))
     sample = store.trial_read(10.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ids of copy jobs, and what is remembered of the latest requests."""
+"""Remembered: an entry for each of the latest requests."""
 
 from __future__ import annotations
 
@@ -7,17 +7,6 @@ from collections import OrderedDict
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-
-
-class JobIds:
-    """Numbers for copy jobs; none is given twice."""
-
-    def __init__(self) -> None:
-        self._last = 0
-
-    def next(self) -> int:
-        self._last += 1
-        return self._last
 
 
 class Remembered(OrderedDict[str, T], Generic[T]):

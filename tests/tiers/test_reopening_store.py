@@ -16,7 +16,7 @@ from stratakv.tiers.base import Answer, Stored, StoreTier
 from stratakv.tiers.contract import check_store_contract
 from stratakv.tiers.errors import TierConfigError, TierDown
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.reopening_store import StandbyStore, open_or_wait
+from stratakv.tiers.reopening_store import ReopeningStore, open_or_wait
 from stratakv.tiers.ssd.store import SsdStore
 from stratakv.tiers.testing.memory_store import MemoryStore
 
@@ -39,7 +39,7 @@ class Place:
         self.may_open = threading.Event()
         self.may_open.set()
 
-    def open(self) -> StoreTier:
+    def open(self, create: bool) -> StoreTier:
         self.times += 1
         self.opening.set()
         assert self.may_open.wait(10.0)
@@ -53,8 +53,8 @@ def place() -> Place:
     return Place(MemoryStore(LAYOUT, 10**6, name="net"))
 
 
-def standby(place: Place) -> StandbyStore:
-    return StandbyStore(
+def standby(place: Place) -> ReopeningStore:
+    return ReopeningStore(
         "net", place.store.layout, place.open, first_pause_seconds=0.005, longest_pause_seconds=0.02
     )
 
@@ -135,7 +135,7 @@ def test_it_keeps_the_promise_of_a_store() -> None:
 
 
 def test_pauses_grow_to_a_bound(place: Place) -> None:
-    store = StandbyStore(
+    store = ReopeningStore(
         "net", LAYOUT, place.open, first_pause_seconds=0.01, longest_pause_seconds=30.0
     )
     wait_until(lambda: place.times >= 5)
@@ -217,12 +217,12 @@ def mend(tmp_path: Path) -> Iterator[Callable[[], None]]:
 
 
 def test_a_disk_that_becomes_writable_is_used(tmp_path: Path, mend: Callable[[], None]) -> None:
-    def open_it() -> SsdStore:
-        return SsdStore(tmp_path / "disk" / "ssd", LAYOUT, 16 * MIB)
+    def open_it(create: bool) -> SsdStore:
+        return SsdStore(tmp_path / "disk" / "ssd", LAYOUT, 16 * MIB, create=create)
 
     with pytest.raises(TierDown, match="cannot write to"):
-        open_it()
-    store = StandbyStore(
+        open_it(True)
+    store = ReopeningStore(
         "ssd", LAYOUT, open_it, first_pause_seconds=0.02, longest_pause_seconds=0.05
     )
     wait_until(lambda: store.stats().errors["down"] > 2)
