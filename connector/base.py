@@ -29,7 +29,7 @@ The engine may rely on this:
 The engine must do this:
 - not reuse the blocks of a waiting request before it was reported, even if it was aborted;
 - hand over evicted blocks in the step that evicts them, before anything is written to them;
-- say so when blocks lost their names in another way (`names_dropped`): they may be overwritten
+- say so when blocks lost their names in another way (`StoresAhead`): they may be overwritten
   without having been evicted, or be worth nothing.
 Knows nothing of schedulers or models: requests and pools are seen through small protocols.
 """
@@ -96,19 +96,119 @@ class TierEstimates(ABC):
     def tiers_down(self) -> list[str]:
         """The names of tiers that cannot be asked at present."""
 
+    @abstractmethod
+    def cpu_blocks(self) -> tuple[int, int]:
+        """Blocks of the CPU tier: free places, and places. Memory only."""
+
+
+class OverlappedLoads(ABC):
+    """Loads whose requests compute beside them. For connectors that answer OVERLAP."""
+
+    @abstractmethod
+    def load_state(self, request_id: str, num_computed_tokens: int) -> LoadState:
+        """Asked in each step before a request with an overlapped load gets tokens. Blocks below the
+        limit are the request's own from now on: nothing will be copied to them."""
+
+    @abstractmethod
+    def end_load(self, request_id: str) -> LoadReport | None:
+        """End an overlapped load. The report, whose tokens are the last ones and not the first;
+        None where blocks are still being written to: it then comes as that of a failed load of a
+        waiting request (`is_cancelled` unless it had failed), and the blocks must not be reused
+        before."""
+
+
+class StoresAhead(ABC):
+    """Stores of cold blocks before they are evicted, beside a forward pass."""
+
+    @abstractmethod
+    def num_wanted_ahead(self) -> int:
+        """The cold blocks, at most, to be given to the next `build_meta`."""
+
+    @abstractmethod
+    def names_dropped(self, blocks: Sequence[EvictedBlock]) -> None:
+        """These blocks lost their names without being evicted, and may be overwritten from now on:
+        no copy of them that is under way may be kept."""
+
+
+class PromptsElsewhere(ABC):
+    """Requests whose prompts another engine computes."""
+
+    @abstractmethod
+    def expect_prompts(self) -> None:
+        """Requests will come whose prompts other engines compute: what those store is to be heard
+        of from now on."""
+
+    @abstractmethod
+    def follow(self, block_hashes: Sequence[bytes]) -> bool:
+        """Another engine computes a prompt with these blocks, and a request for it will come: what
+        it stores is to be near by then. A hint; False where it is of no use."""
+
+    @abstractmethod
+    def await_prefill(self, request_id: str, elsewhere: Elsewhere) -> None:
+        """Another engine may be computing the prompt of a request that was queued. When it is first
+        asked about, it may be made to wait for blocks that are to come; bounded in time."""
+
+
+class HandOver(ABC):
+    """Prompts that this engine computes and another one goes on with."""
+
+    @abstractmethod
+    def hand_over(self, request_id: str, keys: Sequence[bytes]) -> None:
+        """Other engines are about to load these blocks, named as by the pool, head first; those
+        that were computed have been given to `build_meta`. They are written where others look,
+        and kept there for a while. Only for connectors with `wants_all`."""
+
+    @abstractmethod
+    def take_handed_over(self) -> list[HandedOver]:
+        """The requests whose blocks others can load by now, or never will: each is named once."""
+
+    @abstractmethod
+    def forget_hand_over(self, request_id: str) -> None:
+        """The blocks of this request are no longer waited for."""
+
+
+class JobRetention(ABC):
+    """Turns of jobs that are kept in the tiers until the next one comes."""
+
+    @abstractmethod
+    def turn_ended(
+        self,
+        job: bytes,
+        block_hashes: Sequence[bytes],
+        seconds: float,
+        due_seconds: float | None,
+    ) -> None:
+        """A turn of a job has ended, and the next one, which begins with these blocks, will come
+        within `seconds`, probably in `due_seconds`: what the tiers have of them is to stay, and to
+        be near by then. It takes the place of an earlier turn of the job."""
+
+    @abstractmethod
+    def turn_expected(self, job: bytes, due_seconds: float) -> None:
+        """It is known now when the next turn of a job is due."""
+
+    @abstractmethod
+    def job_ended(self, job: bytes) -> None:
+        """No other turn of a job will come."""
+
 
 class KVConnectorScheduler(ABC):
-    """The side that decides. Called by the engine's step thread only."""
+    """The side that decides. Called by the engine's step thread only, as its optional sides are;
+    the engine asks for those once, at the start."""
 
-    # None where nothing is estimated.
+    # None: nothing is estimated, overlapped, stored ahead, awaited, handed over, kept for jobs.
     estimates: TierEstimates | None = None
+    overlapped_loads: OverlappedLoads | None = None
+    stores_ahead: StoresAhead | None = None
+    prompts_elsewhere: PromptsElsewhere | None = None
+    handover: HandOver | None = None
+    job_retention: JobRetention | None = None
     # Whether there is anything to load from; only counters look at it.
     has_tiers = True
     # Whether blocks are wanted as soon as they are computed, because others wait for them, and not
     # only when they are about to be evicted. The same from the start to the end.
     wants_all = False
-    # Requests that wait now because of `await_prefill`, by id: nobody needs to ask about them
-    # meanwhile. Not to be changed.
+    # Requests that wait now because of `PromptsElsewhere.await_prefill`, by id: they are not asked
+    # about meanwhile. Not to be changed.
     awaiting_prefill: Collection[str] = ()
 
     def request_queued(  # noqa: B027 - a hint, not a duty
@@ -139,70 +239,7 @@ class KVConnectorScheduler(ABC):
         """Blocks for `num_tokens` external tokens exist: `block_ids` are exactly those blocks, in
         order, for each cache group. From here on the request waits until a LoadReport names it.
         `overlapped`, only after OVERLAP: it does not wait, but computes these tokens itself, from
-        the first one on, as far as `load_state` allows."""
-
-    def load_state(self, request_id: str, num_computed_tokens: int) -> LoadState:
-        """Asked in each step before a request with an overlapped load gets tokens. Blocks below the
-        limit are the request's own from now on: nothing will be copied to them. Only connectors
-        that answer OVERLAP need this and `end_load`."""
-        raise NotImplementedError
-
-    def end_load(self, request_id: str) -> LoadReport | None:
-        """End an overlapped load. The report, whose tokens are the last ones and not the first;
-        None where blocks are still being written to: it then comes as that of a failed load of a
-        waiting request (`is_cancelled` unless it had failed), and the blocks must not be reused
-        before."""
-        raise NotImplementedError
-
-    def follow(self, block_hashes: Sequence[bytes]) -> bool:
-        """Another engine computes a prompt with these blocks, and a request for it will come: what
-        it stores is to be near by then. A hint; False where it is of no use."""
-        return False
-
-    def turn_ended(  # noqa: B027 - a hint, not a duty
-        self,
-        job: bytes,
-        block_hashes: Sequence[bytes],
-        seconds: float,
-        due_seconds: float | None,
-    ) -> None:
-        """A turn of a job has ended, and the next one, which begins with these blocks, will come
-        within `seconds`, probably in `due_seconds`: what the tiers have of them is to stay, and to
-        be near by then."""
-
-    def turn_expected(self, job: bytes, due_seconds: float) -> None:  # noqa: B027 - as above
-        """It is known now when the next turn of a job is due."""
-
-    def job_ended(self, job: bytes) -> None:  # noqa: B027 - as above
-        """No other turn of a job will come."""
-
-    def expect_prompts(self) -> None:  # noqa: B027 - a hint, not a duty
-        """Requests will come whose prompts other engines compute: what those store is to be heard
-        of from now on."""
-
-    def await_prefill(  # noqa: B027 - optional
-        self, request_id: str, elsewhere: Elsewhere
-    ) -> None:
-        """Another engine may be computing the prompt of a request that was queued. When it is first
-        asked about, it may be made to wait for blocks that are to come; bounded in time."""
-
-    def hand_over(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """Other engines are about to load these blocks, named as by the pool, head first; those
-        that were computed have been given to `build_meta`. They are written where others look,
-        and kept there for a while. Only for connectors with `wants_all`."""
-        raise NotImplementedError
-
-    def take_handed_over(self) -> list[HandedOver]:
-        """The requests whose blocks others can load by now, or never will: each is named once."""
-        return []
-
-    def forget_hand_over(self, request_id: str) -> None:  # noqa: B027 - nothing to forget
-        """Nobody waits for these blocks any longer."""
-
-    def num_wanted_ahead(self) -> int:
-        """How many cold blocks the connector would store ahead of need in this step. Optional: by
-        default none, and blocks are stored in the step that evicts them."""
-        return 0
+        the first one on, as far as `OverlappedLoads.load_state` allows."""
 
     @abstractmethod
     def build_meta(
@@ -211,9 +248,9 @@ class KVConnectorScheduler(ABC):
         """End of `schedule()`, also on empty steps: what the worker has to move. `cold`: the
         next eviction candidates, in eviction order and not touched by this step, or (see
         `wants_all`) blocks computed of late, the tail of a sequence before its head. Each is given
-        once; at most as many as `num_wanted_ahead` has just said. At an orderly shutdown all
-        computed, named blocks are evicted, in eviction order and without a forward pass, so that
-        as many survive as the tiers have room for; then `shutdown` follows."""
+        once; at most as many as `StoresAhead.num_wanted_ahead` has just said. At an orderly
+        shutdown all computed, named blocks are evicted, in eviction order and without a forward
+        pass, so that as many survive as the tiers have room for; then `shutdown` follows."""
 
     @abstractmethod
     def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
@@ -229,20 +266,10 @@ class KVConnectorScheduler(ABC):
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """`wakeup` is called from any thread when `has_pending_work` may have become True."""
 
-    def names_dropped(  # noqa: B027 - nothing to do where nothing is stored ahead
-        self, blocks: Sequence[EvictedBlock]
-    ) -> None:
-        """These blocks lost their names without being evicted, and may be overwritten from now on:
-        no copy of them that is under way may be kept."""
-
     def drop(self, keys: Sequence[bytes], cause: str) -> None:  # noqa: B027 - see below
         """Have every tier forget the blocks of one chain (named as by the pool, head first), which
         may be wrong; what is on its way to a tier or to the pool is not kept either. `cause`, one
         word, is what they are counted under. Optional: by default they stay until evicted."""
-
-    def cpu_blocks(self) -> tuple[int, int] | None:
-        """Blocks of the CPU tier: free places, and places; None without one. Memory only."""
-        return None
 
     @abstractmethod
     def reset(self) -> None:

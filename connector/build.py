@@ -134,10 +134,9 @@ def build_scheduler_side(
         serving: SlabServing | None = None
         try:
             serving = serve_slab(slab, settings, namespace=namespace)
-            block_size = slab.layout.block_size if block_tokens is None else block_tokens
             if parts is None:
-                parts = Parts(block_size, [None] * num_groups)
-            side = _connect(slab, stores, settings, block_size, parts, prefill, serving)
+                parts = Parts(block_tokens or layout.block_size, [None] * num_groups)
+            side = _connect(slab, stores, settings, parts, prefill, serving)
         except BaseException:
             if serving is not None:
                 serving.close(0.0)
@@ -179,7 +178,6 @@ def _connect(
     slab: CpuSlab,
     stores: list[StoreTier],
     settings: OffloadSettings,
-    block_size: int,
     parts: Parts,
     prefill: PrefillRate | None,
     serving: SlabServing | None,
@@ -198,9 +196,8 @@ def _connect(
     )
     return OffloadScheduler(
         hierarchy,
-        block_size,
+        parts,
         signal,
-        parts=parts,
         choice=settings.load,
         prefill=prefill,
         copies_beside=settings.device != "cpu",

@@ -2,7 +2,7 @@
 """Turns of agents' jobs whose next one is still to come: their blocks are held in the tiers, and
 read into the slab when that one is due.
 
-    keep ──► held ──(due: seconds from the end of the turn)──► being read ──► held, in the slab
+    turn ──► held ──(due: seconds from the end of the turn)──► being read ──► held, in the slab
       └──────────── ended by the next turn, by the job's end, or by the time ────────────┘
 
 A job has one such turn. A hint and no more: what is not held, or not read in time, is loaded or
@@ -20,6 +20,8 @@ from ..tiers.hierarchy.hierarchy import Hierarchy
 from ..tiers.hierarchy.promotions import LoadTicket
 from ..tiers.holds import Hold
 from ..tiers.mailbox import Alarm
+from .base import JobRetention
+from .parts import Parts
 
 MOST_TURNS = 4096
 # Reads of this kind hold at most this share of the slab at once.
@@ -44,14 +46,15 @@ class KeptTurn:
     num_read: int = 0  # blocks that the ticket brings
 
 
-class KeptTurns:
-    """The kept turns of one connector, by job. `alarm` wakes the engine where one is due.
-    `reads_ahead`: whether what only a store has can be read into the slab."""
+class KeptTurns(JobRetention):
+    """The kept turns of one connector, by job. `alarm` wakes the engine where one is due. Of
+    `parts` that lie in windows nothing is read ahead."""
 
-    def __init__(self, hierarchy: Hierarchy, alarm: Alarm, *, reads_ahead: bool) -> None:
+    def __init__(self, hierarchy: Hierarchy, alarm: Alarm, parts: Parts) -> None:
         self._hierarchy = hierarchy
         self._alarm = alarm
-        self._reads_ahead = reads_ahead and hierarchy.has_stores
+        self._parts = parts
+        self._reads_ahead = hierarchy.has_stores and not parts.is_windowed
         self._turns: OrderedDict[bytes, KeptTurn] = OrderedDict()  # the oldest first
         self._room = int(SHARE * hierarchy.num_slots)  # slots
         self.num_kept = 0  # since the start
@@ -61,32 +64,33 @@ class KeptTurns:
         """Turns that are kept now."""
         return len(self._turns)
 
-    def keep(
-        self, job: bytes, keys: Sequence[bytes], seconds: float, due_seconds: float | None
+    def turn_ended(
+        self,
+        job: bytes,
+        block_hashes: Sequence[bytes],
+        seconds: float,
+        due_seconds: float | None,
     ) -> None:
-        """A turn with these blocks, head first, has ended; it is kept for so long in place of an
-        earlier one. Its next one is due in `due_seconds`, None where nobody knows."""
-        self.end(job)
+        self.job_ended(job)
+        keys = self._parts.keys_of(block_hashes)
         if not keys or seconds <= 0:
             return
         while len(self._turns) >= MOST_TURNS:
-            self.end(next(iter(self._turns)))
+            self.job_ended(next(iter(self._turns)))
         now = time.monotonic()
         hold = self._hierarchy.hold(keys, seconds)
-        turn = KeptTurn(list(keys), hold, now + seconds, ask_at=now)
+        turn = KeptTurn(keys, hold, now + seconds, ask_at=now)
         self._turns[job] = turn
         self.num_kept += 1
         self._alarm.at(turn.until)
         self._ask_stores(turn, now, SETTLE_SECONDS)
         self._expect(turn, due_seconds, now)
 
-    def expect(self, job: bytes, due_seconds: float) -> None:
-        """It is known now when the next turn of a job is due."""
+    def turn_expected(self, job: bytes, due_seconds: float) -> None:
         if (turn := self._turns.get(job)) is not None:
             self._expect(turn, due_seconds, time.monotonic())
 
-    def end(self, job: bytes) -> None:
-        """Nothing is kept for a job any longer."""
+    def job_ended(self, job: bytes) -> None:
         if (turn := self._turns.pop(job, None)) is not None:
             self._hierarchy.release(turn.hold)
             self._end_read(turn)
@@ -98,7 +102,7 @@ class KeptTurns:
         now = time.monotonic()
         for job, turn in list(self._turns.items()):
             if now >= turn.until:
-                self.end(job)
+                self.job_ended(job)
                 continue
             if now >= turn.ask_at:
                 self._ask_stores(turn, now, LEASE_SECONDS / 2)
@@ -111,7 +115,7 @@ class KeptTurns:
     def clear(self) -> None:
         """Keep nothing any longer."""
         for job in list(self._turns):
-            self.end(job)
+            self.job_ended(job)
 
     def _ask_stores(self, turn: KeptTurn, now: float, again_seconds: float) -> None:
         """Have the stores keep what they have of a turn for a while, and ask again."""

@@ -32,11 +32,13 @@ from typing import cast
 from ..tiers.base import NO_CONTEXT, RequestContext
 from ..tiers.hierarchy.hierarchy import Hierarchy
 from ..tiers.hierarchy.promotions import LoadTicket
+from .base import OverlappedLoads
 from .costs.economics import OVERLAP_PARTS, PIECES_AT_ONCE
 from .costs.rates import ReadTimes
 from .counters import OffloadCounters
 from .messages import ConnectorMetadata, CopyJob, GroupBlockIds, LoadReport, LoadState
 from .parts import Parts, whole_positions
+from .remembered import REMEMBERED_REQUESTS, Remembered
 
 COPY_FAULT = "a copy from the cpu tier to the KV pool failed"
 SPOILT = "dropped"  # the tiers were told to forget blocks of a load that was under way
@@ -93,20 +95,19 @@ def fault_of(ticket: LoadTicket) -> str | None:
     return f"{len(missing)} of {ticket.begun} blocks did not come from {tiers} ({ticket.fault})"
 
 
-class Loads:
+class Loads(OverlappedLoads):
     """The loads of one connector, by request."""
 
     def __init__(
         self,
         hierarchy: Hierarchy,
-        block_size: int,
         counters: OffloadCounters,
         job_ids: Iterator[int],
         read_times: ReadTimes,
         parts: Parts,
     ) -> None:
         self._hierarchy = hierarchy
-        self._block_size = block_size
+        self._block_size = parts.block_size
         self._counters = counters
         self._job_ids = job_ids
         self._read_times = read_times
@@ -119,6 +120,8 @@ class Loads:
         self._coming: dict[bytes, int] = {}  # keys of blocking loads, and of how many
         self._has_news = False  # of overlapped loads, that the scheduler has not asked for
         self.num_ended = 0  # blocking ones
+        # Requests whose load has failed, which are offered nothing more.
+        self.failed: Remembered[None] = Remembered(REMEMBERED_REQUESTS)
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -213,7 +216,6 @@ class Loads:
         self._read_more(load)
 
     def load_state(self, request_id: str, num_computed_tokens: int) -> LoadState:
-        """See `KVConnectorScheduler.load_state`."""
         load = self._loads[request_id]
         lowest = min([piece.start for piece in load.copying], default=load.load_frontier)
         bound = load.first_token + lowest * self._block_size
@@ -230,7 +232,6 @@ class Loads:
         return LoadState(limit, load_frontier, bool(load.copying), load.fault)
 
     def end_load(self, request_id: str) -> LoadReport | None:
-        """See `KVConnectorScheduler.end_load`."""
         load = self._loads[request_id]
         load.is_over = True
         self._stop_reading(load)
@@ -239,6 +240,8 @@ class Loads:
         del self._loads[request_id]
         report = self._report_of(load)
         self._counters.count_load(report)
+        if not report.is_whole:
+            self.failed.put(request_id, None)
         return report
 
     def collect(self) -> None:

@@ -21,13 +21,11 @@ from .costs.economics import NONE_READ, Economics, Plan
 from .costs.rates import ReadTimes
 from .counters import OffloadCounters
 from .parts import Parts
-from .remembered import Remembered
+from .remembered import REMEMBERED_REQUESTS, Remembered
 
 # One look-up of a long context holds the keys of thousands of blocks, and a step asks for few
 # requests again: the first that waits, and those that were told to.
 REMEMBERED_LOOKUPS = 256
-# Requests that were told to the tiers; far above what waits at one time.
-REMEMBERED_REQUESTS = 4096
 # Reading ahead pins at most this share of the slab, so that loads and stores find slots.
 AHEAD_SHARE = 0.25
 
@@ -54,7 +52,6 @@ class Lookups:
     def __init__(
         self,
         hierarchy: Hierarchy,
-        block_size: int,
         parts: Parts,
         counters: OffloadCounters,
         economics: Economics,
@@ -64,7 +61,7 @@ class Lookups:
         """`num_sharing`: see `Economics.plan`, of a request that would load."""
         self._num_sharing = num_sharing
         self._hierarchy = hierarchy
-        self._block_size = block_size
+        self._block_size = parts.block_size
         self._parts = parts
         self._width = parts.width
         self._counters = counters

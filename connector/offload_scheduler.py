@@ -31,28 +31,24 @@ from .costs.rates import PrefillRate, ReadTimes
 from .counters import OffloadCounters
 from .kept_turns import KeptTurns
 from .loads import Loads
-from .lookups import REMEMBERED_REQUESTS, Lookups
+from .lookups import Lookups
 from .messages import (
     NO_MATCH,
     NOTHING_FINISHED,
     NOTHING_TO_MOVE,
     ConnectorMetadata,
     ConnectorWorkerOutput,
-    Elsewhere,
     EvictedBlock,
     GroupBlockIds,
-    HandedOver,
     LoadReport,
-    LoadState,
     Match,
     MatchKind,
 )
 from .outgoing import Outgoing
 from .parts import Parts
-from .prefill_decode.followed_prompts import Follows
 from .prefill_decode.hand_overs import HandOvers
 from .prefill_decode.prefill_waits import PrefillWaits
-from .remembered import Remembered
+from .remembered import REMEMBERED_REQUESTS, Remembered
 
 log = logging.getLogger(__name__)
 
@@ -65,35 +61,34 @@ _RETRY = Match(0, MatchKind.RETRY)
 class OffloadScheduler(KVConnectorScheduler):
     """Decides what moves between the pool and `hierarchy`. Takes over the hierarchy.
 
-    `parts` are the blocks of a position, by default one in each of `num_groups` cache groups that
-    attend to everything. `prefill` is what computing costs, told by whoever runs steps.
+    `parts` are the blocks of a position. `prefill` is what computing costs, told by the part that
+    runs steps.
     `copies_beside`: see `Outgoing`. `serving` ends with it.
     """
+
+    stores_ahead: Outgoing
+    prompts_elsewhere: PrefillWaits
+    handover: HandOvers
+    job_retention: KeptTurns
+    overlapped_loads: Loads
+    estimates: Calibration
 
     def __init__(
         self,
         hierarchy: Hierarchy,
-        block_size: int,
+        parts: Parts,
         signal: CopySignal,
         *,
-        shard_rank: int = 0,
-        shard_count: int = 1,
-        num_groups: int = 1,
-        parts: Parts | None = None,
         choice: Choice = Choice.AUTO,
         prefill: PrefillRate | None = None,
         copies_beside: bool = True,
         serving: SlabServing | None = None,
     ) -> None:
-        if parts is None:
-            parts = Parts(
-                block_size, [None] * num_groups, ranks=[shard_rank], num_ranks=shard_count
-            )
         self._parts = parts
         job_ids = itertools.count(1)
         self._hierarchy = hierarchy
         self._serving = serving
-        self._block_size = block_size
+        self._block_size = block_size = parts.block_size
         self._signal = signal
         self._counters = OffloadCounters()
         tiers, block_bytes = hierarchy.tiers, hierarchy.block_bytes
@@ -118,7 +113,6 @@ class OffloadScheduler(KVConnectorScheduler):
         self._alive: set[str] = set()
         self._lookups = Lookups(
             hierarchy,
-            block_size,
             parts,
             self._counters,
             self._economics,
@@ -128,25 +122,20 @@ class OffloadScheduler(KVConnectorScheduler):
         self._outgoing = Outgoing(
             hierarchy, self._counters, job_ids, parts, copies_beside=copies_beside
         )
-        self._follows = Follows(hierarchy, self._alarm)
-        self._kept_turns = KeptTurns(hierarchy, self._alarm, reads_ahead=not parts.is_windowed)
-        self._prefill_waits = PrefillWaits(
-            hierarchy,
-            self._follows,
-            self._economics,
-            self._counters,
-            self._alarm,
-            block_size,
-            parts,
+        self.stores_ahead = self._outgoing
+        self.job_retention = self._kept_turns = KeptTurns(hierarchy, self._alarm, parts)
+        self.prompts_elsewhere = PrefillWaits(
+            hierarchy, self._economics, self._counters, self._alarm, parts
         )
-        self.awaiting_prefill = self._prefill_waits.request_ids
-        self._hand_overs = HandOvers(hierarchy, parts.shards, self._alarm)
-        self._loads = Loads(hierarchy, block_size, self._counters, job_ids, self._read_times, parts)
+        self.awaiting_prefill = self.prompts_elsewhere.request_ids
+        self.handover = HandOvers(hierarchy, parts.shards, self._alarm)
+        self.overlapped_loads = self._loads = Loads(
+            hierarchy, self._counters, job_ids, self._read_times, parts
+        )
         self.estimates = self._calibration = Calibration(
             self._economics, hierarchy, signal, job_ids
         )
         self.wants_all = hierarchy.is_shared
-        self._failed: Remembered[None] = Remembered(REMEMBERED_REQUESTS)
         self._shorter: Remembered[int] = Remembered(REMEMBERED_REQUESTS)  # the longest hit, blocks
         self._jobs_reported = 0
         self._retry_version: int | None = None  # when RETRY was last answered
@@ -174,7 +163,7 @@ class OffloadScheduler(KVConnectorScheduler):
 
     def request_finished(self, request_id: str) -> None:
         self._alive.discard(request_id)
-        self._prefill_waits.forget(request_id)
+        self.prompts_elsewhere.forget(request_id)
         self._lookups.finished(request_id)
         self._shorter.pop(request_id, None)
 
@@ -182,7 +171,7 @@ class OffloadScheduler(KVConnectorScheduler):
         self, request: RequestView, num_computed_tokens: int, *, num_queued_tokens: int = 0
     ) -> Match:
         request_id = request.request_id
-        if request_id in self._failed or request_id in self._loads:
+        if request_id in self._loads.failed or request_id in self._loads:
             return NO_MATCH
         first = num_computed_tokens // self._block_size
         end = self._lookups.end_of(request)
@@ -195,9 +184,8 @@ class OffloadScheduler(KVConnectorScheduler):
         if lookup.prefix.asked:  # a store that is far away will soon say what it has
             self._retry_version = self._version
             return _RETRY
-        waits = self._prefill_waits
+        waits = self.prompts_elsewhere
         if waits.expects_any and waits.begin(request, lookup):
-            self._has_begun = True
             return _RETRY
         tiers = lookup.prefix.tiers
         plan = NOTHING
@@ -271,61 +259,6 @@ class OffloadScheduler(KVConnectorScheduler):
                 self._alarm.at(give_up_at)
         self._lookups.forget(request_id)
 
-    def load_state(self, request_id: str, num_computed_tokens: int) -> LoadState:
-        return self._loads.load_state(request_id, num_computed_tokens)
-
-    def end_load(self, request_id: str) -> LoadReport | None:
-        report = self._loads.end_load(request_id)
-        if report is not None and not report.is_whole:
-            self._failed.put(request_id, None)
-        return report
-
-    def follow(self, block_hashes: Sequence[bytes]) -> bool:
-        # The last block may be the prompt's end, which fills a part of it.
-        least_tokens = (len(block_hashes) - 1) * self._block_size + 1
-        keys = self._parts.hit_keys(block_hashes, least_tokens)
-        self._has_begun = True
-        return self._follows.begin(keys) is not None
-
-    def turn_ended(
-        self,
-        job: bytes,
-        block_hashes: Sequence[bytes],
-        seconds: float,
-        due_seconds: float | None,
-    ) -> None:
-        self._has_begun = True
-        self._kept_turns.keep(job, self._lookups.keys_of(block_hashes), seconds, due_seconds)
-
-    def turn_expected(self, job: bytes, due_seconds: float) -> None:
-        self._kept_turns.expect(job, due_seconds)
-
-    def job_ended(self, job: bytes) -> None:
-        self._kept_turns.end(job)
-
-    def expect_prompts(self) -> None:
-        self._follows.watch()
-
-    def await_prefill(self, request_id: str, elsewhere: Elsewhere) -> None:
-        if elsewhere is not Elsewhere.NO:
-            self._prefill_waits.expect(request_id, is_told=elsewhere is Elsewhere.TOLD)
-
-    def hand_over(self, request_id: str, keys: Sequence[bytes]) -> None:
-        self._has_begun = True
-        self._hand_overs.begin(request_id, keys)
-
-    def take_handed_over(self) -> list[HandedOver]:
-        return self._hand_overs.take()
-
-    def forget_hand_over(self, request_id: str) -> None:
-        self._hand_overs.forget(request_id)
-
-    def num_wanted_ahead(self) -> int:
-        return self._outgoing.num_wanted_ahead()
-
-    def names_dropped(self, blocks: Sequence[EvictedBlock]) -> None:
-        self._outgoing.names_dropped(blocks)
-
     def drop(self, keys: Sequence[bytes], cause: str) -> None:
         named = [key + shard for key in keys for shard in self._parts.shards]
         log.warning("%d blocks are forgotten in every tier (%s)", len(named), cause)
@@ -360,25 +293,21 @@ class OffloadScheduler(KVConnectorScheduler):
             if report.shorter_tokens:
                 self._shorter.put(report.request_id, report.shorter_tokens // self._block_size)
             elif not (report.is_whole or report.is_cancelled):
-                self._failed.put(report.request_id, None)
+                self._loads.failed.put(report.request_id, None)
         return reports
-
-    def cpu_blocks(self) -> tuple[int, int]:
-        return self._hierarchy.num_free_slots, self._hierarchy.num_slots
 
     def has_pending_work(self) -> bool:
         self._collect()
         return (
             self._retry_due
             or self._loads.has_due
-            or self._hand_overs.has_ended
+            or self.handover.has_ended
             or self._signal.ended > self._jobs_reported
         )
 
     def reset(self) -> None:
         self._lookups.clear()
-        self._prefill_waits.clear()
-        self._follows.clear()
+        self.prompts_elsewhere.clear()
         self._kept_turns.clear()
         self._hierarchy.clear()
         for store in self._hierarchy.stores:
@@ -395,7 +324,7 @@ class OffloadScheduler(KVConnectorScheduler):
         result["estimates"] = self._economics.stats()
         result["declined_tokens"] = dict(self._economics.declined_tokens)
         result["probes"] = self._economics.probes
-        result["followed"] = self._follows.num_followed
+        result["followed"] = self.prompts_elsewhere.follows.num_followed
         result["kept_turns"] = len(self._kept_turns)
         result["turns_kept"] = self._kept_turns.num_kept
         result["blocks_read_ahead_of_turns"] = self._kept_turns.blocks_read_ahead
@@ -412,8 +341,7 @@ class OffloadScheduler(KVConnectorScheduler):
         self._signal.set_wakeup(None)  # the engine's loop is over
         self._alarm.close()
         self._lookups.clear()
-        self._prefill_waits.clear()
-        self._follows.clear()
+        self.prompts_elsewhere.clear()
         self._kept_turns.clear()
         # Closing what was written has time of its own, within the limit where possible.
         deadline = time.monotonic() + max(timeout_seconds, CLOSE_SECONDS)
@@ -450,25 +378,16 @@ class OffloadScheduler(KVConnectorScheduler):
         """Take in what the tiers have finished."""
         self._hierarchy.poll()
         # Most steps find nothing that anybody waits for, and the code of all of these is cold.
-        if self._has_begun:
+        if self._has_begun or self.handover or self.prompts_elsewhere or self._kept_turns:
             self._read_times.collect()
             self._loads.collect()
-            self._hand_overs.collect()
-            self._follows.collect()
             self._kept_turns.collect()
-            if self._prefill_waits.collect():
+            self.handover.collect()
+            if self.prompts_elsewhere.collect():
                 self._retry_due = True
             if self._lookups.num_asked:
                 self._lookups.answered()
-            self._has_begun = bool(
-                self._read_times
-                or self._loads
-                or self._hand_overs
-                or self._follows
-                or self._kept_turns
-                or self.awaiting_prefill
-                or self._lookups.num_asked
-            )
+            self._has_begun = bool(self._read_times or self._loads or self._lookups.num_asked)
         if self._retry_version is not None and self._retry_version != self._version:
             self._retry_version = None
             self._retry_due = True

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..tiers.hierarchy.hierarchy import Hierarchy, StoreTicket
+from .base import StoresAhead
 from .counters import OffloadCounters
 from .messages import ConnectorMetadata, CopyJob, EvictedBlock
 from .page_names import GROUP_BYTES, group_of, pages_of
@@ -27,7 +28,7 @@ AHEAD_JOBS = 2  # in flight
 ALONG_BYTES = 1024**2
 
 
-class Outgoing:
+class Outgoing(StoresAhead):
     """Store jobs, from their slots to their end. Each of `parts` has jobs of its own: a block of
     the pool is one on every rank, and its name ends with the cache group."""
 
@@ -69,11 +70,9 @@ class Outgoing:
         return bool(self._overtaken)
 
     def num_wanted_ahead(self) -> int:
-        """Cold blocks to be given to `begin`."""
         return self._batch if len(self._ahead) < AHEAD_JOBS else 0
 
     def names_dropped(self, blocks: Sequence[EvictedBlock]) -> None:
-        """Discard copies ahead of these blocks, which the next step may overwrite."""
         for block_id, pool_key, _ in pages_of(blocks) if self._ahead else ():
             for shard in self._shards:
                 key = pool_key + shard

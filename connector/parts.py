@@ -55,7 +55,7 @@ class Parts:
         self.whole_only = whole_only or self.is_windowed
         # What completes a key of the pool, which carries the group already: one for each rank.
         self.shards = tuple(key_suffix(0, rank, num_ranks)[GROUP_BYTES:] for rank in ranks)
-        self._block_size = block_size
+        self.block_size = block_size
         self._seen = tuple(seen[part.group] for part in self.all)
         self._full = [i for i, each in enumerate(self._seen) if each is None]
 
@@ -140,11 +140,11 @@ class Parts:
 
     def _starts(self, first: int, num_positions: int, most_tokens: int | None) -> list[int]:
         """Of each part the first position, from `first` on, that a hit of so many needs."""
-        end = (first + num_positions) * self._block_size
+        end = (first + num_positions) * self.block_size
         if most_tokens is not None:
             end = min(end, most_tokens)
         return [
-            0 if seen is None else max(0, min(seen(end) // self._block_size - first, num_positions))
+            0 if seen is None else max(0, min(seen(end) // self.block_size - first, num_positions))
             for seen in self._seen
         ]
 

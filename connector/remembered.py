@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
+# Requests that were told to the tiers; far above what waits at one time.
+REMEMBERED_REQUESTS = 4096
+
 T = TypeVar("T")
 
 

@@ -117,7 +117,7 @@ def check_ended(scheduler: Scheduler, side: Any) -> None:
     assert not (outgoing._tickets or outgoing._ahead or outgoing._ahead_job_of)
     assert not (len(side._read_times) or side._lookups._contexts)
     assert not (side._copies or side._alive)
-    assert not (side.awaiting_prefill or side._prefill_waits.expects_any)
+    assert not (side.awaiting_prefill or side.prompts_elsewhere.expects_any)
     assert not (side._lookups._read_ahead or side._lookups._blocks_ahead)
     slab = side._hierarchy._slab
     assert all(slot.committed and not slot.pins for slot in slab._slots.values())

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from .test_static_rules import sources
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (".", "docs", "docs/tutorials", "deploy", "tests/regressions")
@@ -68,3 +72,19 @@ def test_the_move_map_leads_to_what_is_there() -> None:
     )
     assert len(rows) > 60
     assert [old for old, new in rows if not (ROOT / new).is_file()] == []
+
+
+def test_a_name_on_the_pages_of_the_house_is_borne_by_one_class() -> None:
+    """So `grep "class NAME"` follows a block's way from there."""
+    borne = Counter(
+        node.name
+        for path in sources()
+        if path.parts[0] in ("connector", "engine", "kernels", "tiers")
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    for page in ("architecture.md", "life-of-a-block.md"):
+        text = (ROOT / "docs" / page).read_text()
+        named = set(re.findall(r"`([A-Z][a-z]+[A-Za-z]*)`", text))
+        drawn = {word for word in re.findall(r"\b[A-Z][a-z]+[A-Za-z]*\b", text) if borne[word]}
+        assert named and {name: borne[name] for name in named | drawn if borne[name] != 1} == {}

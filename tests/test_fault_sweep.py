@@ -22,6 +22,7 @@ from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.costs.economics import Choice
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
+from stratakv.connector.parts import Parts
 from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.scheduler.scheduler import RETRY_SECONDS
 from stratakv.tiers.base import Answer, Stored, StoreTier
@@ -38,7 +39,14 @@ from .random_life import SSD_BASE_BYTES
 from .simulation.clock import VirtualClock, VirtualEvent, virtual_time
 from .simulation.device import SimDevice
 from .simulation.small_slab import small_slab
-from .simulation.tiny_engine import LAYOUT, Parts, Slots, TinyEngine, check_nothing_left, is_busy
+from .simulation.tiny_engine import (
+    LAYOUT,
+    EngineParts,
+    Slots,
+    TinyEngine,
+    check_nothing_left,
+    is_busy,
+)
 from .stepping import Driver, noted
 
 LARGEST_N = 200
@@ -149,9 +157,9 @@ class Sweep:
         device.register_slab(slab)
         worker = OffloadWorker(device, signal.note_ended)
         worker.register_pool(slots.pool)  # type: ignore[arg-type]
-        self._side = OffloadScheduler(self.hierarchy, SIZE, signal, choice=Choice.LOAD)
+        self._side = OffloadScheduler(self.hierarchy, Parts(SIZE), signal, choice=Choice.LOAD)
         self.engine = TinyEngine(
-            Parts(self._side, worker),
+            EngineParts(self._side, worker),
             slots,
             SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4),
             max_model_len=64,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import importlib
 import importlib.metadata
 import re
 import subprocess
@@ -260,3 +261,36 @@ def test_constraints_hold_every_direct_dependency() -> None:
     for requirement in wanted:
         name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
         assert name == "stratakv" or name in pinned, f"{name} is not in constraints.txt"
+
+
+# What others import, or name in a configuration: it keeps its path until a version says otherwise.
+ENTRANCES = {
+    "stratakv": ("LLM", "SamplingParams", "StructuredOutputsParams", "RequestOutput"),
+    "stratakv.connector.vllm": ("StrataSpec", "StrataTier", "StrataConnector"),
+    "stratakv.connector.lmcache": ("StrataL2Adapter",),
+    "stratakv.connector.sglang": ("StrataHiCacheStorage",),
+    "stratakv.engine.sampling.processors.adapter": ("AdapterLogitsProcessor",),
+    "stratakv.engine.sampling.processors.base": ("StatefulProcessor", "ban", "drafted"),
+    "stratakv.engine.scheduler.policies": ("SchedulingPolicy",),
+    "stratakv.tiers.base": ("Answer", "Stored", "StoreTier", "TierStats"),
+    "stratakv.tiers.block": ("BlockLayout",),
+    "stratakv.tiers.contract": ("check_store_contract",),
+    "stratakv.tiers.errors": ("InvalidBlock", "TierBusy", "TierClosed", "TierConfigError"),
+    "stratakv.tiers.policies.base": ("EvictionPolicy",),
+    "stratakv.tiers.policies.contract": ("check_policy_contract",),
+    "stratakv.tiers.record": ("HEADER_BYTES", "RecordHeader", "encode_header", "verify_record"),
+    "stratakv.tiers.tag": ("Tagger", "payload_digest"),
+}
+
+
+@pytest.mark.parametrize("module", ENTRANCES)
+def test_what_others_import_keeps_its_path(module: str) -> None:
+    found = importlib.import_module(module)
+    offered = {*dir(found), *getattr(found, "__all__", ())}
+    assert set(ENTRANCES[module]) <= offered
+
+
+def test_the_tutorials_import_nothing_else() -> None:
+    pages = [*(ROOT / "docs" / "tutorials").glob("*.md"), ROOT / "docs" / "logits-processors.md"]
+    named = re.findall(r"from (stratakv[.\w]*) import", "".join(p.read_text() for p in pages))
+    assert named and set(named) <= ENTRANCES.keys()

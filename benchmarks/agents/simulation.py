@@ -25,7 +25,7 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 
-from ...connector.base import KVConnectorScheduler, RequestView
+from ...connector.base import KVConnectorScheduler, RequestView, StoresAhead
 from ...connector.messages import (
     NO_MATCH,
     NOTHING_TO_MOVE,
@@ -112,10 +112,11 @@ class Clock:
         return self.now
 
 
-class ListedTier(KVConnectorScheduler):
+class ListedTier(KVConnectorScheduler, StoresAhead):
     """Names of blocks, and a link on which one load follows the other."""
 
     def __init__(self, clock: Clock, num_blocks: int) -> None:
+        self.stores_ahead = self
         self._clock = clock
         self._num_blocks = num_blocks
         self._kept: OrderedDict[bytes, None] = OrderedDict()
@@ -147,6 +148,9 @@ class ListedTier(KVConnectorScheduler):
 
     def num_wanted_ahead(self) -> int:
         return 64
+
+    def names_dropped(self, blocks: Sequence[EvictedBlock]) -> None:
+        pass
 
     def build_meta(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()

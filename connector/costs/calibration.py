@@ -55,6 +55,9 @@ class Calibration(TierEstimates):
     def describe(self) -> str:
         return in_words(self._economics, self.tiers_down())
 
+    def cpu_blocks(self) -> tuple[int, int]:
+        return self._hierarchy.num_free_slots, self._hierarchy.num_slots
+
     def tiers_down(self) -> list[str]:
         return [store.name for store in self._hierarchy.stores if not store.is_up]
 

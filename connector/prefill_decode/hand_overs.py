@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks that other engines are about to load: written where those look, and kept for a while.
 
-    begin ──► moving ──(the shared store has them, as far as is known)──► leasing ──► ended
+    hand_over ──► moving ──(the shared store has them, as far as is known)──► leasing ──► ended
 
 What is known may be old, so the lease decides: the store says which blocks it has, and evicts none
 of them until the lease is over. A hand-over that takes too long ends with what is missing.
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from ...tiers.base import Answer
 from ...tiers.hierarchy.hierarchy import Hierarchy
 from ...tiers.mailbox import Alarm
+from ..base import HandOver
 from ..messages import HandedOver
 
 # From the prefill node's answer to the load on the decode node, through a router under load.
@@ -36,7 +37,7 @@ class _HandOver:
     is_leasing: bool = False
 
 
-class HandOvers:
+class HandOvers(HandOver):
     """The hand-overs of one connector. `shards`, one for each rank, complete the pool's keys.
     `alarm` wakes the engine where a hand-over is to be given up."""
 
@@ -53,11 +54,10 @@ class HandOvers:
 
     @property
     def has_ended(self) -> bool:
-        """Whether `take` has something."""
+        """Whether `take_handed_over` has something."""
         return bool(self._ended)
 
-    def begin(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """See `KVConnectorScheduler.hand_over`."""
+    def hand_over(self, request_id: str, keys: Sequence[bytes]) -> None:
         give_up_at = time.monotonic() + MOST_SECONDS
         named = [key + shard for key in keys for shard in self._shards]
         self._moving[request_id] = hand_over = _HandOver(request_id, named, give_up_at)
@@ -65,8 +65,7 @@ class HandOvers:
         self._alarm.at(give_up_at)
         self._look_at(hand_over)
 
-    def forget(self, request_id: str) -> None:
-        """Nobody waits for it any longer."""
+    def forget_hand_over(self, request_id: str) -> None:
         if self._moving.pop(request_id, None) is None:  # it may have ended since
             self._ended = [ended for ended in self._ended if ended.request_id != request_id]
 
@@ -78,8 +77,7 @@ class HandOvers:
             if now >= hand_over.give_up_at and hand_over.request_id in self._moving:
                 self._end(hand_over, hand_over.keys[hand_over.num_there :])
 
-    def take(self) -> list[HandedOver]:
-        """Those that have ended since the last call."""
+    def take_handed_over(self) -> list[HandedOver]:
         ended, self._ended = self._ended, []
         return ended
 

@@ -14,22 +14,23 @@ A wait ends in one of these ways, and the request then loads what has come and c
 
 Such a request holds no blocks of the pool. Its prompt is followed (`followed_prompts.py`), so that
 what comes is in the slab by then. A request waits once at most, and only where a node is known to
-compute its prompt; see `KVConnectorScheduler.await_prefill`.
+compute its prompt; see `PromptsElsewhere.await_prefill`.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 
 from ...tiers.hierarchy.hierarchy import Hierarchy
 from ...tiers.mailbox import Alarm
-from ..base import RequestView
+from ..base import PromptsElsewhere, RequestView
 from ..costs.economics import UNMEASURED_SECONDS, Choice, Economics
 from ..counters import OffloadCounters
 from ..lookups import Lookup
+from ..messages import Elsewhere
 from ..parts import Parts
 from .followed_prompts import FOLLOW_SECONDS, FollowedPrompt, Follows
 
@@ -156,25 +157,24 @@ class _Wait:
         return self._positions[self.prompt.num_there]
 
 
-class PrefillWaits:
-    """The waits of one connector. `alarm` wakes the engine where one is to end."""
+class PrefillWaits(PromptsElsewhere):
+    """The waits of one connector, and the prompts that it follows. `alarm` wakes the engine where
+    one is to end. True while there is any."""
 
     def __init__(
         self,
         hierarchy: Hierarchy,
-        follows: Follows,
         economics: Economics,
         counters: OffloadCounters,
         alarm: Alarm,
-        block_size: int,
         parts: Parts,
     ) -> None:
         self._hierarchy = hierarchy
-        self._follows = follows
+        self.follows = Follows(hierarchy, alarm)
         self._economics = economics
         self._counters = counters
         self._alarm = alarm
-        self._block_size = block_size
+        self._block_size = parts.block_size
         self._parts = parts
         self._num_parts = parts.width
         # Where others' blocks come to.
@@ -196,11 +196,21 @@ class PrefillWaits:
         """Whether `begin` could do anything for some request."""
         return bool(self._expected)
 
-    def expect(self, request_id: str, *, is_told: bool) -> None:
-        """See `KVConnectorScheduler.await_prefill`."""
-        if self._tier is not None:
-            self._follows.watch()
-            self._expected[request_id] = is_told
+    def __bool__(self) -> bool:
+        return bool(self._waits or self.follows)
+
+    def expect_prompts(self) -> None:
+        self.follows.watch()
+
+    def follow(self, block_hashes: Sequence[bytes]) -> bool:
+        # The last block may be the prompt's end, which fills a part of it.
+        least_tokens = (len(block_hashes) - 1) * self._block_size + 1
+        return self.follows.begin(self._parts.hit_keys(block_hashes, least_tokens)) is not None
+
+    def await_prefill(self, request_id: str, elsewhere: Elsewhere) -> None:
+        if self._tier is not None and elsewhere is not Elsewhere.NO:
+            self.follows.watch()
+            self._expected[request_id] = elsewhere is Elsewhere.TOLD
 
     def begin(self, request: RequestView, lookup: Lookup) -> bool:
         """Have the request wait, if it is to and that is worth it; asked once for each. `lookup` is
@@ -222,7 +232,7 @@ class PrefillWaits:
         limit = self._limit(lookup, num_there, num_full - num_there, is_told=is_told)
         if limit is None:
             return False
-        prompt = self._follows.begin([lookup.keys[place] for place in places])
+        prompt = self.follows.begin([lookup.keys[place] for place in places])
         if prompt is None:
             return False
         positions = [place // width - num_there for place in (*places, num_full * width)]
@@ -231,6 +241,7 @@ class PrefillWaits:
 
     def collect(self) -> bool:
         """Take in what has come; whether a wait has ended."""
+        self.follows.collect()
         if not self._waits:
             return False
         now = time.monotonic()
@@ -289,7 +300,7 @@ class PrefillWaits:
         if seconds is None:
             return None  # as above
         there = lookup.keys[: num_there * self._num_parts]
-        num_before, since, last = self._follows.newest(there)
+        num_before, since, last = self.follows.newest(there)
         num_before //= self._num_parts
         as_many = compute_seconds(-num_before, 0) or 0.0
         # Blocks of an answer come one by one; a prompt's come as quickly as prompts are computed.
@@ -312,5 +323,5 @@ class PrefillWaits:
 
     def _end(self, request_id: str, end: End, now: float) -> None:
         wait = self._waits.pop(request_id)
-        self._follows.end(wait.prompt)
+        self.follows.end(wait.prompt)
         self._counters.count_prefill_wait(end.value, now - wait.began)

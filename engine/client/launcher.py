@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts a core process and ends it: its environment, its private directory, its standard input.
 
-`process.py` carries those.
+`process_client.py` carries those.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """The engine's options by name, as flags and keyword arguments give them, and the EngineConfig.
 
 One table serves `stratakv serve --block-size 32` and `LLM(block_size=32)`. The value objects of
-`config.py` check values; here unknown names and contradictions are refused.
+`engine_config.py` check values; here unknown names and contradictions are refused.
 """
 
 from __future__ import annotations

@@ -68,9 +68,10 @@ class CoreCalls:
         """Another engine computes the prompt of this AddRequest, in JSON. Whether it is followed;
         raises ValueError for what is no such request."""
         request = self._builder.make_request(decode_request(argument))
-        if request.skip_reading_prefix_cache:
+        elsewhere = self._connector.prompts_elsewhere
+        if request.skip_reading_prefix_cache or elsewhere is None:
             return False
-        return self._connector.follow(self._scheduler.manager.prompt_digests(request))
+        return elsewhere.follow(self._scheduler.manager.prompt_digests(request))
 
     def _tool_called(self, argument: str) -> bool:
         """The turn of a job that ended last has called a tool: a ToolCalled in JSON."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine core: model, pool, tiers, scheduler and worker put together, and stepped.
 
-One thread calls it. It takes and gives the messages of `wire.py`.
+One thread calls it. It takes and gives the messages of `core_messages.py`.
 """
 
 from __future__ import annotations
@@ -157,8 +157,9 @@ class EngineCore:
                     attention=self._groups.attention,
                 )
                 self._connector = self._tiers.side
-                if config.role == "decode":
-                    self._connector.expect_prompts()
+                elsewhere = self._connector.prompts_elsewhere
+                if config.role == "decode" and elsewhere is not None:
+                    elsewhere.expect_prompts()
             self._build_engine(num_blocks)
             files.check_unchanged()  # the weights that are loaded are those that name the blocks
             self._request_builder = RequestBuilder(
@@ -382,7 +383,9 @@ class EngineCore:
             runs_ahead=config.async_scheduling and self._max_steps_in_flight > 1,
             observers=self._observers,
         )
-        self._held = HeldAnswers(self.scheduler.manager, self._connector)
+        self._held = HeldAnswers(
+            self.scheduler.manager, self._connector.handover if self._connector.wants_all else None
+        )
         if self._executor is None:
             self._executor = self._load_model(num_blocks)
 

@@ -13,7 +13,7 @@ import math
 import time
 from dataclasses import dataclass, field
 
-from ...connector.base import KVConnectorScheduler
+from ...connector.base import HandOver
 from ..cache.kv_cache_manager import KVCacheManager
 from ..request.core_messages import TokenOutput
 from ..request.handover_ticket import Ticket, params_digest
@@ -50,7 +50,7 @@ class HeldAnswers:
     """The hand-overs of one engine core. Called by its thread."""
 
     manager: KVCacheManager
-    connector: KVConnectorScheduler
+    handover: HandOver | None  # None: nothing is handed over
     counts: HandOverCounts = field(default_factory=HandOverCounts)
     _expected: dict[str, Request] = field(default_factory=dict)
     _held: dict[str, _Held] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class HeldAnswers:
 
     def expect(self, request: Request) -> None:
         """A request has been queued that is to be handed over."""
-        if request.hands_over and self.connector.wants_all:
+        if request.hands_over and self.handover is not None:
             self._expected[request.request_id] = request
 
     def forget(self, request_id: str) -> None:
@@ -85,7 +85,8 @@ class HeldAnswers:
         self._first_logprobs.pop(request_id, None)
         if self._expected.pop(request_id, None) is None and request_id in self._held:
             del self._held[request_id]
-            self.connector.forget_hand_over(request_id)
+            if self.handover is not None:
+                self.handover.forget_hand_over(request_id)
 
     def hold(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
         """Those of a step that go on at once."""
@@ -110,15 +111,15 @@ class HeldAnswers:
 
     def release(self) -> list[TokenOutput]:
         """Outputs whose blocks others can load by now, or never will."""
-        if not self._held:
+        if not self._held or self.handover is None:
             return []
         now = time.monotonic()
         for request_id, held in self._held.items():
             if not held.is_moving and self.manager.pool.num_given >= held.given_when:
                 held.is_moving = True
-                self.connector.hand_over(request_id, held.keys)
+                self.handover.hand_over(request_id, held.keys)
         released = []
-        for request_id, missing in self.connector.take_handed_over():
+        for request_id, missing in self.handover.take_handed_over():
             held = self._held[request_id]
             if missing and not held.is_second and now < held.give_up_at:
                 # The pool still has what the others have lost, or some of it.

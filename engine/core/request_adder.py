@@ -100,8 +100,10 @@ class RequestAdder:
             self._held.expect(built)
         if output is None:
             elsewhere = self._builder.elsewhere(request)
-            if elsewhere is not Elsewhere.NO and not built.skip_reading_prefix_cache:
-                self._connector.await_prefill(built.request_id, elsewhere)
+            side = self._connector.prompts_elsewhere
+            is_elsewhere = elsewhere is not Elsewhere.NO and not built.skip_reading_prefix_cache
+            if is_elsewhere and side is not None:
+                side.await_prefill(built.request_id, elsewhere)
             return []
         if ticket is not None and ticket.logprobs is not None:
             output.logprobs = [ticket.logprobs]

@@ -8,11 +8,7 @@ from typing import NamedTuple
 
 from .checkpoint.json_fields import JsonFields
 from .families import Family, Windows
-from .rope_spec import (
-    FULL,
-    LAYER_KINDS,
-    SLIDING,
-)
+from .rope_spec import FULL, LAYER_KINDS, SLIDING
 
 # Values of the families where config.json is silent, which is not the same as null.
 DEFAULT_WINDOW = 4096

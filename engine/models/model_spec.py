@@ -19,12 +19,7 @@ from .checkpoint.json_fields import JsonFields, read_json
 from .families import ARCHITECTURES, FAMILIES, TEXT_PARTS, Family
 from .layer_attention import LayerAttention, full, window
 from .layer_windows import parse_windows
-from .rope_spec import (
-    RopeSpec,
-    parse_rope,
-    parse_two_ropes,
-    stable_length,
-)
+from .rope_spec import RopeSpec, parse_rope, parse_two_ropes, stable_length
 
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 

@@ -43,6 +43,7 @@ class ConnectorExchange:
         self._places = places
         self._writer = writer
         self._connector = places.connector
+        self._stores_ahead = places.connector.stores_ahead
         self._pool = places.manager.pool
         self._fails_with_load = fails_with_load
         # Upper bound on blocks that two steps can allocate (ignoring one per running request),
@@ -58,7 +59,7 @@ class ConnectorExchange:
         pool, ahead = self._pool, NONE_AHEAD
         # Most steps find neither, and what is called in between is cold.
         if pool.has_fresh or pool.has_cold(self._least_ahead):
-            wanted = self._connector.num_wanted_ahead()
+            wanted = 0 if self._stores_ahead is None else self._stores_ahead.num_wanted_ahead()
             ahead = pool.take_fresh(wanted) if wanted and pool.has_fresh else []
             if wanted > len(ahead):
                 count = wanted - len(ahead)

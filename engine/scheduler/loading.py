@@ -49,6 +49,7 @@ class LoadingRequests:
     ) -> None:
         self._manager = manager
         self._connector = connector
+        self._overlapped_loads = connector.overlapped_loads
         self._counts = counts
         self._observer = observer
         self._waiting: dict[str, Request] = {}  # by id, the ended ones among them
@@ -140,7 +141,8 @@ class LoadingRequests:
         lacks. 0: it has to wait for a copy. Where the frontiers have met, it jumps."""
         if request.request_id in self._overlapped:
             computed = request.num_computed_tokens
-            state = self._connector.load_state(request.request_id, computed)
+            assert self._overlapped_loads is not None  # OVERLAP was answered
+            state = self._overlapped_loads.load_state(request.request_id, computed)
             if state.failure:
                 self._failures[request.request_id] = state.failure
             if state.is_copying or computed < state.load_frontier:
@@ -164,7 +166,8 @@ class LoadingRequests:
         return list(failures.items())
 
     def _take_report(self, request_id: str) -> LoadReport | None:
-        report = self._connector.end_load(request_id)
+        assert self._overlapped_loads is not None  # as above
+        report = self._overlapped_loads.end_load(request_id)
         if report is not None and report.failure:
             self._failures[request_id] = report.failure
         return report

@@ -118,6 +118,7 @@ class Pins:
         self._manager = manager
         self._counts = counts
         self._connector = connector
+        self._retention = connector.job_retention
         self._estimator: Estimator | None = ToolEstimator() if estimator is None else estimator
         self._most_blocks = int(MOST_SHARE * manager.pool.num_usable)
         # None: all that may be pinned may be one tenant's, whose oldest pin then gives way.
@@ -164,7 +165,8 @@ class Pins:
         if not job or request.is_last_step:
             if job:
                 self._release(job)
-                self._connector.job_ended(job)
+                if self._retention is not None:
+                    self._retention.job_ended(job)
             return False
         self._ask("turn_ended", job, now)
         self._keep_in_tiers(request)
@@ -192,8 +194,9 @@ class Pins:
     def tool_called(self, job: Job, tool: str) -> None:
         """What the turn that ended last asked for is known now; its pin ends where that takes too
         long."""
-        if (seconds := self._seconds(job, tool)) is not None:
-            self._connector.turn_expected(job, _due(seconds))
+        seconds = self._seconds(job, tool)
+        if seconds is not None and self._retention is not None:
+            self._retention.turn_expected(job, _due(seconds))
         if job in self._pins and not self._pays(job, tool):
             self._release(job)
             self._counts["pins_not_worth"] += 1
@@ -240,13 +243,13 @@ class Pins:
             )  # fmt: skip
 
     def _keep_in_tiers(self, request: Request) -> None:
-        if not self._connector.has_tiers:
+        if self._retention is None:
             return
         seconds = self._seconds(request.job, "")
         most, due = TIER_SECONDS, None
         if seconds is not None:
             most, due = min(max(PIN_SECONDS, 2 * seconds), MOST_TIER_SECONDS), _due(seconds)
-        self._connector.turn_ended(request.job, self._manager.digests(request), most, due)
+        self._retention.turn_ended(request.job, self._manager.digests(request), most, due)
 
     def _seconds(self, job: Job, tool: str) -> float | None:
         """How long the tool takes, where the estimator says something that can be."""

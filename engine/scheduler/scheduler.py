@@ -110,7 +110,8 @@ class Scheduler:
             pin_tenant_share=config.pin_tenant_share,
         )
         self.connector = self._places.connector
-        manager.pool.tell_dropped(self.connector.names_dropped)
+        if (stores_ahead := self.connector.stores_ahead) is not None:
+            manager.pool.tell_dropped(stores_ahead.names_dropped)
         if self.connector.wants_all:
             manager.pool.offer_all()
         pressure = MemoryPressure(config, manager, counts_pins=not self.connector.has_tiers)
@@ -184,10 +185,10 @@ class Scheduler:
             return True
         if (pins := self._places.pins) and pins.is_due(time.monotonic()):
             return True
-        connector = self.connector
-        return connector.has_pending_work() or bool(
-            self.manager.pool.has_fresh and connector.num_wanted_ahead()
-        )
+        if self.connector.has_pending_work():
+            return True
+        ahead, pool = self.connector.stores_ahead, self.manager.pool
+        return ahead is not None and pool.has_fresh and ahead.num_wanted_ahead() > 0
 
     def check_queue(self) -> None:
         """Raise QueueFull if no more requests may wait. Cheap, so that it can be asked before a

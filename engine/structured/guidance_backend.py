@@ -18,16 +18,7 @@ import llguidance
 import numpy as np
 
 from ..request.structured_params import MOST_WHITESPACE, GrammarSpec, Kind
-from .base import (
-    BITS,
-    LARGE_BYTES,
-    Backend,
-    Form,
-    Grammar,
-    GrammarError,
-    Matcher,
-    Words,
-)
+from .base import BITS, LARGE_BYTES, Backend, Form, Grammar, GrammarError, Matcher, Words
 from .structural_tags import read_tags
 from .vocabulary import Vocabulary
 

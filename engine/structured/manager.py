@@ -24,13 +24,7 @@ from ..sampling.token_mask import TokenMask
 from .answers import Thought, White, any_of, write_bits
 from .backends import open_backend
 from .base import BITS, LARGE_BYTES, Backend, Grammar
-from .compiler import (
-    COMPILE_LIMIT,
-    POLL_SECONDS,
-    Compilation,
-    GrammarCompiler,
-    TooManyGrammars,
-)
+from .compiler import COMPILE_LIMIT, POLL_SECONDS, Compilation, GrammarCompiler, TooManyGrammars
 from .mask_jobs import SLOW_SECONDS, Follower, MaskJob
 from .masks import MASK_LIMIT, MaskMaker
 from .masks_ahead import AheadMaker

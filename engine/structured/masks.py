@@ -11,9 +11,9 @@ lock from the step in between. So the caller does those of grammars that cannot 
 and that have been quick so far, at once: before a forward pass its caches still hold what that
 works on.
 
-What may hang is followed by a process (`followed_apart.py`), which is killed at a limit. A matcher
-that hangs in the engine all the same is given up alone: its thread is left behind, another one does
-the rest, and `on_hang` is told the grammar, no matcher of which is asked again.
+What may hang is followed by a process (`processes/followed_apart.py`), which is killed at a limit.
+A matcher that hangs in the engine all the same is given up alone: its thread is left behind,
+another one does the rest, and `on_hang` is told the grammar, no matcher of which is asked again.
 """
 
 from __future__ import annotations

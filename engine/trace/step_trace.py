@@ -16,14 +16,7 @@ from ...connector.base import KVConnectorScheduler
 from ..config.engine_config import SchedulerConfig
 from ..observer import Decision, Observer, StepMade, StepSnapshot
 from ..request.request import Request
-from .records import (
-    VERSION,
-    EncodedDecision,
-    EventRecord,
-    HitRecord,
-    SnapshotRecord,
-    StartRecord,
-)
+from .records import VERSION, EncodedDecision, EventRecord, HitRecord, SnapshotRecord, StartRecord
 from .trace_writer import TraceWriter
 
 POOL = "pool"
@@ -74,8 +67,8 @@ class StepTrace(Observer):
         self._num_running = snapshot.num_running
         pins = snapshot.pins
         job_ids = () if pins is None else tuple(pins.job_ids())
-        cpu_blocks = self._connector.cpu_blocks()
-        free, total = (None, None) if cpu_blocks is None else cpu_blocks
+        estimates = self._connector.estimates
+        free, total = (None, None) if estimates is None else estimates.cpu_blocks()
         self._writer.put(
             SnapshotRecord(
                 step=snapshot.step_id,

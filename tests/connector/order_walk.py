@@ -18,6 +18,7 @@ from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.messages import EvictedBlock, MatchKind
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
+from stratakv.connector.parts import Parts
 from stratakv.tiers.block import BlockLayout, pack_key
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 
@@ -86,7 +87,7 @@ class Walk:
         kept = self.hierarchy.begin_store([pack_key(each) for each in self.loadable])
         self.hierarchy.end_store(kept, ok=True)
         self.worker = worker(device, signal.note_ended)
-        self.side = scheduler(self.hierarchy, LAYOUT.block_size, signal)
+        self.side = scheduler(self.hierarchy, Parts(LAYOUT.block_size), signal)
         self.worker.register_pool(torch.empty(0))
         # All blocks were computed by a pass that may still run.
         device.compute((), range(num_blocks))
@@ -111,7 +112,7 @@ class Walk:
                 if (old := self.names[block]) is not None:
                     dropped.append(EvictedBlock(block, old + GROUP))
                 self.names[block] = None
-            self.side.names_dropped(dropped)
+            self.side.stores_ahead.names_dropped(dropped)
         for block in [*at[Role.WRITE], *at[Role.LOAD]]:
             self._evict(block, evicted)
         for block in at[Role.LOAD]:
@@ -175,7 +176,7 @@ class Walk:
 
     def _cold(self, blocks: Sequence[int]) -> list[EvictedBlock]:
         cold = []
-        for block in blocks[: self.side.num_wanted_ahead()]:
+        for block in blocks[: self.side.stores_ahead.num_wanted_ahead()]:
             name = self.names[block]
             if name is not None and not self.offered[block]:
                 self.offered[block] = True

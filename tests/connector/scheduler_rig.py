@@ -19,6 +19,7 @@ from stratakv.connector.messages import (
     LoadReport,
 )
 from stratakv.connector.offload_scheduler import OffloadScheduler
+from stratakv.connector.parts import Parts
 from stratakv.tiers.base import StoreTier
 from stratakv.tiers.block import BlockLayout, pack_key
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
@@ -63,7 +64,7 @@ class Rig:
         self.store = MemoryStore(LAYOUT, 1000 * LAYOUT.page_bytes, name="ssd")
         self.signal = CopySignal()
         self.hierarchy = Hierarchy(self.slab, [store or self.store], wakeup=self.signal.wake)
-        self.side = OffloadScheduler(self.hierarchy, LAYOUT.block_size, self.signal)
+        self.side = OffloadScheduler(self.hierarchy, Parts(LAYOUT.block_size), self.signal)
         self.woken = threading.Event()
         self.side.set_wakeup(self.woken.set)
 

@@ -12,6 +12,7 @@ import pytest
 from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.costs.economics import Choice
 from stratakv.connector.offload_scheduler import OffloadScheduler
+from stratakv.connector.parts import Parts
 from stratakv.tiers.base import NO_CONTEXT, RequestContext, StoreTier
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.slab.cpu_slab import CpuSlab
@@ -68,7 +69,7 @@ class Engine:
         slab = CpuSlab(LAYOUT, 16 * LAYOUT.slot_bytes, populate_threads=1)
         signal = CopySignal()
         hierarchy = Hierarchy(slab, [below], wakeup=signal.wake)
-        self.side = OffloadScheduler(hierarchy, LAYOUT.block_size, signal, choice=choice)
+        self.side = OffloadScheduler(hierarchy, Parts(LAYOUT.block_size), signal, choice=choice)
 
     def load(self, asks: FakeRequest, *, overlapped: bool) -> None:
         deadline = time.monotonic() + WAIT_SECONDS

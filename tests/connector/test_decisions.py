@@ -211,7 +211,7 @@ def test_loads_are_overlapped_where_all_others_have_one_too(rig: Rig) -> None:
     rig.side._alive.add("d")
     assert rig.side._num_sharing("c") == 0
     assert rig.side.get_matched_tokens(second, 0).kind is not MatchKind.OVERLAP
-    assert rig.side.end_load("b") is not None
+    assert rig.side.overlapped_loads.end_load("b") is not None
     rig.side.request_finished("d")
     assert rig.side._num_sharing("c") == 0, "b computes"
     rig.side.request_finished("b")

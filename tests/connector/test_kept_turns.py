@@ -49,7 +49,7 @@ def collect(rig: Rig) -> None:
 def end_turn(
     rig: Rig, *numbers: int, job: bytes = JOB, seconds: float = 60.0, due: float | None = None
 ) -> None:
-    rig.side.turn_ended(job, [digest(number) for number in numbers], seconds, due)
+    rig.side.job_retention.turn_ended(job, [digest(number) for number in numbers], seconds, due)
 
 
 def test_a_turn_is_not_evicted_before_its_next_one(rig: Rig, clock: Clock) -> None:
@@ -62,7 +62,7 @@ def test_a_turn_is_not_evicted_before_its_next_one(rig: Rig, clock: Clock) -> No
     end_turn(rig, 1, 2)
     rig.put(*range(50, 64))
     assert in_slab(rig, 1, 2, 3) == [True, True, False]
-    rig.side.job_ended(JOB)
+    rig.side.job_retention.job_ended(JOB)
     rig.put(*range(70, 86))
     assert in_slab(rig, 1, 2) == [False] * 2
 
@@ -96,9 +96,9 @@ def test_what_only_a_store_has_is_read_when_it_is_due(rig: Rig, clock: Clock) ->
 
 def test_it_is_known_later_when_a_turn_is_due(rig: Rig, clock: Clock) -> None:
     rig.put_below(1)
-    rig.side.turn_expected(JOB, 1.0)  # of a job that nobody knows
+    rig.side.job_retention.turn_expected(JOB, 1.0)  # of a job that nobody knows
     end_turn(rig, 1)
-    rig.side.turn_expected(JOB, 0.0)
+    rig.side.job_retention.turn_expected(JOB, 0.0)
     collect(rig)
     assert in_slab(rig, 1) == [True]
 
@@ -110,8 +110,8 @@ def test_reads_hold_a_share_of_the_slab_and_end_with_the_job(rig: Rig, clock: Cl
         end_turn(rig, *range(4, 13), job=b"b", due=0.0)
         collect(rig)
         assert rig.slab.stats().reserved_blocks == 4  # a quarter of 16
-        rig.side.job_ended(b"a")
-        rig.side.job_ended(b"b")
+        rig.side.job_retention.job_ended(b"a")
+        rig.side.job_retention.job_ended(b"b")
     collect(rig)
     assert rig.slab.stats().reserved_blocks == rig.slab.stats().pinned_blocks == 0
     end_turn(rig, *range(4, 13), job=b"b", due=0.0)
@@ -140,9 +140,9 @@ def test_random_jobs_leave_nothing_behind(rig: Rig, clock: Clock, seed: int) -> 
             end_turn(rig, *numbers, job=job, seconds=rng.choice([0.5, 3.0]),
                      due=rng.choice([None, 0.0, 1.0]))  # fmt: skip
         elif action < 0.5:
-            rig.side.turn_expected(job, rng.random())
+            rig.side.job_retention.turn_expected(job, rng.random())
         elif action < 0.6:
-            rig.side.job_ended(job)
+            rig.side.job_retention.job_ended(job)
         elif action < 0.8:
             rig.put(*rng.sample(range(100, 200), 3))
         clock.now += rng.choice([0.0, 0.3])

@@ -66,7 +66,7 @@ class Clients:
 
     def end_turn(self, *numbers: int, seconds: float) -> None:
         hashes = [digest(number) for number in numbers]
-        self.rig.side.turn_ended(JOB, hashes, seconds, None)
+        self.rig.side.job_retention.turn_ended(JOB, hashes, seconds, None)
 
     def num_leases(self) -> int:
         return self.server.tenant_store().num_leases
@@ -123,7 +123,7 @@ def test_a_lease_does_not_outlive_what_it_is_for(
     clients.end_turn(1, 2, seconds=1.0 if end == "time" else 300.0)
     clients.step_until(lambda: clients.num_leases() > 0)
     if end == "job ended":
-        clients.rig.side.job_ended(JOB)
+        clients.rig.side.job_retention.job_ended(JOB)
     if end == "killed":  # it says nothing more
         deadline = time.monotonic() + WAIT_SECONDS
         while clients.num_leases():

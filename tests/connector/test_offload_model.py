@@ -28,6 +28,7 @@ from stratakv.connector.device.cpu import CpuCopyDevice
 from stratakv.connector.messages import EvictedBlock, LoadReport, MatchKind
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
+from stratakv.connector.parts import Parts
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierBusy, TierError
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
@@ -112,7 +113,7 @@ class FakeEngine:
         self.hierarchy = hierarchy
         device = FaultyDevice(rng, rng.choice([0.0, 0.0, 0.3]))
         device.register_slab(slab)
-        self.scheduler = OffloadScheduler(hierarchy, LAYOUT.block_size, self.signal)
+        self.scheduler = OffloadScheduler(hierarchy, Parts(LAYOUT.block_size), self.signal)
         self.worker = OffloadWorker(device, self.signal.note_ended)
         self.woken = threading.Event()
         self.scheduler.set_wakeup(self.woken.set)

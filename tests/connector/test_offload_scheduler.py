@@ -19,6 +19,7 @@ from stratakv.connector.messages import (
     MatchKind,
 )
 from stratakv.connector.offload_scheduler import OffloadScheduler
+from stratakv.connector.parts import Parts
 from stratakv.tiers.base import Answer
 from stratakv.tiers.block import pack_key
 from stratakv.tiers.errors import TierError
@@ -56,7 +57,7 @@ def test_a_match_counts_whole_blocks_and_leaves_a_token(rig: Rig) -> None:
 
 def test_a_block_of_another_group_or_shard_is_not_ours(rig: Rig) -> None:
     other = OffloadScheduler(
-        rig.hierarchy, LAYOUT.block_size, rig.signal, shard_rank=1, shard_count=2
+        rig.hierarchy, Parts(LAYOUT.block_size, ranks=[1], num_ranks=2), rig.signal
     )
     rig.put(1)
     assert other.get_matched_tokens(request("a", 1), 0).tokens == 0
@@ -272,7 +273,7 @@ def test_reading_ahead_is_bounded_and_ends_with_its_request(rig: Rig) -> None:
 
 
 def test_cold_blocks_are_stored_ahead_and_not_again_when_they_go(rig: Rig) -> None:
-    assert rig.side.num_wanted_ahead() > 0
+    assert rig.side.stores_ahead.num_wanted_ahead() > 0
     meta = rig.side.build_meta([], [evicted(6, 2), evicted(5, 1)])
     assert not meta.stores
     (job,) = meta.ahead
@@ -289,9 +290,9 @@ def test_a_block_that_goes_while_it_is_stored_is_waited_for(rig: Rig) -> None:
     meta = rig.side.build_meta([evicted(6, 2)])
     assert meta.overtaken == [job_id] and not meta.stores
     assert not rig.side.build_meta([evicted(7, 9)]).overtaken
-    rig.side.names_dropped([evicted(4, 4)])
+    rig.side.stores_ahead.names_dropped([evicted(4, 4)])
     assert not rig.side.build_meta([]).overtaken, "it was not being copied"
-    rig.side.names_dropped([evicted(5, 1)])
+    rig.side.stores_ahead.names_dropped([evicted(5, 1)])
     assert rig.side.build_meta([]).overtaken == [job_id], "it may be overwritten now"
     assert not rig.side.build_meta([]).overtaken
     for _ in range(2):
@@ -365,7 +366,7 @@ def test_only_a_step_for_which_something_may_wait_looks_at_loads(
 
 def test_storing_ahead_is_bounded(rig: Rig) -> None:
     metas = []
-    while rig.side.num_wanted_ahead():
+    while rig.side.stores_ahead.num_wanted_ahead():
         number = len(metas)
         metas.append(rig.side.build_meta([], [evicted(number, number)]))
         assert len(metas) < 10
@@ -373,7 +374,7 @@ def test_storing_ahead_is_bounded(rig: Rig) -> None:
         rig.signal.note_ended(rig.signal.ended + 1)
         ids = [job.job_id for job in meta.ahead]
         rig.side.update_from_worker(ConnectorWorkerOutput(failed_stores=ids))
-    assert rig.side.num_wanted_ahead() > 0
+    assert rig.side.stores_ahead.num_wanted_ahead() > 0
     assert rig.side.get_matched_tokens(request("a", 0), 0).tokens == 0, "a failed store is none"
 
 

@@ -42,18 +42,20 @@ def test_pieces_come_from_the_back_and_the_front_stops_before_them(rig: Rig) -> 
     rig.put(*range(1, 9))
     begin(rig, 8)
     # Four of eight blocks are expected from each side: pieces and chunks of one.
-    assert rig.side.load_state("a", 0)[:3] == (4, 32, False)
+    assert rig.side.overlapped_loads.load_state("a", 0)[:3] == (4, 32, False)
     meta = rig.side.build_meta([])
     assert blocks(meta.loads) == [[27], [26]]
-    assert rig.side.load_state("a", 4)[:3] == (8, 32, True)
+    assert rig.side.overlapped_loads.load_state("a", 4)[:3] == (8, 32, True)
     rig.work(meta)
     assert rig.side.has_pending_work(), "the scheduler should hear of it"
-    assert rig.side.load_state("a", 8)[:3] == (12, 24, False)
+    assert rig.side.overlapped_loads.load_state("a", 8)[:3] == (12, 24, False)
     meta = rig.side.build_meta([])
     assert blocks(meta.loads) == [[25], [24]]
-    assert rig.side.load_state("a", 12)[:3] == (16, 24, True)
-    assert rig.side.load_state("a", 16)[:3] == (16, 24, True), "it has to wait for the copies"
-    assert rig.side.end_load("a") is None
+    assert rig.side.overlapped_loads.load_state("a", 12)[:3] == (16, 24, True)
+    assert rig.side.overlapped_loads.load_state("a", 16)[:3] == (16, 24, True), (
+        "it has to wait for the copies"
+    )
+    assert rig.side.overlapped_loads.end_load("a") is None
     (report,) = rig.work(meta)
     assert report == LoadReport("a", 0)
     assert not report.is_whole
@@ -62,15 +64,15 @@ def test_pieces_come_from_the_back_and_the_front_stops_before_them(rig: Rig) -> 
 def test_they_meet(rig: Rig) -> None:
     rig.put(*range(1, 9))
     begin(rig, 8)
-    assert rig.side.load_state("a", 0).limit == 4
+    assert rig.side.overlapped_loads.load_state("a", 0).limit == 4
     rig.work(rig.side.build_meta([]))
     rig.work(rig.side.build_meta([]))
-    assert rig.side.load_state("a", 4)[:3] == (8, 16, False)
+    assert rig.side.overlapped_loads.load_state("a", 4)[:3] == (8, 16, False)
     rig.work(rig.side.build_meta([]))
     # The front had claimed the second block.
-    assert rig.side.load_state("a", 8)[:3] == (8, 8, False)
+    assert rig.side.overlapped_loads.load_state("a", 8)[:3] == (8, 8, False)
     assert not rig.side.build_meta([])
-    assert rig.side.end_load("a") == LoadReport("a", 24, {"cpu": 24})
+    assert rig.side.overlapped_loads.end_load("a") == LoadReport("a", 24, {"cpu": 24})
     assert rig.side.stats()["tokens_loaded"] == {"cpu": 24}
     assert rig.side.stats()["loads_in_flight"] == 0
 
@@ -81,13 +83,13 @@ def test_what_the_front_has_passed_is_never_copied(rig: Rig) -> None:
         begin(rig, 8)
         computed = 0
         while computed < 28:
-            computed = rig.side.load_state("a", computed).limit
+            computed = rig.side.overlapped_loads.load_state("a", computed).limit
             assert not rig.side.build_meta([]).loads
     rig.wait()
-    assert rig.side.load_state("a", 28).limit == 32
+    assert rig.side.overlapped_loads.load_state("a", 28).limit == 32
     assert not rig.side.build_meta([]).loads, "the front has claimed all of it"
-    assert rig.side.load_state("a", 32)[:3] == (32, 32, False)
-    assert rig.side.end_load("a") == LoadReport("a", 0)
+    assert rig.side.overlapped_loads.load_state("a", 32)[:3] == (32, 32, False)
+    assert rig.side.overlapped_loads.end_load("a") == LoadReport("a", 0)
     while len(rig.side._read_times):
         rig.side.has_pending_work()
 
@@ -104,10 +106,14 @@ def test_a_broken_read_ends_it_and_the_front_goes_on_to_what_was_loaded(rig: Rig
     assert blocks(meta.loads) == [[27]]
     rig.work(meta)
     for computed in range(0, 28, BLOCK):
-        assert rig.side.load_state("a", computed)[:3] == (computed + BLOCK, 28, False)
+        assert rig.side.overlapped_loads.load_state("a", computed)[:3] == (
+            computed + BLOCK,
+            28,
+            False,
+        )
         assert not rig.side.build_meta([]).loads
-    assert rig.side.load_state("a", 28)[:3] == (28, 28, False)
-    report = rig.side.end_load("a")
+    assert rig.side.overlapped_loads.load_state("a", 28)[:3] == (28, 28, False)
+    report = rig.side.overlapped_loads.end_load("a")
     assert report == LoadReport("a", 4, {"cpu": 4}) and not report.is_whole
     assert rig.side.stats()["failures"] == {"partial": 1}
     assert rig.side.get_matched_tokens(asks, 0).tokens == 0, "offered again after a failure"
@@ -118,14 +124,14 @@ def test_blocks_that_are_forgotten_meanwhile_leave_all_to_the_front(rig: Rig) ->
     rig.put(*range(1, 9))
     begin(rig, 8)
     rig.work(rig.side.build_meta([]))
-    assert rig.side.load_state("a", 4)[1] < 32, "a piece has landed"
+    assert rig.side.overlapped_loads.load_state("a", 4)[1] < 32, "a piece has landed"
     meta = rig.side.build_meta([])
     assert meta.loads, "others are on their way"
     rig.side.drop([digest(3) + b"\x00\x00"], "nan")
     rig.work(meta)
-    assert rig.side.load_state("a", 4)[1] == 32
+    assert rig.side.overlapped_loads.load_state("a", 4)[1] == 32
     assert not rig.side.build_meta([]).loads
-    report = rig.side.end_load("a")
+    report = rig.side.overlapped_loads.end_load("a")
     assert report is not None and report.num_loaded_tokens == 0 and not report.is_whole
 
 
@@ -137,8 +143,8 @@ def test_spoilt_pieces_do_not_land(rig: Rig) -> None:
     assert blocks(meta.loads)[0] == [27]
     rig.side.drop([digest(3) + b"\x00\x00"], "nan")
     rig.work(meta)
-    assert rig.side.load_state("a", 4)[1] == 32
-    report = rig.side.end_load("a")
+    assert rig.side.overlapped_loads.load_state("a", 4)[1] == 32
+    report = rig.side.overlapped_loads.end_load("a")
     assert report is not None and report.num_loaded_tokens == 0
 
 
@@ -146,9 +152,9 @@ def test_a_failed_copy_ends_it_too(rig: Rig) -> None:
     rig.put(*range(1, 9))
     begin(rig, 8)
     rig.work(rig.side.build_meta([]), fail=True)
-    assert rig.side.load_state("a", 0)[:3] == (4, 32, False)
+    assert rig.side.overlapped_loads.load_state("a", 0)[:3] == (4, 32, False)
     assert not rig.side.build_meta([])
-    assert rig.side.end_load("a") == LoadReport("a", 0)
+    assert rig.side.overlapped_loads.end_load("a") == LoadReport("a", 0)
     assert rig.side.stats()["failures"] == {"load_copy": 2}
 
 
@@ -167,7 +173,7 @@ def test_no_copy_ever_touches_what_the_front_has_claimed(rig: Rig, trial: int) -
     computed, claimed, flying = 0, 0, ConnectorMetadata()
     loaded: set[int] = set()
     while True:
-        state = rig.side.load_state("a", computed)
+        state = rig.side.overlapped_loads.load_state("a", computed)
         claimed = max(claimed, state.limit)
         if computed == state.load_frontier and not state.is_copying:
             break
@@ -186,7 +192,7 @@ def test_no_copy_ever_touches_what_the_front_has_claimed(rig: Rig, trial: int) -
             rig.work(ended, fail=fails)
             loaded.update(ended.loads[0].block_ids if not fails else ())
     rig.work(flying)
-    report = rig.side.end_load("a")
+    report = rig.side.overlapped_loads.end_load("a")
     assert report is not None
     assert report.num_loaded_tokens == BLOCK * count - computed
 
@@ -195,6 +201,6 @@ def test_reads_of_one_that_is_over_are_let_go(rig: Rig) -> None:
     rig.put_below(*range(1, 9))
     rig.slow_reads(0.02)
     begin(rig, 8)
-    assert rig.side.end_load("a") == LoadReport("a", 0)
+    assert rig.side.overlapped_loads.end_load("a") == LoadReport("a", 0)
     while len(rig.side._read_times):
         rig.side.has_pending_work()

@@ -12,6 +12,7 @@ from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.costs.economics import Choice
 from stratakv.connector.messages import ConnectorWorkerOutput, MatchKind
 from stratakv.connector.offload_scheduler import OffloadScheduler
+from stratakv.connector.parts import Parts
 from stratakv.tiers.base import Answer
 from stratakv.tiers.block import pack_key
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
@@ -33,7 +34,7 @@ class Rig:
         self.signal = CopySignal()
         self.hierarchy = Hierarchy(self.slab, [*between, self.store], wakeup=self.signal.wake)
         self.side = OffloadScheduler(
-            self.hierarchy, LAYOUT.block_size, self.signal, choice=Choice.LOAD
+            self.hierarchy, Parts(LAYOUT.block_size), self.signal, choice=Choice.LOAD
         )
         self.woken = threading.Event()
         self.side.set_wakeup(self.woken.set)

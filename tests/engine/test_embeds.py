@@ -117,7 +117,7 @@ def test_damage_is_refused_or_changes_numbers_only(rng, scale):
 
 def test_the_module_needs_no_torch():
     """So that the front, which has none, can import it."""
-    tree = ast.parse((ROOT / "engine" / "embeds.py").read_text())
+    tree = ast.parse((ROOT / "engine" / "request" / "prompt_embeds.py").read_text())
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import)
              for alias in node.names}  # fmt: skip
     names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

@@ -19,6 +19,7 @@ from stratakv.connector.costs.economics import Choice, Plan
 from stratakv.connector.messages import ConnectorMetadata, CopyJob, Match, MatchKind
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
+from stratakv.connector.parts import Parts
 from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.core.engine_core import MAX_FAILED_STEPS, EngineCore
 from stratakv.engine.worker.block_table import BlockTable, MultiGroupBlockTable
@@ -36,7 +37,7 @@ from ..simulation.clock import VirtualClock, virtual_time
 from ..simulation.device import SimDevice
 from ..simulation.small_slab import small_slab
 from ..simulation.store import SimStore
-from ..simulation.tiny_engine import LAYOUT, Parts, Slots, TinyEngine, is_busy
+from ..simulation.tiny_engine import LAYOUT, EngineParts, Slots, TinyEngine, is_busy
 from ..stepping import step_outputs
 from ..tiers.cache_server.rig import running_server
 
@@ -70,11 +71,11 @@ class Tiny:
         self.hierarchy = Hierarchy(slab, [self.store], wakeup=signal.wake)
         self.device = SimDevice(clock, rng, 0.0, copy_seconds=10.0)
         self.device.register_slab(slab)
-        self.side = OffloadScheduler(self.hierarchy, SIZE, signal, choice=Choice.LOAD)
+        self.side = OffloadScheduler(self.hierarchy, Parts(SIZE), signal, choice=Choice.LOAD)
         worker = OffloadWorker(self.device, signal.note_ended)
         worker.register_pool(self.slots.pool)  # type: ignore[arg-type]
         self.engine = TinyEngine(
-            Parts(self.side, worker),
+            EngineParts(self.side, worker),
             self.slots,
             SchedulerConfig(**CONFIG),  # type: ignore[arg-type]
             max_model_len=48,
@@ -441,5 +442,5 @@ def test_e06_a_preempted_request_may_load_again(
     engine.scheduler._preempted_again.add("again")
     rig.settle()
     assert not request_.external_load_failed
-    assert "again" not in rig.side._failed
+    assert "again" not in rig.side._loads.failed
     assert [match.kind for match in matches].count(MatchKind.OVERLAP) == 2, "it loads again"

@@ -16,6 +16,7 @@ from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.costs.economics import Choice
 from stratakv.connector.messages import MatchKind
 from stratakv.connector.offload_scheduler import OffloadScheduler
+from stratakv.connector.parts import Parts
 from stratakv.engine.cli.serve import _tell_start
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL, engine_config
 from stratakv.engine.config.server_options import ServerConfig
@@ -147,7 +148,7 @@ def test_a_prompt_that_is_asked_about_sooner_than_the_answer_comes() -> None:
     """`Lookups` remembered what it had found before the question, which the question did not
     change: the request computed everything unless the answer came before the next step."""
     hierarchy, store = prefetching_hierarchy()
-    side = OffloadScheduler(hierarchy, 4, CopySignal(), choice=Choice.LOAD)
+    side = OffloadScheduler(hierarchy, Parts(4), CopySignal(), choice=Choice.LOAD)
     asks = SimpleNamespace(
         request_id="a", block_hashes=[bytes([1]) * 32], tail_hash=None, num_tokens=5
     )

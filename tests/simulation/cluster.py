@@ -497,7 +497,7 @@ class Cluster:
         slab, held = node.core.slab, node.core._held
         assert len(slab._free) + len(slab._slots) == slab.num_slots
         check_writes(node.core.engine.parts.side._hierarchy)
-        waits, now = node.core.engine.parts.side._prefill_waits, self.clock.now
+        waits, now = node.core.engine.parts.side.prompts_elsewhere, self.clock.now
         known = node.core.scheduler.requests.keys()
         assert known >= {*waits._waits, *waits._expected}, f"{node.name} awaits what nobody wants"
         for wait in waits._waits.values():
@@ -527,7 +527,7 @@ class Cluster:
                 node.is_awake = True
         for node in self._nodes:
             check_nothing_left(node.core.engine)
-            held, moves = node.core._held, node.core.engine.parts.side._hand_overs
+            held, moves = node.core._held, node.core.engine.parts.side.handover
             assert not (held._held or held._expected or held._first_logprobs or len(moves))
             assert not (moves._ended or node.asked or node.core.engine.states)
             for name, count in node.core.scheduler.counts.items():
@@ -546,7 +546,7 @@ class Cluster:
             node.is_due
             or is_busy(node.core.engine)
             or len(node.core._held)
-            or len(node.core.engine.parts.side._follows)
+            or len(node.core.engine.parts.side.prompts_elsewhere.follows)
         )
 
 

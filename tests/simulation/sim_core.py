@@ -15,6 +15,7 @@ from stratakv.connector.costs.economics import Choice
 from stratakv.connector.costs.rates import PrefillRate
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
+from stratakv.connector.parts import Parts
 from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.core.calls import CoreCalls
 from stratakv.engine.core.engine_core import EngineCore
@@ -32,7 +33,7 @@ from ..engine.scheduler.conftest import HASHER, SIZE, VOCAB
 from .clock import VirtualClock
 from .device import COPY_SECONDS, SimDevice
 from .small_slab import small_slab
-from .tiny_engine import LAYOUT, InjectedFault, Parts, Slots, TinyEngine
+from .tiny_engine import LAYOUT, EngineParts, InjectedFault, Slots, TinyEngine
 
 
 class SimExecutor:
@@ -109,14 +110,14 @@ class SimCore(EngineCore):
         prefill = PrefillRate()
         if seconds := rng.choice([None, 0.01, 0.05]):  # a token, as it once was
             prefill.note(1, 0, seconds)
-        side = OffloadScheduler(hierarchy, SIZE, signal, choice=choice, prefill=prefill)
+        side = OffloadScheduler(hierarchy, Parts(SIZE), signal, choice=choice, prefill=prefill)
         if role == "decode":
-            side.expect_prompts()
+            side.prompts_elsewhere.expect_prompts()
         worker = OffloadWorker(device, signal.note_ended, store_wait_seconds=1.0)
         worker.register_pool(slots.pool)  # type: ignore[arg-type]
         num_seqs = rng.randint(1, 4)
         self.engine = TinyEngine(
-            Parts(side, worker),
+            EngineParts(side, worker),
             slots,
             SchedulerConfig(
                 max_num_batched_tokens=num_seqs + rng.choice([3, 9, max_model_len]),
@@ -138,7 +139,7 @@ class SimCore(EngineCore):
         self._connector = side
         self._executor = SimExecutor(self.engine, fails)  # type: ignore[assignment]
         self._stats = _NoStats()  # type: ignore[assignment]
-        self._held = HeldAnswers(self.scheduler.manager, side)
+        self._held = HeldAnswers(self.scheduler.manager, side.handover if side.wants_all else None)
         self._request_builder = RequestBuilder(VOCAB, 8, max_model_len, HASHER, b"", role)
         self._ended = []
         # Nobody asks for a grammar here, so no model's vocabulary is read.

@@ -111,7 +111,7 @@ def release_what_is_given(self: HeldAnswers) -> list[Any]:
     """An answer goes when its blocks are on their way."""
     going = [request_id for request_id, held in self._held.items() if held.is_moving]
     for request_id in going:
-        self.connector.forget_hand_over(request_id)
+        self.handover.forget_hand_over(request_id)
     ended = [self._end(request_id, 0.0, is_whole=True) for request_id in going]
     return ended + release(self)
 

@@ -26,6 +26,7 @@ from stratakv.connector.device.base import Stream
 from stratakv.connector.messages import ConnectorMetadata, CopyJob, EvictedBlock, LoadReport
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
+from stratakv.connector.outgoing import Outgoing
 from stratakv.engine.batch.batch_update import BatchUpdate
 from stratakv.engine.scheduler.output import SchedulerOutput
 from stratakv.engine.worker.step_batch import StepBatch
@@ -225,7 +226,7 @@ def test_a_planted_bug_is_found(
 
 def test_a_torn_copy_ahead_is_found(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two parts keep it from a tier, each for itself: neither does here."""
-    monkeypatch.setattr(OffloadScheduler, "names_dropped", keep_copies)
+    monkeypatch.setattr(Outgoing, "names_dropped", keep_copies)
     monkeypatch.setattr(Hierarchy, "drop", drop_what_is_there)
     with pytest.raises(AssertionError, match="wrong bytes"):
         live_until_found(keep_copies, seed)

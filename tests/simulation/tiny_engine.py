@@ -87,7 +87,7 @@ class Slots:
 
 
 @dataclass
-class Parts:
+class EngineParts:
     """The two sides of a connector."""
 
     side: OffloadScheduler
@@ -100,7 +100,7 @@ class TinyEngine(Engine):
 
     def __init__(
         self,
-        parts: Parts,
+        parts: EngineParts,
         slots: Slots,
         config: SchedulerConfig,
         *,

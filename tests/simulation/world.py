@@ -41,8 +41,8 @@ from .small_slab import small_slab
 from .store import MODES, SimStore
 from .tiny_engine import (
     LAYOUT,
+    EngineParts,
     InjectedFault,
-    Parts,
     Slots,
     TinyEngine,
     check_nothing_left,
@@ -165,7 +165,7 @@ class World:
         self.device.register_slab(self.slab)
         choice = rng.choice([Choice.AUTO, *Choice])
         seen = [None if kind.is_full else kind.first_seen for kind in self._attention]
-        side = OffloadScheduler(hierarchy, SIZE, signal, choice=choice, parts=KeyParts(SIZE, seen))
+        side = OffloadScheduler(hierarchy, KeyParts(SIZE, seen), signal, choice=choice)
         side.set_wakeup(self._woken.set)
         max_wait_seconds = rng.choice([0.02, 30.0])
         worker = OffloadWorker(self.device, signal.note_ended, store_wait_seconds=max_wait_seconds)
@@ -176,7 +176,7 @@ class World:
         slots = Slots(blocks)
         worker.register_pool(slots.pool)  # type: ignore[arg-type]
         self.engine = TinyEngine(
-            Parts(side, worker),
+            EngineParts(side, worker),
             slots,
             config,
             max_model_len=MAX_MODEL_LEN,
@@ -331,7 +331,7 @@ class World:
         failures = side._counters.failures
         failed = sum(count for reason, count in failures.items() if reason != "store_copy")
         assert self.engine.scheduler.counts["loads_failed"] <= failed, "a load that was cancelled"
-        assert len(side._failed) <= failed, "a load that was cancelled counts as a failed one"
+        assert len(side._loads.failed) <= failed, "a load that was cancelled counts as a failed one"
 
     def _end(self) -> None:
         """All is well again; what is under way ends, everybody is answered, the tiers close."""

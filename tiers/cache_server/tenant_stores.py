@@ -30,14 +30,7 @@ from ..mac_key import MacKey
 from ..settings.sizes import show_size
 from ..tier_settings import SERVER_SSD, CpuSettings, SsdSettings
 from ..wire.limits import Limits
-from ..wire.status import (
-    NoDisk,
-    NoMemory,
-    NotAttached,
-    NotReady,
-    Unauthenticated,
-    WrongLayout,
-)
+from ..wire.status import NoDisk, NoMemory, NotAttached, NotReady, Unauthenticated, WrongLayout
 from .access.tenants import Quota
 from .key_salt import KeySalt
 from .layout_note import read_layout_note, store_folder, write_layout_note

@@ -17,7 +17,7 @@
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 #define WIDE __attribute__((target("avx2")))
 
-// Grows with every change of a function; `library.py` has the same number.
+// Grows with every change of a function; `native_library.py` has the same number.
 EXPORTED int64_t stratakv_bytes_abi() { return 5; }
 
 // Whether this processor, and the system with it, runs them.

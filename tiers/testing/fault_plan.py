@@ -12,7 +12,7 @@ Its text form is rules with a comma between them, each CALL:KIND=VALUE:
     store:partial=0.5       of so many batches only a leading part is done
     load:reorder=0.5        so many completions stand back until a later one has passed them
 
-`store.py` carries it out.
+`faulty_store.py` carries it out.
 """
 
 from __future__ import annotations

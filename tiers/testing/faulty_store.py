@@ -3,8 +3,8 @@
 
 What a drill is to show is that a broken tier costs misses and nothing else, so the wrapper stays
 within the promise of `StoreTier`: a HIT still means the exact bytes, and buffers are touched only
-until the future ends. `plan.py` has the kinds of faults. Damage to what lies on a disk is not its
-matter.
+until the future ends. `fault_plan.py` has the kinds of faults. Damage to what lies on a disk is
+not its matter.
 """
 
 from __future__ import annotations
@@ -18,15 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ..base import (
-    NO_CONTEXT,
-    Answer,
-    RequestContext,
-    Stored,
-    StoreTier,
-    TierStats,
-    load_for,
-)
+from ..base import NO_CONTEXT, Answer, RequestContext, Stored, StoreTier, TierStats, load_for
 from ..errors import InvalidBlock, TierBusy, TierClosed, TierConfigError, TierError
 from ..forwarding_store import ForwardingStore
 from ..mailbox import Alarm
@@ -303,8 +295,8 @@ class FaultyStore(ForwardingStore):
 class Drill:
     """Which faults befall which tiers of a running engine: the plan of each that is to fail.
 
-    In its text form a rule of `plan.py` may begin with the tier that it is for, and one item may be
-    the seed of the choice of faults:
+    In its text form a rule of `fault_plan.py` may begin with the tier that it is for, and one item
+    may be the seed of the choice of faults:
 
         load:error=0.1                       every tier below the slab
         ssd:load:delay=0.2,net:store:hang=1  one each

@@ -105,7 +105,7 @@ class Welcome(NamedTuple):
     num_slots: int
 
 
-class Request(NamedTuple):
+class RequestFrame(NamedTuple):
     """The head of a request; `argument` is a lease or milliseconds."""
 
     verb: Verb
@@ -114,7 +114,7 @@ class Request(NamedTuple):
     argument: int
 
 
-class Reply(NamedTuple):
+class ReplyFrame(NamedTuple):
     """The head of a reply; `number` is that of the request."""
 
     verb: Verb
@@ -155,31 +155,31 @@ def decode_welcome(raw: bytes) -> Welcome:
     return Welcome(_status(status), boot_id, page_bytes, slot_bytes, num_slots)
 
 
-def encode_request(request: Request) -> bytes:
+def encode_request(request: RequestFrame) -> bytes:
     """The head; keys or tags follow."""
     return REQUEST.pack(request.verb, 0, 0, request.blocks, request.number, request.argument)
 
 
-def decode_request(raw: bytes) -> Request:
+def decode_request(raw: bytes) -> RequestFrame:
     """Raises WireError for an unknown verb or a count out of range."""
     verb, zero, none, blocks, number, argument = REQUEST.unpack(raw)
     if zero or none or blocks > MAX_BLOCKS or verb not in Verb.__members__.values():
         raise WireError(f"no request of the data connection: verb {verb}, {blocks} blocks")
-    return Request(Verb(verb), blocks, number, argument)
+    return RequestFrame(Verb(verb), blocks, number, argument)
 
 
-def encode_reply(reply: Reply) -> bytes:
+def encode_reply(reply: ReplyFrame) -> bytes:
     """The head; states and what belongs to them follow."""
     verb, status, blocks, number, argument = reply
     return REPLY.pack(verb, status, 0, blocks, number, argument)
 
 
-def decode_reply(raw: bytes) -> Reply:
+def decode_reply(raw: bytes) -> ReplyFrame:
     """Raises WireError for anything that no server of this version says."""
     verb, status, zero, blocks, number, argument = REPLY.unpack(raw)
     if zero or blocks > MAX_BLOCKS or verb not in Verb.__members__.values():
         raise WireError(f"no reply of the data connection: verb {verb}, {blocks} blocks")
-    return Reply(Verb(verb), _status(status), blocks, number, argument)
+    return ReplyFrame(Verb(verb), _status(status), blocks, number, argument)
 
 
 def pack_keys(keys: Sequence[bytes]) -> bytes:

@@ -127,7 +127,7 @@ class SchedulerRole:
         self._woken = threading.Event()
         self._side.set_wakeup(self._woken.set)
         if self._side.wants_all:
-            self._side.expect_prompts()
+            self._side.prompts_elsewhere.expect_prompts()
         self._thread = threading.Thread(target=self._run, name="stratakv-vllm-tiers", daemon=True)
         self._thread.start()
 
@@ -252,7 +252,7 @@ class SchedulerRole:
     def _on_new_request(self, request: Any) -> None:
         view = self._view(request)
         if asks_for(request, "do_remote_prefill"):
-            self._side.await_prefill(view.request_id, Elsewhere.TOLD)
+            self._side.prompts_elsewhere.await_prefill(view.request_id, Elsewhere.TOLD)
         self._side.request_queued(view)
 
     def _matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -306,7 +306,7 @@ class SchedulerRole:
         cold: list[NamedBlock] = []
         if self._watch is not None:
             evicted, cold = self._outgoing.choose(
-                self._watch, output, self._side.num_wanted_ahead()
+                self._watch, output, self._side.stores_ahead.num_wanted_ahead()
             )
         host_keys = {block.block_id: block.host_key for block in (*evicted, *cold)}
         moves = self._side.build_meta(
@@ -322,7 +322,7 @@ class SchedulerRole:
         plan.moves = moves
         if self._hand_overs and not self._outgoing.num_coming:
             for request_id, keys in self._hand_overs:
-                self._side.hand_over(request_id, keys)
+                self._side.handover.hand_over(request_id, keys)
             self._hand_overs = []
 
     def _as_told(self, moves: ConnectorMetadata) -> list[RequestLoad]:
@@ -419,7 +419,7 @@ class SchedulerRole:
     def _forget_names(self, blocks: Sequence[NamedBlock], may_be_wrong: bool) -> None:
         self._outgoing.forget(blocks)
         named = [self._as_evicted(block) for block in blocks]
-        self._side.names_dropped(named)
+        self._side.stores_ahead.names_dropped(named)
         if may_be_wrong:
             self._side.drop([block.key for block in named], "invalid")
 

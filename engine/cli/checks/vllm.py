@@ -29,13 +29,7 @@ from ....tiers.settings.values import ConfigError
 from . import python as python_checks
 from .base import Check, Finding, ok, problem, warning
 from .disk import check_disks, check_ssd
-from .machine import (
-    SHARED_MEMORY,
-    check_clock,
-    check_huge_pages,
-    check_memory,
-    check_shared_memory,
-)
+from .machine import SHARED_MEMORY, check_clock, check_huge_pages, check_memory, check_shared_memory
 from .python import PythonFacts, VllmModule
 from .servers import check_servers
 

@@ -32,12 +32,12 @@ def test_a_lease_without_an_answer_promises_no_more_than_is_known(
     now = 1000.0
     monkeypatch.setattr(handover, "time", SimpleNamespace(monotonic=lambda: now))
     hand_overs = HandOvers(hierarchy, [SHARD], alarm)
-    hand_overs.begin("p", KEYS)
+    hand_overs.hand_over("p", KEYS)
     hand_overs.collect()
     assert not hand_overs.has_ended
     now += MOST_SECONDS
     hand_overs.collect()
-    assert hand_overs.take() == [("p", KEYS[num_there:])]
+    assert hand_overs.take_handed_over() == [("p", KEYS[num_there:])]
     assert not len(hand_overs)
     [answer] = leased
     answer([True] * len(KEYS))  # after all, when nobody waits for it

@@ -180,13 +180,12 @@ class Rig:
             prefill.note(1, 0, price)
         self.side = OffloadScheduler(
             self.hierarchy,
-            LAYOUT.block_size,
+            Parts(LAYOUT.block_size, seen),
             self.signal,
-            parts=Parts(LAYOUT.block_size, seen),
             choice=choice,
             prefill=prefill,
         )
-        self.side.expect_prompts()
+        self.side.prompts_elsewhere.expect_prompts()
         self.woken = threading.Event()
         self.side.set_wakeup(self.woken.set)
 
@@ -202,7 +201,7 @@ class Rig:
 
     def queue(self, asks: FakeRequest, elsewhere: Elsewhere) -> None:
         self.side.request_queued(asks)
-        self.side.await_prefill(asks.request_id, elsewhere)
+        self.side.prompts_elsewhere.await_prefill(asks.request_id, elsewhere)
         self.answer()
 
     def answer(self) -> None:
@@ -237,7 +236,7 @@ def make_rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rig]]:
             rig.store.fail()
         for _ in range(2):
             rig.side.has_pending_work()
-        assert not rig.side.awaiting_prefill and not len(rig.side._follows)
+        assert not rig.side.awaiting_prefill and not len(rig.side.prompts_elsewhere.follows)
         assert rig.slab.stats().pinned_blocks == 0
         rig.side.shutdown(WAIT_SECONDS)
 

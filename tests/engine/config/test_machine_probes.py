@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.engine.config.engine_config import machine_probes as probes
+from stratakv.engine.config import machine_probes as probes
 
 
 def test_the_disk_probe_leaves_nothing_behind(tmp_path: Path) -> None:

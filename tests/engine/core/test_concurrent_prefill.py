@@ -112,7 +112,7 @@ def num_waiting(core: EngineCore) -> int:
 def come(core: EngineCore) -> int:
     """Blocks that have come for the request that waits."""
     waits: Any = core._connector
-    return sum(wait.prompt.num_there for wait in waits._prefill_waits._waits.values())
+    return sum(wait.prompt.num_there for wait in waits.prompts_elsewhere._waits.values())
 
 
 def check_left(*cores: EngineCore) -> None:

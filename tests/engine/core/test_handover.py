@@ -325,7 +325,7 @@ def test_blocks_are_read_into_the_slab_while_the_other_core_computes(
     assert answer.cached_tokens_by_tier == {"pool": 0, "cpu": 95}
     assert computed_tokens(two) == 5
     two.has_work()
-    assert not len(two._connector._follows)  # type: ignore[attr-defined]
+    assert not len(two._connector.prompts_elsewhere.follows)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("argument", ["", "{}", "[]", '["add","a"]', '["add","a","AAAA",{}]'])
@@ -390,7 +390,7 @@ def test_a_client_that_leaves_when_its_blocks_have_just_arrived(make_node: MakeN
     """The hand-over has ended, and the step that would release the answer has not come yet."""
     core = make_node("prefill")
     outputs = core.add(request("p", prompt_of(40, 7), max_tokens=1))
-    hand_overs = core._connector._hand_overs  # type: ignore[attr-defined]
+    hand_overs = core._connector.handover  # type: ignore[attr-defined]
     deadline = time.monotonic() + WAIT_SECONDS
     while not hand_overs.has_ended:
         assert not outputs and time.monotonic() < deadline
@@ -410,7 +410,7 @@ def test_the_core_sleeps_while_blocks_are_on_their_way(
 ) -> None:
     """When their time is over is the connector's business, which wakes the core."""
     core = make_node("prefill")
-    monkeypatch.setattr(core._connector, "hand_over", lambda *_facts: None)  # never ends
+    monkeypatch.setattr(core._connector.handover, "hand_over", lambda *_facts: None)  # never ends
     outputs = core.add(request("p", prompt_of(40, 9), max_tokens=1))
     held = core._held._held
     while "p" not in held or not held["p"].is_moving:

@@ -11,7 +11,12 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from stratakv.connector.base import KVConnectorScheduler, RequestView
+from stratakv.connector.base import (
+    KVConnectorScheduler,
+    OverlappedLoads,
+    RequestView,
+    StoresAhead,
+)
 from stratakv.connector.messages import (
     ConnectorMetadata,
     ConnectorWorkerOutput,
@@ -70,7 +75,7 @@ class OverlappedLoad:
         return min([copy.start for copy in self.copies], default=self.load_frontier)
 
 
-class DictTiers(KVConnectorScheduler):
+class DictTiers(KVConnectorScheduler, OverlappedLoads, StoresAhead):
     """Tiers in a dict, with loads that take some ticks, fail, or come in part; some from the back.
 
     `evicted` of the present step lies in `stores` until the worker has read those blocks, what is
@@ -83,6 +88,7 @@ class DictTiers(KVConnectorScheduler):
         attention: Sequence[LayerAttention] = (full(),),
     ) -> None:
         self.rng = rng
+        self.overlapped_loads = self.stores_ahead = self
         self.attention = tuple(attention)
         self.kept: dict[bytes, list[int]] = {}
         self.loads: list[Load] = []
@@ -197,6 +203,9 @@ class DictTiers(KVConnectorScheduler):
 
     def num_wanted_ahead(self) -> int:
         return 0 if self.rng is None else self.rng.choice([0, 0, 2])
+
+    def names_dropped(self, blocks: Sequence[EvictedBlock]) -> None:
+        pass
 
     def build_meta(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()

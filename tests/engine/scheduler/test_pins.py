@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -302,8 +304,10 @@ def test_the_tiers_learn_how_long_a_turn_is_wanted(make_engine: MakeEngine, cloc
     """Whether it is pinned in the pool or not."""
     tiers = DictTiers(random.Random(1))
     told: list[tuple[object, ...]] = []
+    retention: Any = SimpleNamespace()
     for name in ("turn_ended", "turn_expected", "job_ended"):
-        setattr(tiers, name, lambda *given, name=name: told.append((name, *given)))
+        setattr(retention, name, lambda *given, name=name: told.append((name, *given)))
+    tiers.job_retention = retention
     engine = make_engine(policy="continuum", tiers=tiers)
     first = turn("a", prompt(14))
     run(engine, first)

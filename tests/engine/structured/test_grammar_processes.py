@@ -374,7 +374,8 @@ def test_random_answers_by_a_process_are_those_of_their_grammar(
 def test_xgrammar_is_imported_by_the_first_process_without_torch() -> None:
     """Which takes seven seconds of a processor, and which it does not use."""
     code = (
-        "import sys; from stratakv.engine.structured import grammar_process as g; g._stand_in(); "
+        "import sys; from stratakv.engine.structured.processes "
+        "import grammar_process as g; g._stand_in(); "
         "print('xgrammar' in sys.modules, 'torch' in sys.modules, 'transformers' in sys.modules)"
     )
     done = subprocess.run(

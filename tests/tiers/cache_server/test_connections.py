@@ -28,7 +28,7 @@ from stratakv.tiers.wire.frames import (
     MAX_BLOCKS,
     REQUEST,
     WELCOME,
-    Request,
+    RequestFrame,
     State,
     Status,
     Verb,
@@ -283,7 +283,7 @@ def test_a_store_that_stops_half_way_gives_its_slots_back(sent: int) -> None:
     plane = Plane(limits=SLOW)
     keys = make_keys(3)
     with greeted(plane) as sock:
-        sock.sendall(encode_request(Request(Verb.STORE, 3, 1, 0)) + pack_keys(keys))
+        sock.sendall(encode_request(RequestFrame(Verb.STORE, 3, 1, 0)) + pack_keys(keys))
         sock.sendall(bytes(sent))
         sock.settimeout(WAIT_SECONDS)
         while sock.recv(4096):
@@ -298,7 +298,7 @@ def test_blocks_that_came_whole_before_the_client_went_are_kept() -> None:
     keys = make_keys(2)
     payload = payload_of(keys[0], LAYOUT)
     with greeted(plane) as sock:
-        sock.sendall(encode_request(Request(Verb.STORE, 2, 1, 0)) + pack_keys(keys))
+        sock.sendall(encode_request(RequestFrame(Verb.STORE, 2, 1, 0)) + pack_keys(keys))
         sock.sendall(payload + proof_of(keys[0], memoryview(payload)).pack() + payload[:100])
     plane.check_idle()
     assert plane.tenant_store.lookup(keys) == [State.HIT, State.MISS]
@@ -309,7 +309,7 @@ def test_a_block_whose_bytes_differ_from_its_digest_is_not_kept(plane: Plane) ->
     keys = make_keys(2)
     payload = payload_of(keys[1], LAYOUT)
     with greeted(plane) as sock:
-        sock.sendall(encode_request(Request(Verb.STORE, 2, 1, 0)) + pack_keys(keys))
+        sock.sendall(encode_request(RequestFrame(Verb.STORE, 2, 1, 0)) + pack_keys(keys))
         proof = proof_of(keys[1], memoryview(payload)).pack()
         sock.sendall(payload[:-1] + b"?" + proof + payload + proof)
         sock.settimeout(None)
@@ -323,7 +323,7 @@ def test_blocks_of_a_client_that_hangs_up_are_aborted_and_not_corrupt(plane: Pla
     keys, store = make_keys(4), plane.tenant_store
     payload = payload_of(keys[0], LAYOUT)
     with greeted(plane) as sock:
-        sock.sendall(encode_request(Request(Verb.STORE, 4, 1, 0)) + pack_keys(keys))
+        sock.sendall(encode_request(RequestFrame(Verb.STORE, 4, 1, 0)) + pack_keys(keys))
         sock.recv(REQUEST.size + 4, socket.MSG_WAITALL)
         proof = proof_of(keys[0], memoryview(payload)).pack()
         sock.sendall(payload + proof + payload[:-1] + b"?" + proof + payload[:100])
@@ -332,7 +332,7 @@ def test_blocks_of_a_client_that_hangs_up_are_aborted_and_not_corrupt(plane: Pla
     assert (store.corrupt_blocks, store.aborted_blocks) == (1, 2)
 
     connection = plane.connect("memory")
-    request = encode_request(Request(Verb.RESERVE, 2, 1, 60_000)) + pack_keys(keys[2:])
+    request = encode_request(RequestFrame(Verb.RESERVE, 2, 1, 60_000)) + pack_keys(keys[2:])
     connection._connection.send([request], soon())
     connection._connection.receive(REQUEST.size, soon())
     connection.close()
@@ -417,7 +417,7 @@ def test_leases_of_a_connection_that_ends_are_given_back(plane: Plane) -> None:
     put(connection, keys, LAYOUT)
     raw = connection._connection
     for number, (verb, wanted) in enumerate([(Verb.PIN, keys), (Verb.RESERVE, make_keys(3, "n"))]):
-        head = encode_request(Request(verb, len(wanted), number, 60_000))
+        head = encode_request(RequestFrame(verb, len(wanted), number, 60_000))
         raw.send([head + pack_keys(wanted)], soon())
     deadline = soon()
     while plane.slab.stats().reserved_blocks < 3 and time.monotonic() < deadline:
@@ -433,8 +433,8 @@ def test_a_lease_ends_at_its_time_while_the_connection_is_idle(plane: Plane) -> 
     connection = plane.connect("memory")
     put(connection, keys, LAYOUT)
     raw = connection._connection
-    raw.send([encode_request(Request(Verb.RESERVE, 1, 1, 100)) + make_keys(1, "n")[0]], soon())
-    raw.send([encode_request(Request(Verb.PIN, 4, 2, 100)) + pack_keys(keys)], soon())
+    raw.send([encode_request(RequestFrame(Verb.RESERVE, 1, 1, 100)) + make_keys(1, "n")[0]], soon())
+    raw.send([encode_request(RequestFrame(Verb.PIN, 4, 2, 100)) + pack_keys(keys)], soon())
     deadline = soon()
     while plane.slab.stats().pinned_blocks < 4 and time.monotonic() < deadline:
         time.sleep(0.001)

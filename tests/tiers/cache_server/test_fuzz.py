@@ -23,7 +23,7 @@ from stratakv.tiers.remote.transports.socket_connection import decode
 from stratakv.tiers.wire.frames import (
     REPLY,
     WELCOME,
-    Request,
+    RequestFrame,
     State,
     Status,
     Verb,
@@ -272,7 +272,7 @@ def request_of(rng: random.Random, verbs: list[Verb]) -> bytes:
     body = bytes(32 * min(count, 256)) if verb is Verb.COMMIT else pack_keys(keys)
     if kind < 0.5:
         argument, count = 50, len(keys) if verb is not Verb.COMMIT else count % 257
-    raw = encode_request(Request(verb, count % 2**32, rng.randrange(2**64), argument)) + body
+    raw = encode_request(RequestFrame(verb, count % 2**32, rng.randrange(2**64), argument)) + body
     if verb is Verb.STORE and rng.random() < 0.5:
         payload = payload_of(THEIRS[0], LAYOUT)
         raw += (payload + bytes(16)) * rng.randint(0, 3)

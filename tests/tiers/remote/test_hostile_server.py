@@ -13,7 +13,7 @@ from stratakv.tiers.contract import make_buffers, make_keys, payload_of
 from stratakv.tiers.native import native_library as library
 from stratakv.tiers.remote.transports.data_client import DataConnection
 from stratakv.tiers.tag import TAG_BYTES, Proof, Tagger
-from stratakv.tiers.wire.frames import REPLY, Reply, Status, Verb, Welcome, encode_reply
+from stratakv.tiers.wire.frames import REPLY, ReplyFrame, Status, Verb, Welcome, encode_reply
 from stratakv.tiers.wire.sockets import Connection, ConnectionLost
 
 from ..cache_server.rig import LAYOUT, WAIT_SECONDS
@@ -31,7 +31,7 @@ UNTOUCHED = 0xEE
 
 
 def reply(states: bytes = b"\1\1\1", blocks: int = 3, number: int = 1) -> bytes:
-    head = encode_reply(Reply(Verb.LOAD, Status.OK, blocks, number, 0))
+    head = encode_reply(ReplyFrame(Verb.LOAD, Status.OK, blocks, number, 0))
     return head + states + b"".join(BLOCKS)
 
 

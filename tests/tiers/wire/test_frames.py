@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.block import KEY_BYTES, BlockLayout
 from stratakv.tiers.wire import frames as wire
-from stratakv.tiers.wire.frames import Reply, Request, State, Status, Verb, Welcome, WireError
+from stratakv.tiers.wire.frames import (
+    ReplyFrame,
+    RequestFrame,
+    State,
+    Status,
+    Verb,
+    Welcome,
+    WireError,
+)
 
 LAYOUT = BlockLayout(1, 16, 1, 32, "float32")
 NUMBERS = st.integers(0, 2**64 - 1)
@@ -23,7 +31,7 @@ BLOCKS = st.integers(0, wire.MAX_BLOCKS)
 def test_requests_are_read_as_they_were_written(
     verb: Verb, blocks: int, number: int, argument: int
 ) -> None:
-    request = Request(verb, blocks, number, argument)
+    request = RequestFrame(verb, blocks, number, argument)
     assert wire.decode_request(wire.encode_request(request)) == request
 
 
@@ -31,7 +39,7 @@ def test_requests_are_read_as_they_were_written(
 def test_replies_are_read_as_they_were_written(
     verb: Verb, status: Status, blocks: int, number: int, argument: int
 ) -> None:
-    reply = Reply(verb, status, blocks, number, argument)
+    reply = ReplyFrame(verb, status, blocks, number, argument)
     assert wire.decode_reply(wire.encode_reply(reply)) == reply
 
 
@@ -108,6 +116,6 @@ def test_states_have_the_numbers_of_the_service() -> None:
 def test_words_have_the_sizes_that_other_languages_rely_on() -> None:
     sizes = [word.size for word in (wire.GREETING, wire.WELCOME, wire.REQUEST, wire.REPLY)]
     assert sizes == [48, 56, 24, 24]
-    assert wire.encode_request(Request(Verb.PIN, 2, 3, 4)) == struct.pack(
+    assert wire.encode_request(RequestFrame(Verb.PIN, 2, 3, 4)) == struct.pack(
         "<BBHIQQ", 3, 0, 0, 2, 3, 4
     )

@@ -3,7 +3,7 @@
 come in and none are deleted.
 
 Blocks are sent from where they lie. While they are sent, and while a lease runs, the engine does
-not evict them (`slab_index.py`); one that went in the moment before is a miss.
+not evict them (`slab/slab_index.py`); one that went in the moment before is a miss.
 """
 
 from __future__ import annotations

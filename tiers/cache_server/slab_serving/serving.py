@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves an engine's slab to other engines, by a process of its own (`process.py`).
+"""Serves an engine's slab to other engines, by a process of its own (`slab_process.py`).
 
 The process is looked after: one that ends, or says nothing for `SILENT_SECONDS`, is started again,
 after pauses that grow. Meanwhile others miss what is here, and nothing waits.

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...tag import PROOF_BYTES, Proof, unpack_proof
 from ...wire.blocks import receive_blocks, send_blocks
-from ...wire.frames import Reply, Request, State, Status, Verb, encode_reply, part_blocks
+from ...wire.frames import ReplyFrame, RequestFrame, State, Status, Verb, encode_reply, part_blocks
 from ..leases import ReadLease
 from .session import Session
 
@@ -27,10 +27,10 @@ class DataSession(Session):
 
     _is_in_memory = False  # the last part of a LOAD was, when it was asked for
 
-    def _answers(self) -> Mapping[Verb, Callable[[Request, float], None]]:
+    def _answers(self) -> Mapping[Verb, Callable[[RequestFrame, float], None]]:
         return {Verb.LOAD: self._load, Verb.STORE: self._store}
 
-    def _load(self, request: Request, deadline: float) -> None:
+    def _load(self, request: RequestFrame, deadline: float) -> None:
         keys = self._receive_keys(request, deadline)
         tenant_store = self._tenant_store
         sizes = tenant_store.page_bytes, tenant_store.num_slots
@@ -58,7 +58,7 @@ class DataSession(Session):
             for read_lease in read_leases:
                 tenant_store.end_load(read_lease)
 
-    def _send_part(self, request: Request, read_lease: ReadLease, deadline: float) -> None:
+    def _send_part(self, request: RequestFrame, read_lease: ReadLease, deadline: float) -> None:
         tenant_store = self._tenant_store
         tags = tenant_store.tags(read_lease)
         slots = [slot for slot in read_lease.slots if slot is not None]
@@ -66,10 +66,12 @@ class DataSession(Session):
             pairs = zip(read_lease.slots, tags, strict=True)
             tags = [tag for slot, tag in pairs if slot is not None]
         states = bytes([_MISS if slot is None else _HIT for slot in read_lease.slots])
-        head = encode_reply(Reply(Verb.LOAD, Status.OK, len(states), request.number, 0)) + states
+        head = (
+            encode_reply(ReplyFrame(Verb.LOAD, Status.OK, len(states), request.number, 0)) + states
+        )
         send_blocks(self._connection, head, tenant_store.buffers(slots), tags, deadline)
 
-    def _store(self, request: Request, deadline: float) -> None:
+    def _store(self, request: RequestFrame, deadline: float) -> None:
         keys = self._receive_keys(request, deadline)
         tenant_store = self._tenant_store
         write_lease = tenant_store.begin_store(keys)

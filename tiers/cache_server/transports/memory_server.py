@@ -19,11 +19,7 @@ import struct
 import tempfile
 
 from ...errors import TierConfigError
-from ...wire.frames import (
-    Status,
-    Welcome,
-    encode_welcome,
-)
+from ...wire.frames import Status, Welcome, encode_welcome
 from ...wire.sockets import Connection, ConnectionLost
 from ..served_store import ServedStore
 from .memory_session import MemorySession

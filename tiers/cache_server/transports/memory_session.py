@@ -14,15 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from ...tag import PROOF_BYTES, unpack_proof
-from ...wire.frames import (
-    MAX_LEASE_SECONDS,
-    NO_PROOF,
-    Request,
-    State,
-    Status,
-    Verb,
-    WireError,
-)
+from ...wire.frames import MAX_LEASE_SECONDS, NO_PROOF, RequestFrame, State, Status, Verb, WireError
 from ...wire.limits import Limits
 from ...wire.sockets import Connection
 from ..leases import Lease, Leases, ReadLease, WriteLease
@@ -54,7 +46,7 @@ class MemorySession(Session):
             self._tenant_store.restore_slots(slots)
         self._withheld.clear()
 
-    def _answers(self) -> Mapping[Verb, Callable[[Request, float], None]]:
+    def _answers(self) -> Mapping[Verb, Callable[[RequestFrame, float], None]]:
         return {
             Verb.PIN: self._pin,
             Verb.UNPIN: self._unpin,
@@ -75,7 +67,7 @@ class MemorySession(Session):
             if time.monotonic() >= silent_until or self._draining.has_begun:
                 return False
 
-    def _pin(self, request: Request, deadline: float) -> None:
+    def _pin(self, request: RequestFrame, deadline: float) -> None:
         seconds = _seconds(request)
         keys = self._receive_keys(request, deadline)
         if self._is_full(request, deadline):
@@ -98,13 +90,13 @@ class MemorySession(Session):
             rest=states + slots + tags,
         )
 
-    def _unpin(self, request: Request, _deadline: float) -> None:
+    def _unpin(self, request: RequestFrame, _deadline: float) -> None:
         lease = self._leases.find_lease(request.argument)
         if lease is not None and isinstance(lease.held, ReadLease):
             self._leases.end_lease(lease)
             self._give_back(lease.held)
 
-    def _reserve(self, request: Request, deadline: float) -> None:
+    def _reserve(self, request: RequestFrame, deadline: float) -> None:
         seconds = _seconds(request)
         keys = self._receive_keys(request, deadline)
         if self._is_full(request, deadline):
@@ -115,7 +107,7 @@ class MemorySession(Session):
         rest = bytes(write_lease.states) + struct.pack(f"<{len(wanted)}I", *wanted)
         self._send_reply(request, Status.OK, deadline, blocks=len(keys), argument=number, rest=rest)
 
-    def _commit(self, request: Request, deadline: float) -> None:
+    def _commit(self, request: RequestFrame, deadline: float) -> None:
         raw = self._connection.receive(request.blocks * PROOF_BYTES, deadline)
         lease = self._leases.find_lease(request.argument)
         if lease is None or not isinstance(lease.held, WriteLease):
@@ -135,7 +127,7 @@ class MemorySession(Session):
         states = self._tenant_store.end_store(held, checked)
         self._send_reply(request, Status.OK, deadline, blocks=len(states), rest=bytes(states))
 
-    def _is_full(self, request: Request, deadline: float) -> bool:
+    def _is_full(self, request: RequestFrame, deadline: float) -> bool:
         self._leases.expire()
         if len(self._leases) + len(self._withheld) < MAX_HELD:
             return False
@@ -157,7 +149,7 @@ class MemorySession(Session):
             self._tenant_store.end_store(held, [None] * count, range(count))
 
 
-def _seconds(request: Request) -> float:
+def _seconds(request: RequestFrame) -> float:
     """How long a request wants to hold blocks. Raises WireError for what is out of range."""
     seconds = request.argument / 1000
     if not 0 < seconds <= MAX_LEASE_SECONDS:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from ...block import KEY_BYTES
 from ...wire.frames import (
     REQUEST,
-    Reply,
-    Request,
+    ReplyFrame,
+    RequestFrame,
     Status,
     Verb,
     WireError,
@@ -67,7 +67,7 @@ class Session(ABC):
         self.is_known: Callable[[], bool] = lambda: True  # whether the client may still ask
 
     @abstractmethod
-    def _answers(self) -> Mapping[Verb, Callable[[Request, float], None]]:
+    def _answers(self) -> Mapping[Verb, Callable[[RequestFrame, float], None]]:
         """The method that answers each verb; it takes a deadline."""
 
     def run(self) -> None:
@@ -98,12 +98,12 @@ class Session(ABC):
         silent_until = time.monotonic() + self._limits.idle_seconds
         return self._connection.wait_readable(silent_until, self._draining.fd)
 
-    def _receive_keys(self, request: Request, deadline: float) -> list[bytes]:
+    def _receive_keys(self, request: RequestFrame, deadline: float) -> list[bytes]:
         return unpack_keys(self._connection.receive(request.blocks * KEY_BYTES, deadline))
 
     def _send_reply(
         self,
-        request: Request,
+        request: RequestFrame,
         status: Status,
         deadline: float,
         *,
@@ -111,5 +111,5 @@ class Session(ABC):
         argument: int = 0,
         rest: bytes = b"",
     ) -> None:
-        head = Reply(request.verb, status, blocks, request.number, argument)
+        head = ReplyFrame(request.verb, status, blocks, request.number, argument)
         self._connection.send([encode_reply(head) + rest], deadline)

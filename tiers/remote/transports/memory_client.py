@@ -30,7 +30,7 @@ from ...wire.frames import (
     NO_PROOF,
     SLOT_BYTES,
     WELCOME,
-    Request,
+    RequestFrame,
     State,
     Verb,
     Welcome,
@@ -53,7 +53,7 @@ PARTS_AHEAD = 2  # parts of a store that the server reserves at a time
 class _Asked(NamedTuple):
     """A PIN or RESERVE, and until when its slots may be touched, by our clock."""
 
-    request: Request
+    request: RequestFrame
     words: bytes
     lease_ends: float
 
@@ -177,7 +177,7 @@ class MemoryConnection(SocketConnection):
         parts = self._parts(len(keys), STORE_BYTES)
         sizes = [part.stop - part.start for part in parts]
         asked: deque[_Asked] = deque()
-        commits: deque[Request] = deque()
+        commits: deque[RequestFrame] = deque()
         states: list[State | None] = []
         damaged: list[int] = []
         words = b""
@@ -276,7 +276,7 @@ class MemoryConnection(SocketConnection):
             packed.append(NO_PROOF if proof is None else proof.pack())
         return packed
 
-    def _take_committed(self, commit: Request, count: int, deadline: float) -> list[State]:
+    def _take_committed(self, commit: RequestFrame, count: int, deadline: float) -> list[State]:
         """Take the reply to a COMMIT."""
         if self._take_reply(commit, deadline).blocks != count:
             raise ConnectionLost("the server answered for blocks that were not sent")

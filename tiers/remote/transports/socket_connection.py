@@ -13,8 +13,8 @@ from ...wire.connection_tags import Tags
 from ...wire.frames import (
     REPLY,
     WELCOME,
-    Reply,
-    Request,
+    ReplyFrame,
+    RequestFrame,
     State,
     Status,
     Verb,
@@ -55,11 +55,11 @@ class SocketConnection(BlockConnection):
     def close(self) -> None:
         self._connection.close()
 
-    def _next_request(self, verb: Verb, blocks: int, argument: int = 0) -> Request:
+    def _next_request(self, verb: Verb, blocks: int, argument: int = 0) -> RequestFrame:
         self._number += 1
-        return Request(verb, blocks, self._number, argument)
+        return RequestFrame(verb, blocks, self._number, argument)
 
-    def _take_reply(self, request: Request, deadline: float) -> Reply:
+    def _take_reply(self, request: RequestFrame, deadline: float) -> ReplyFrame:
         """The head of the reply to `request`. Raises Refused, or ConnectionLost for a reply to
         another."""
         reply = decode(decode_reply, self._connection.receive(REPLY.size, deadline))
