@@ -134,7 +134,7 @@ def _open_disk(
     try:
         if after_opening is not None:
             after_opening(store.path)
-    except TierDown:
+    except BaseException:
         store.close(0.0)
         raise
     return store
@@ -153,20 +153,15 @@ def open_stores(
     require = settings.require
     stores: list[StoreTier] = []
     try:
-        if settings.ssd is not None:
-            key, file = None, settings.ssd.mac_key_file
-            if file is not None:
-                for path in settings.ssd.paths:
-                    key = read_mac_key(file, "--kv-offload-ssd-mac-key-file", path)
-            ssd = open_ssd(
-                layout,
-                settings.ssd,
-                namespace=namespace,
-                mac_key=key,
-                codecs=codecs,
-                require=require,
+        if (ssd := settings.ssd) is not None:
+            key = None
+            if ssd.mac_key_file is not None:
+                for path in ssd.paths:
+                    key = read_mac_key(ssd.mac_key_file, "--kv-offload-ssd-mac-key-file", path)
+            store = open_ssd(
+                layout, ssd, namespace=namespace, mac_key=key, codecs=codecs, require=require
             )
-            stores.append(ssd)
+            stores.append(store)
         for name in settings.others:
             request = TierRequest(name, layout, namespace, settings.other_options.get(name, {}))
             opener = partial(_open_other, request)

@@ -84,7 +84,8 @@ class ReopeningStore(ForwardingStore):
         longest_pause_seconds: float = LONGEST_PAUSE_SECONDS,
     ) -> None:
         self._empty = EmptyStore(name, layout)
-        super().__init__(opened.name if opened else name, layout, opened or self._empty)
+        inner = self._empty if opened is None else opened
+        super().__init__(inner.name, layout, inner)
         self._shown_name = name
         self._open_it = open_it
         self._look_seconds = look_seconds
@@ -148,8 +149,9 @@ class ReopeningStore(ForwardingStore):
 
     def wait_forgotten(self, timeout_seconds: float) -> bool:
         """See StoreTier. While it is down what it was told to forget is still there."""
-        if self.inner is not self._empty:
-            return self.inner.wait_forgotten(timeout_seconds)
+        inner = self.inner  # once: it may be replaced meanwhile
+        if inner is not self._empty:
+            return inner.wait_forgotten(timeout_seconds)
         return not (self._is_cleared or self._dropped)
 
     def stats(self) -> TierStats:

@@ -27,7 +27,7 @@ class Calibration(TierEstimates):
     later ones.
 
         stores   each reads a little of what it holds and throws it away
-        slab     slots that hold nothing yet are copied to blocks of the pool that are nobody's
+        slab     slots that hold nothing yet are copied to blocks of the pool that no request has
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class Calibration(TierEstimates):
 
 
 def in_words(economics: Economics, down: Collection[str] = ()) -> str:
-    """The estimates and what follows from them, for a person: one line. Of tiers that are `down`
-    nobody knows anything."""
+    """The estimates and what follows from them, for a person: one line. Tiers in
+    `down` are listed without estimates."""
     compute = economics.prefill.seconds(0, _TYPICAL_PROMPT)
     parts = ["prefill not measured"]
     if compute:

@@ -17,8 +17,8 @@ OnHang = Callable[[Grammar], None]
 
 
 class Follower:
-    """Where one answer is in its grammar. `first_words` is the row at its beginning, where somebody
-    has made it already, and `first_seconds` what that took."""
+    """Where one answer is in its grammar. `first_words` is the row at its beginning, where it is
+    made already, and `first_seconds` the time that took."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Follower:
         self.first_words = first_words
         self.num_taken = 0  # output tokens that have been accepted, or lie before the grammar
         self.first_seconds = first_seconds
-        # What a row of it has taken: the last one, or longer ones before; at first nobody knows.
+        # What a row of it has taken: the last one, or longer ones before; unknown at first.
         self.row_seconds = math.inf
         self.ahead: AheadRow | None = None  # its next row, while that is made between steps
         self.failed = ""  # why that could not be made
@@ -49,7 +49,7 @@ class Follower:
 
     def note_seconds(self, seconds: float) -> None:
         """A row took so long. One that was interrupted is forgotten after a few others. What a
-        process makes is always made between steps, as what nobody knows."""
+        process makes is always made between steps, as rows of unknown length are."""
         if self.grammar.is_apart:
             return
         before = self.row_seconds
@@ -59,7 +59,7 @@ class Follower:
 @dataclass(slots=True)
 class MaskJob:
     """The rows of one answer: one for the place after its output, and one after each draft token.
-    Rows behind a draft token that the grammar refuses allow every token; nobody gets there."""
+    Rows behind a draft token that the grammar refuses allow every token: no answer gets there."""
 
     follower: Follower
     new_tokens: Sequence[int]  # of its output, since the last mask
@@ -110,7 +110,7 @@ class AheadRow:
 
     job: MaskJob
     row: Rows  # one
-    is_later: bool  # it is known to take long, and those of which nobody knows go before it
+    is_later: bool  # it is known to take long; rows of unknown length go before it
     error: str = ""
     is_done: bool = False
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from stratakv.tiers.assemble import open_ssd
 from stratakv.tiers.base import Answer, Stored, StoreTier
 from stratakv.tiers.contract import check_store_contract
 from stratakv.tiers.errors import TierConfigError, TierDown
@@ -19,6 +20,7 @@ from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.reopening_store import ReopeningStore, open_or_wait
 from stratakv.tiers.ssd.store import SsdStore
 from stratakv.tiers.testing.memory_store import MemoryStore
+from stratakv.tiers.tier_settings import SsdSettings
 
 from ..simulation.small_slab import small_slab
 from .blocks import ODD
@@ -231,3 +233,26 @@ def test_a_disk_that_becomes_writable_is_used(tmp_path: Path, mend: Callable[[],
     put_in(store, 1, 2)
     assert store.lookup(keys(1, 2)) == [Answer.HIT] * 2
     store.close(5.0)
+
+
+def test_a_store_that_counts_its_blocks_is_used_while_it_has_none(place: Place) -> None:
+    class Counting(MemoryStore):
+        def __len__(self) -> int:
+            return 0
+
+    inner = Counting(LAYOUT, 10**6, name="net")
+    store = ReopeningStore("net", LAYOUT, place.open, inner)
+    put_in(store, 1)
+    assert store.opened is inner and store.is_up
+    assert store.lookup(keys(1)) == [Answer.HIT]
+    store.close(1.0)
+
+
+def test_nothing_stays_open_where_what_follows_an_opening_fails(tmp_path: Path) -> None:
+    def fail(_folder: Path) -> None:
+        raise ValueError("planted")
+
+    ssd = SsdSettings(path=tmp_path / "ssd", capacity_bytes=16 * MIB)
+    with pytest.raises(ValueError, match="planted"):
+        open_ssd(LAYOUT, ssd, namespace=b"n", after_opening=fail)
+    SsdStore(tmp_path / "ssd", LAYOUT, 16 * MIB, namespace=b"n").close(5.0)  # its lock is free

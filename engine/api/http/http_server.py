@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP server: uvicorn, with the limits and time-outs of this project.
 
-It is run on sockets that are already bound, so that whoever binds them can say that a port is in
-use before a model has been loaded.
+It is run on sockets that are already bound: a port that is in use is reported before a model has
+been loaded.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class ByteBudget:
 
     @property
     def in_use(self) -> int:
-        """Bytes that somebody has."""
+        """Bytes that are taken at present."""
         return self._total - self._free
 
     async def take_bytes(self, wish: int) -> int:
