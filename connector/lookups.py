@@ -32,8 +32,9 @@ AHEAD_SHARE = 0.25
 
 @dataclass(slots=True)
 class Lookup:
-    """The answer of `Parts.find` for the positions `first` to `end` of a request, the keys of whose
-    parts lie side by side in `keys`; `prefix.tiers` has an entry for each position of the hit."""
+    """The answer of `Parts.find_longest_hit` for the positions `first` to `end` of a request, the
+    keys of whose parts lie side by side in `keys`; `prefix.tiers` has an entry for each position
+    of the hit."""
 
     first: int
     keys: list[bytes]
@@ -58,7 +59,7 @@ class Lookups:
         read_times: ReadTimes,
         num_sharing: Callable[[str], int],
     ) -> None:
-        """`num_sharing`: see `Economics.plan`, of a request that would load."""
+        """`num_sharing`: see `Economics.plan_loads`, of a request that would load."""
         self._num_sharing = num_sharing
         self._hierarchy = hierarchy
         self._block_size = parts.block_size
@@ -91,10 +92,10 @@ class Lookups:
             self._contexts[request_id] = context
         if self._hierarchy.learns and request_id not in self._observed:
             self._observed.put(request_id, None)
-            self._hierarchy.observe(self.keys_of(request.block_hashes))
+            self._hierarchy.announce_prompt(self.keys_of(request.block_hashes))
         if not self._hierarchy.has_stores or request_id in self._read_ahead:
             return
-        lookup = self.of(request, 0, self.end_of(request))
+        lookup = self.look_up_range(request, 0, self.end_of(request))
         if lookup is None:
             return
         # In front of where the hit ends, blocks of windows may be unknown too.
@@ -110,7 +111,7 @@ class Lookups:
     def answered(self) -> None:
         """Something in the tiers changed: what was waited for may be known by now."""
         for request_id, request in list(self._asked.items()):
-            lookup = self.of(request, 0, self.end_of(request))
+            lookup = self.look_up_range(request, 0, self.end_of(request))
             if lookup is None or not lookup.prefix.asked:
                 del self._asked[request_id]
                 if lookup is not None:
@@ -125,29 +126,29 @@ class Lookups:
             tiers = tiers[: room // self._width]
         if not tiers or self._parts.num_needed(len(tiers)) > room:
             return
-        plan = self._economics.plan(0, tiers, num_sharing=self._num_sharing(request_id))
+        plan = self._economics.plan_loads(0, tiers, num_sharing=self._num_sharing(request_id))
         if plan.compute_blocks:
             return  # it will be read from the back
         tiers = tiers[: self._longest(lookup, plan.num_blocks)]
         if tiers.count(self._hierarchy.tiers[0]) == len(tiers):
             return  # all of it is in the slab, or not worth loading
-        self.count(lookup)
+        self.record_lookup(lookup)
         keys = self.needed_keys(lookup, len(tiers))
         ticket = self._hierarchy.begin_load(keys, self.context_of(request_id))
-        self._read_times.watch(ticket)
+        self._read_times.track_load(ticket)
         self._read_ahead[request_id] = ticket
         self._blocks_ahead += len(ticket.keys)
 
-    def forget(self, request_id: str) -> None:
+    def drop_lookup(self, request_id: str) -> None:
         """The request loads by itself now: what was read ahead is let go."""
         self._lookups.pop(request_id, None)
         self._asked.pop(request_id, None)
         self.let_go(request_id)
 
-    def finished(self, request_id: str) -> None:
+    def remove_request(self, request_id: str) -> None:
         """The request is gone."""
         self._contexts.pop(request_id, None)
-        self.forget(request_id)
+        self.drop_lookup(request_id)
 
     def context_of(self, request_id: str) -> RequestContext:
         """What came with the request."""
@@ -165,7 +166,7 @@ class Lookups:
         self._lookups.clear()
         self._asked.clear()
         for request_id in list(self._read_ahead):
-            self.forget(request_id)
+            self.drop_lookup(request_id)
 
     def end_of(self, request: RequestView) -> int:
         """How many leading blocks may be loaded: one token is always left to compute, so that
@@ -184,9 +185,9 @@ class Lookups:
             return request.block_hashes
         return [*request.block_hashes[: (request.num_tokens - 1) // self._block_size], tail]
 
-    def of(self, request: RequestView, first: int, end: int) -> Lookup | None:
-        """`find` for these blocks of the request, or what it said if nothing changed since; None
-        where there are none."""
+    def look_up_range(self, request: RequestView, first: int, end: int) -> Lookup | None:
+        """`Parts.find_longest_hit` for these blocks of the request, or what it said if nothing
+        changed since; None where there are none."""
         if end <= first:
             return None
         version = self._hierarchy.version
@@ -204,7 +205,7 @@ class Lookups:
             return known
         else:
             keys = known.keys
-        prefix = self._parts.find(self._hierarchy, first, keys, most_tokens)
+        prefix = self._parts.find_longest_hit(self._hierarchy, first, keys, most_tokens)
         # Blocks read ahead were counted when and where they were found.
         is_counted = request.request_id in self._read_ahead or (
             known is not None and known.keys is keys and known.is_counted
@@ -219,7 +220,7 @@ class Lookups:
         if lookup.plan is None:
             economics = self._economics
             # Decided anew, it is still one request.
-            make = economics.plan if lookup.is_decided else economics.decide
+            make = economics.plan_loads if lookup.is_decided else economics.decide
             plan = make(
                 lookup.first * self._block_size,
                 lookup.prefix.tiers,
@@ -240,7 +241,7 @@ class Lookups:
         slots_of = zip(ticket.slots, ticket.tiers, strict=True)
         return Counter([tier for slot, tier in slots_of if slot is None])
 
-    def count(self, lookup: Lookup) -> None:
+    def record_lookup(self, lookup: Lookup) -> None:
         """The request goes by this answer; it is counted once for each prompt."""
         if not lookup.is_counted:
             lookup.is_counted = True

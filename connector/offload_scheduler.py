@@ -163,8 +163,8 @@ class OffloadScheduler(KVConnectorScheduler):
 
     def request_finished(self, request_id: str) -> None:
         self._alive.discard(request_id)
-        self.prompts_elsewhere.forget(request_id)
-        self._lookups.finished(request_id)
+        self.prompts_elsewhere.cancel_wait(request_id)
+        self._lookups.remove_request(request_id)
         self._shorter.pop(request_id, None)
 
     def get_matched_tokens(
@@ -176,7 +176,7 @@ class OffloadScheduler(KVConnectorScheduler):
         first = num_computed_tokens // self._block_size
         end = self._lookups.end_of(request)
         most = self._shorter.get(request_id, end)
-        lookup = self._lookups.of(request, first, min(end, most))
+        lookup = self._lookups.look_up_range(request, first, min(end, most))
         if lookup is None:
             return NO_MATCH
         if most < end:  # it was counted, and decided upon, when the longer hit was found
@@ -185,14 +185,14 @@ class OffloadScheduler(KVConnectorScheduler):
             self._retry_version = self._version
             return _RETRY
         waits = self.prompts_elsewhere
-        if waits.expects_any and waits.begin(request, lookup):
+        if waits.expects_any and waits.begin_wait(request, lookup):
             return _RETRY
         tiers = lookup.prefix.tiers
         plan = NOTHING
         if tiers:
             plan = self._lookups.plan_of(request_id, lookup, num_queued_tokens)
             if not plan.num_blocks:
-                self._lookups.count(lookup)
+                self._lookups.record_lookup(lookup)
                 self._lookups.let_go(request_id)
                 return NO_MATCH
         # Blocks that another request is loading will be in the pool for this one too.
@@ -201,7 +201,7 @@ class OffloadScheduler(KVConnectorScheduler):
         ):
             self._retry_version = self._version
             return _RETRY
-        self._lookups.count(lookup)
+        self._lookups.record_lookup(lookup)
         if not tiers:
             return NO_MATCH
         num_tokens = plan.num_blocks * self._block_size
@@ -257,25 +257,25 @@ class OffloadScheduler(KVConnectorScheduler):
             )
             if give_up_at is not None:
                 self._alarm.at(give_up_at)
-        self._lookups.forget(request_id)
+        self._lookups.drop_lookup(request_id)
 
-    def drop(self, keys: Sequence[bytes], cause: str) -> None:
+    def invalidate_blocks(self, keys: Sequence[bytes], cause: str) -> None:
         named = [key + shard for key in keys for shard in self._parts.shards]
         log.warning("%d blocks are forgotten in every tier (%s)", len(named), cause)
         self._counters.count_dropped(cause, len(named))
-        self._hierarchy.drop(named)
+        self._hierarchy.forget_blocks(named)
         self._loads.spoil(set(named))
 
     def build_meta(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()
     ) -> ConnectorMetadata:
         self._retry_due = False
-        self._collect()
+        self._poll_tiers()
         is_due = self._outgoing.has_due or self._loads.has_due
         if not (evicted or cold or is_due):
             return NOTHING_TO_MOVE
         meta = ConnectorMetadata()
-        self._outgoing.begin(evicted, cold, meta)
+        self._outgoing.plan_stores(evicted, cold, meta)
         self._loads.copy_ready(meta)
         if meta.loads:
             now = time.monotonic()
@@ -287,7 +287,7 @@ class OffloadScheduler(KVConnectorScheduler):
 
     def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
         if output is not NOTHING_FINISHED:
-            self._take(output)
+            self._handle_worker_output(output)
         reports = self._loads.take_reports()
         for report in reports:
             if report.shorter_tokens:
@@ -297,7 +297,7 @@ class OffloadScheduler(KVConnectorScheduler):
         return reports
 
     def has_pending_work(self) -> bool:
-        self._collect()
+        self._poll_tiers()
         return (
             self._retry_due
             or self._loads.has_due
@@ -374,16 +374,16 @@ class OffloadScheduler(KVConnectorScheduler):
         """Changes with everything that an answer to the scheduler depends on."""
         return self._hierarchy.version + self._loads.num_ended
 
-    def _collect(self) -> None:
+    def _poll_tiers(self) -> None:
         """Take in what the tiers have finished."""
         self._hierarchy.poll()
         # Most steps find nothing that anybody waits for, and the code of all of these is cold.
         if self._has_begun or self.handover or self.prompts_elsewhere or self._kept_turns:
-            self._read_times.collect()
-            self._loads.collect()
-            self._kept_turns.collect()
-            self.handover.collect()
-            if self.prompts_elsewhere.collect():
+            self._read_times.record_ended_loads()
+            self._loads.poll_reads()
+            self._kept_turns.poll_turns()
+            self.handover.poll_hand_overs()
+            if self.prompts_elsewhere.poll_waits():
                 self._retry_due = True
             if self._lookups.num_asked:
                 self._lookups.answered()
@@ -392,17 +392,17 @@ class OffloadScheduler(KVConnectorScheduler):
             self._retry_version = None
             self._retry_due = True
 
-    def _take(self, output: ConnectorWorkerOutput) -> None:
+    def _handle_worker_output(self, output: ConnectorWorkerOutput) -> None:
         """Take in what the worker has finished."""
         self._signal.catch_up(output.num_ended)
-        self._jobs_reported += self._calibration.take(output)
+        self._jobs_reported += self._calibration.pop_calibration_job(output)
         self._counters.count_costs(output)
         if output.finished_loads or output.failed_loads:
             self._note_copies(output)
         for ids, ok in ((output.finished_stores, True), (output.failed_stores, False)):
             for job_id in ids:
                 self._jobs_reported += 1
-                self._outgoing.end(job_id, ok, output.store_digests.get(job_id))
+                self._outgoing.complete_job(job_id, ok, output.store_digests.get(job_id))
         for ids, ok in ((output.finished_loads, True), (output.failed_loads, False)):
             for job_id in ids:
                 self._jobs_reported += 1
@@ -414,6 +414,6 @@ class OffloadScheduler(KVConnectorScheduler):
         if not output.failed_loads:
             num_bytes = sum(size for _, size in ended)
             waited = time.monotonic() - min(began for began, _ in ended)
-            self._links[self._hierarchy.tiers[0]].note(
+            self._links[self._hierarchy.tiers[0]].record_transfer(
                 num_bytes, output.load_copy_seconds, max(waited, output.load_copy_seconds)
             )

@@ -97,7 +97,7 @@ def open_chunk_tiers(
 ) -> ChunkTiers:
     """The tiers for chunks of one layout; `folder` is theirs below the directory of the ssd tier.
     Raises ConfigError or TierConfigError for what cannot work; nothing stays open then."""
-    layout, tiers, own = chunk_layout(chunk_bytes), settings.tiers(), settings.own
+    layout, tiers, own = chunk_layout(chunk_bytes), settings.to_tier_settings(), settings.own
     above = () if tiers.ssd is None else tiers.ssd.paths
     if tiers.ssd is not None:
         tiers = replace(tiers, ssd=tiers.ssd.below(folder))

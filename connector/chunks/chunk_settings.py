@@ -91,7 +91,7 @@ class Settings(Generic[Own]):
     ssd: SsdSettings
     remote: RemoteTierSettings
 
-    def tiers(self) -> TierSettings:
+    def to_tier_settings(self) -> TierSettings:
         """What the tiers are built from."""
         return TierSettings(
             cpu=self.cpu,
@@ -132,7 +132,7 @@ class Host(Generic[Own]):
         for name, value in {**self.defaults, **given}.items():
             option = options[name]
             read = option.read(name, value)
-            option.check(name, read)
+            option.check_value(name, read)
             values[option.section][option.field] = read
         settings = Settings(
             own=self.own(**values["own"]),
@@ -140,10 +140,10 @@ class Host(Generic[Own]):
             ssd=SsdSettings(**values["ssd"]),
             remote=RemoteTierSettings(**values["remote"]),
         )
-        self._check(settings, given)
+        self._check_host_settings(settings, given)
         return settings
 
-    def _check(self, settings: Settings[Own], given: Mapping[str, Any]) -> None:
+    def _check_host_settings(self, settings: Settings[Own], given: Mapping[str, Any]) -> None:
         has_ssd = settings.ssd.path is not None
         if not has_ssd and any(name.startswith("ssd_") for name in given):
             raise ConfigError("settings of the ssd tier have no effect without ssd_path; give it")

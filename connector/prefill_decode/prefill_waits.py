@@ -89,7 +89,7 @@ class WaitLimit:
         self._last = began if last is None else last  # when some came
         self._longest = 0.0  # seconds between two of these moments
 
-    def note(self, num_there: int, now: float) -> None:
+    def record_arrivals(self, num_there: int, now: float) -> None:
         """So many of the blocks, the leading ones, are there now."""
         if num_there <= self.num_there:
             return
@@ -102,7 +102,7 @@ class WaitLimit:
         """When the wait ends if nothing comes before."""
         return min(self._cap, self._last + self._next_seconds())
 
-    def end(self, now: float) -> End | None:
+    def decide_end(self, now: float) -> End | None:
         """How the wait ends now, None if it does not."""
         if self.num_there >= self._num_blocks:
             return End.WHOLE
@@ -193,26 +193,28 @@ class PrefillWaits(PromptsElsewhere):
 
     @property
     def expects_any(self) -> bool:
-        """Whether `begin` could do anything for some request."""
+        """Whether `begin_wait` could do anything for some request."""
         return bool(self._expected)
 
     def __bool__(self) -> bool:
         return bool(self._waits or self.follows)
 
     def expect_prompts(self) -> None:
-        self.follows.watch()
+        self.follows.start_watching()
 
-    def follow(self, block_hashes: Sequence[bytes]) -> bool:
+    def follow_blocks(self, block_hashes: Sequence[bytes]) -> bool:
         # The last block may be the prompt's end, which fills a part of it.
         least_tokens = (len(block_hashes) - 1) * self._block_size + 1
-        return self.follows.begin(self._parts.hit_keys(block_hashes, least_tokens)) is not None
+        return (
+            self.follows.track_prompt(self._parts.hit_keys(block_hashes, least_tokens)) is not None
+        )
 
     def await_prefill(self, request_id: str, elsewhere: Elsewhere) -> None:
         if self._tier is not None and elsewhere is not Elsewhere.NO:
-            self.follows.watch()
+            self.follows.start_watching()
             self._expected[request_id] = elsewhere is Elsewhere.TOLD
 
-    def begin(self, request: RequestView, lookup: Lookup) -> bool:
+    def begin_wait(self, request: RequestView, lookup: Lookup) -> bool:
         """Have the request wait, if it is to and that is worth it; asked once for each. `lookup` is
         what the tiers have of it now."""
         is_told = self._expected.pop(request.request_id, None)
@@ -232,16 +234,16 @@ class PrefillWaits(PromptsElsewhere):
         limit = self._limit(lookup, num_there, num_full - num_there, is_told=is_told)
         if limit is None:
             return False
-        prompt = self.follows.begin([lookup.keys[place] for place in places])
+        prompt = self.follows.track_prompt([lookup.keys[place] for place in places])
         if prompt is None:
             return False
         positions = [place // width - num_there for place in (*places, num_full * width)]
         self._waits[request.request_id] = _Wait(limit, prompt, positions, time.monotonic())
         return True
 
-    def collect(self) -> bool:
+    def poll_waits(self) -> bool:
         """Take in what has come; whether a wait has ended."""
-        self.follows.collect()
+        self.follows.read_arrived()
         if not self._waits:
             return False
         now = time.monotonic()
@@ -253,26 +255,26 @@ class PrefillWaits(PromptsElsewhere):
             is_due = now >= min(wait.look_at, wait.alarm_at)
             if num_there == wait.limit.num_there and not is_due and not is_lost:
                 continue
-            wait.limit.note(num_there, now)
-            end = wait.limit.end(now) or (End.LOST if is_lost else None)
+            wait.limit.record_arrivals(num_there, now)
+            end = wait.limit.decide_end(now) or (End.LOST if is_lost else None)
             if end is not None:
                 ended.append((request_id, end))
             else:
                 self._look_again(wait, now)
         for request_id, end in ended:
-            self._end(request_id, end, now)
+            self._finish_wait(request_id, end, now)
         return bool(ended)
 
-    def forget(self, request_id: str) -> None:
+    def cancel_wait(self, request_id: str) -> None:
         """The request is gone."""
         self._expected.pop(request_id, None)
         if request_id in self._waits:
-            self._end(request_id, End.GONE, time.monotonic())
+            self._finish_wait(request_id, End.GONE, time.monotonic())
 
     def clear(self) -> None:
         """Nobody waits any longer."""
         for request_id in list(self._waits):
-            self._end(request_id, End.LOST, time.monotonic())
+            self._finish_wait(request_id, End.LOST, time.monotonic())
 
     def _limit(
         self, lookup: Lookup, num_there: int, num_missing: int, *, is_told: bool
@@ -283,7 +285,9 @@ class PrefillWaits(PromptsElsewhere):
         now = time.monotonic()
 
         def compute_seconds(start: int, end: int) -> float | None:
-            return economics.prefill.seconds(first_token + start * size, first_token + end * size)
+            return economics.prefill.estimate_prefill(
+                first_token + start * size, first_token + end * size
+            )
 
         if economics.choice is not Choice.AUTO:
             if not is_told:
@@ -292,7 +296,7 @@ class PrefillWaits(PromptsElsewhere):
         seconds = compute_seconds(0, num_missing)
         if seconds is not None:
             assert self._tier is not None
-            plan = economics.plan(first_token, [self._tier] * num_missing)
+            plan = economics.plan_loads(first_token, [self._tier] * num_missing)
             if seconds < LEAST_SECONDS or plan.num_blocks < num_missing:
                 return None
         if is_told:
@@ -309,7 +313,7 @@ class PrefillWaits(PromptsElsewhere):
         limit = WaitLimit(
             num_missing, now, compute_seconds, UNMEASURED_SECONDS, num_before=num_before, last=last
         )
-        return limit if limit.end(now) is None else None
+        return limit if limit.decide_end(now) is None else None
 
     def _look_again(self, wait: _Wait, now: float) -> None:
         """See to it that the wait is looked at when something is due."""
@@ -321,7 +325,7 @@ class PrefillWaits(PromptsElsewhere):
             wait.alarm_at = wait.look_at
             self._alarm.at(wait.look_at)
 
-    def _end(self, request_id: str, end: End, now: float) -> None:
+    def _finish_wait(self, request_id: str, end: End, now: float) -> None:
         wait = self._waits.pop(request_id)
-        self.follows.end(wait.prompt)
+        self.follows.remove_prompt(wait.prompt)
         self._counters.count_prefill_wait(end.value, now - wait.began)

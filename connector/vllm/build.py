@@ -43,7 +43,7 @@ def build_tiers(
     """The tiers below vLLM's region, whose chunks of `chunk_tokens` tokens are `rows`. Raises
     TierConfigError, or ConfigError, for what cannot work; nothing stays open then."""
     layout = chunk_layout(identity.chunk_bytes, identity.kv_dtype)
-    tiers, root, own = settings.tiers(), identity.root(), settings.own
+    tiers, root, own = settings.to_tier_settings(), identity.root(), settings.own
     check_servers(tiers.addresses, layout, tiers.remote.credentials())
     drill = drill_of(settings)
     if drill is not None:

@@ -95,7 +95,7 @@ class Admission:
             verdict = self._consider(request, step, now, only_known)
             if verdict is Verdict.NO_ROOM:
                 return False
-            queue.remove(request)
+            queue.remove_request(request)
             if verdict is Verdict.LATER:
                 later.append(request)
         return True
@@ -160,9 +160,11 @@ class Admission:
                 ):
                     overlaps = self._overlaps(match, request, hits, num_hit_tokens)
                     if not overlaps:
-                        return self._load(request, hits, num_hit_tokens, match.tokens, only_known)
+                        return self._load_external_tokens(
+                            request, hits, num_hit_tokens, match.tokens, only_known
+                        )
                     hits, num_hit_tokens = None, 0
-                    places.note(request, Decision.LOADING)
+                    places.notify_observer(request, Decision.LOADING)
         if step.budget == 0:
             self._waits_for_budget = request.request_id
             places.note_wait(request, Obstacle.BUDGET)
@@ -175,12 +177,12 @@ class Admission:
         elif num_tokens > step.budget:
             places.note_wait(request, Obstacle.BUDGET)
             return Verdict.NO_ROOM
-        while obstacle := self._begin(request, num_tokens, hits, num_hit_tokens):
+        while obstacle := self._allocate_first_slots(request, num_tokens, hits, num_hit_tokens):
             if not self._make_room(request):
                 places.note_wait(request, obstacle)
                 return Verdict.NO_ROOM
         request.num_computed_tokens += num_hit_tokens
-        self._start(request, num_tokens, step, now)
+        self._start_request(request, num_tokens, step, now)
         return Verdict.RUNS
 
     def _overlaps(
@@ -195,10 +197,10 @@ class Admission:
             and self._places.loading.begin_load(
                 request, hits, num_hit_tokens, match.tokens, self._keep_free(), overlapped=True
             )
-            and self._reservations.begin()
+            and self._reservations.commit_reserved()
         )
 
-    def _load(
+    def _load_external_tokens(
         self,
         request: Request,
         hits: GroupBlocks,
@@ -227,15 +229,15 @@ class Admission:
             # With nothing running, those that have loaded come first, since they can run.
             places.note_wait(request, obstacle)
             return Verdict.LATER if places.loaded and not places.running else Verdict.NO_ROOM
-        self._reservations.begin()
+        self._reservations.commit_reserved()
         places.counts["loads"] += 1
-        places.note(request, Decision.LOADING)
+        places.notify_observer(request, Decision.LOADING)
         # Tokens that the load does not bring have to be computed after all.
         promised = num_hit_tokens + num_external_tokens
         places.progress[request.request_id].lose(promised, "load_failed")
         return Verdict.LOADING
 
-    def _begin(
+    def _allocate_first_slots(
         self, request: Request, num_tokens: int, hits: GroupBlocks | None, num_hit_tokens: int
     ) -> Obstacle | None:
         """Take blocks for its first tokens in this step; or what is in the way, and nothing has
@@ -252,7 +254,7 @@ class Admission:
         if added is None:
             return Obstacle.ROOM
         if hits is not None:
-            self._reservations.begin()
+            self._reservations.commit_reserved()
         return None
 
     def _drives_out(self, request: Request, hits: GroupBlocks) -> bool:
@@ -287,7 +289,9 @@ class Admission:
         has_begun = any(other.num_preemptions > 0 for other in loaded)
         return not has_begun and self._make_room(request)
 
-    def _start(self, request: Request, num_tokens: int, step: StepBuilder, now: float) -> None:
+    def _start_request(
+        self, request: Request, num_tokens: int, step: StepBuilder, now: float
+    ) -> None:
         places = self._places
         places.running.append(request)
         places.loaded.pop(request.request_id, None)
@@ -298,7 +302,7 @@ class Admission:
             progress.scheduled = now
             self._note_cached_tokens(request)
         resumes = request.num_preemptions > 0
-        places.note(request, Decision.RESUMED if resumes else Decision.SCHEDULED)
+        places.notify_observer(request, Decision.RESUMED if resumes else Decision.SCHEDULED)
         if progress.is_known:
             step.resume(request, num_tokens)
         else:

@@ -76,9 +76,9 @@ class ConnectorExchange:
         if worker_output is None:
             worker_output = NOTHING_FINISHED
         reports = self._connector.update_from_worker(worker_output)
-        for request, report in places.loading.release(reports):
+        for request, report in places.loading.pop_reported(reports):
             places.put_loaded(request)
-            places.note(request, Decision.LOADED, report.failure or "")
+            places.notify_observer(request, Decision.LOADED, report.failure or "")
             progress = places.progress[request.request_id]
             progress.load_seconds += report.seconds
             progress.loaded_by_tier = dict(report.tokens_by_tier)
@@ -93,7 +93,9 @@ class ConnectorExchange:
             return bool(reports), []
         ended = RequestStatus.FINISHED_ERROR
         return bool(reports), [
-            self._writer.end(places.requests[request_id], ended, now, LOAD_FAILED.format(failure))
+            self._writer.finish_request(
+                places.requests[request_id], ended, now, LOAD_FAILED.format(failure)
+            )
             for request_id, failure in dict(failures).items()
             if request_id in places.requests
         ]

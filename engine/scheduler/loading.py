@@ -114,12 +114,12 @@ class LoadingRequests:
         self._connector.begin_load(request, block_ids, num_external_tokens, overlapped=overlapped)
         return True
 
-    def hold(self, request: Request) -> None:
+    def add_cancelled(self, request: Request) -> None:
         """Take in a request that does not run any more while blocks of it are being written to.
         It is reported when that is over, as one whose load was cancelled."""
         self._waiting[request.request_id] = request
 
-    def release(self, reports: Iterable[LoadReport]) -> list[tuple[Request, LoadReport]]:
+    def pop_reported(self, reports: Iterable[LoadReport]) -> list[tuple[Request, LoadReport]]:
         """Take out the reported requests; those that go on, each with its report."""
         going_on = []
         for report in reports:
@@ -132,7 +132,7 @@ class LoadingRequests:
             elif request.is_finished:
                 self._manager.free(request)
             else:
-                self._settle(request, report)
+                self._apply_load_report(request, report)
                 going_on.append((request, report))
         return going_on
 
@@ -172,7 +172,7 @@ class LoadingRequests:
             self._failures[request_id] = report.failure
         return report
 
-    def _settle(self, request: Request, report: LoadReport) -> None:
+    def _apply_load_report(self, request: Request, report: LoadReport) -> None:
         loaded = min(report.num_loaded_tokens, request.num_external_computed_tokens)
         request.status = RequestStatus.WAITING
         request.num_external_computed_tokens = loaded

@@ -78,20 +78,20 @@ class Places:
         self.progress[request.request_id] = progress
         self.embed_bytes += request.embed_bytes
         self.waiting.add(request)
-        self.note(request, Decision.QUEUED)
+        self.notify_observer(request, Decision.QUEUED)
 
-    def note(self, request: Request, decision: Decision, cause: str = "") -> None:
+    def notify_observer(self, request: Request, decision: Decision, cause: str = "") -> None:
         """Tell the observer, if there is one."""
         if self._observer is not None:
             self._observer.decision(request, decision, cause)
 
     def note_wait(self, request: Request, obstacle: Obstacle) -> None:
-        """As `note`: it was this request's turn, and something was in the way."""
+        """As `notify_observer`: it was this request's turn, and something was in the way."""
         if self._observer is not None:
             self._observer.decision(request, Decision.WAITS, obstacle.value)
 
     def note_hit(self, request: Request, tokens: Mapping[str, int]) -> None:
-        """As `note`: a request that starts or comes back need not compute these."""
+        """As `notify_observer`: a request that starts or comes back need not compute these."""
         if self._observer is not None:
             self._observer.hit(request, tokens)
 
@@ -113,7 +113,7 @@ class Places:
         is_written_to = self.loading.stop_overlap(request)
         if is_written_to:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-            self.loading.hold(request)
+            self.loading.add_cancelled(request)
         else:
             self.manager.free(request)
             request.status = RequestStatus.PREEMPTED
@@ -126,7 +126,7 @@ class Places:
         request.num_preemptions += 1
         self.num_departed += 1
         self.counts["preemptions"] += 1
-        self.note(request, Decision.PREEMPTED, "" if taker is None else taker.request_id)
+        self.notify_observer(request, Decision.PREEMPTED, "" if taker is None else taker.request_id)
 
     def release_pin(self, request: Request) -> bool:
         """Give up the oldest pin, because `request` lacks room; whether there was one."""
@@ -160,7 +160,7 @@ class Places:
         if request.num_cached_tokens < 0:
             request.cached_tokens_by_tier = {}
         self.counts["loads_given_up"] += 1
-        self.note(request, Decision.LOAD_GIVEN_UP, spare.request_id)
+        self.notify_observer(request, Decision.LOAD_GIVEN_UP, spare.request_id)
         return True
 
     def drop_blocks(self, request: Request, cause: str) -> None:
@@ -168,9 +168,9 @@ class Places:
         may be what is wrong. They are counted under `cause`."""
         keys = self.manager.drop_names(request)
         if keys:
-            self.connector.drop(keys, cause)
+            self.connector.invalidate_blocks(keys, cause)
 
-    def end(self, request: Request, status: RequestStatus) -> None:
+    def mark_finished(self, request: Request, status: RequestStatus) -> None:
         """A request is finished, wherever it is. `sweep` must follow before the next step."""
         request_id = request.request_id
         place = request.status
@@ -182,23 +182,26 @@ class Places:
         self._has_ended = True
         self.num_departed += 1
         self.counts[f"ended_{status.finish_reason}"] += 1
-        self.note(request, Decision.FINISHED, status.finish_reason or "")
+        self.notify_observer(request, Decision.FINISHED, status.finish_reason or "")
         if request.hands_over and place is RequestStatus.RUNNING and request.num_output_tokens == 1:
             self.manager.name_tail(request)
         self.connector.request_finished(request_id)
         if place is RequestStatus.WAITING_FOR_REMOTE_KVS:
             return  # a copy may be writing to its blocks; they are given back when it is reported
         if place is RequestStatus.RUNNING and self.loading.stop_overlap(request):
-            self.loading.hold(request)
+            self.loading.add_cancelled(request)
             return
         is_pinned = False
         if self.pins is not None and place is RequestStatus.RUNNING and status in _ENDED_WELL:
-            is_pinned = self.pins.take(request, time.monotonic())
+            is_pinned = self.pins.pin_turn(request, time.monotonic())
         if not is_pinned:
             self.manager.free(request)
         if place is not RequestStatus.RUNNING:
             self.loaded.pop(request_id, None)
-            any(queue.remove(request) for queue in (self.waiting, self.skipped, self.deferred))
+            any(
+                queue.remove_request(request)
+                for queue in (self.waiting, self.skipped, self.deferred)
+            )
 
     def sweep(self) -> None:
         """Take finished requests out of `running`, all at once."""

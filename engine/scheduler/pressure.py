@@ -93,13 +93,13 @@ class Reservations:
         if not self.is_on or request.request_id in places.loaded:
             return True
         if self._spare is None:
-            self._spare = self._count()
+            self._spare = self._count_spare_blocks()
         self._needed = self._manager.num_to_reserve(self._tokens_of(request), hits)
         if self._needed <= self._spare:
             return True
         return not (places.running or places.loaded or places.loading.num_waiting)
 
-    def begin(self) -> bool:
+    def commit_reserved(self) -> bool:
         """The request that was asked for last has its first blocks. True."""
         if self._spare is not None:
             self._spare -= self._needed
@@ -110,7 +110,7 @@ class Reservations:
         """The last token is sampled but never computed, so it needs no slot."""
         return request.max_num_tokens - 1 if self._is_full else request.num_tokens
 
-    def _count(self) -> int:
+    def _count_spare_blocks(self) -> int:
         places, pool = self._places, self._manager.pool
         holders = [*places.running, *places.loaded.values(), *places.loading.unfinished()]
         if not self._is_full:

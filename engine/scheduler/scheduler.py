@@ -246,7 +246,7 @@ class Scheduler:
         found = [
             known[request_id] for request_id in dict.fromkeys(request_ids) if request_id in known
         ]
-        outputs = [self._writer.end(request, status, now, error) for request in found]
+        outputs = [self._writer.finish_request(request, status, now, error) for request in found]
         self._places.sweep()
         self._stalled = False
         return outputs
@@ -291,7 +291,7 @@ class Scheduler:
                 retry = self._admission.admit(step, now, only_known=only_known)
         meta = self._exchange.build_meta(pool.take_evicted())
         step.preempted_ids |= self._preempted_again
-        output = step.build(places.finished_ids, meta, self._last_failed_id)
+        output = step.build_output(places.finished_ids, meta, self._last_failed_id)
         places.finished_ids = set()
         self._preempted_again = set()
         total = output.total_num_scheduled_tokens
@@ -325,7 +325,7 @@ class Scheduler:
             self.manager.pool.commit_step(scheduler_output.step_id)
         all_current = num_departed == self._places.num_departed
         sampled, nan_ids = runner_output.sampled_token_ids, runner_output.nan_request_ids
-        take = self._writer.take
+        take = self._writer.append_tokens
         running = RequestStatus.RUNNING
         for entry in entries:
             request = entry[0]
@@ -343,7 +343,7 @@ class Scheduler:
             if token_ids and not (nan_ids and request_id in nan_ids):
                 outputs.append(take(request, token_ids, now))
                 if request.num_placeholders:
-                    self._settle(request)
+                    self._resolve_placeholder(request)
             elif error := fault_of(request, entry.end, runner_output):
                 ended = RequestStatus.FINISHED_ERROR
                 if request_id in nan_ids:
@@ -352,7 +352,7 @@ class Scheduler:
                     ended = RequestStatus.FINISHED_NOT_FINITE
                 elif request_id in runner_output.processor_errors:
                     ended = RequestStatus.FINISHED_PROCESSOR_FAILED
-                outputs.append(self._writer.end(request, ended, now, error))
+                outputs.append(self._writer.finish_request(request, ended, now, error))
                 num_ended += 1
         # One token for each of the others, but for those of whom several came.
         num_tokens = len(outputs) - num_ended + self._writer.num_more - num_more
@@ -393,7 +393,7 @@ class Scheduler:
             for entry in step.entries:
                 if entry.is_current:
                     ended = RequestStatus.FINISHED_ERROR
-                    outputs.append(self._writer.end(entry.request, ended, now, text))
+                    outputs.append(self._writer.finish_request(entry.request, ended, now, text))
                 elif entry.kind is EntryKind.STARTS and not entry.request.is_finished:
                     # Sent back since, and the worker may never have heard of it.
                     places.progress[entry.request.request_id].is_known = False
@@ -460,7 +460,7 @@ class Scheduler:
             **self._places.counts,
         }
 
-    def _settle(self, request: Request) -> None:
+    def _resolve_placeholder(self, request: Request) -> None:
         """A token that a later step already computes is known."""
         request.num_placeholders -= 1
         num_tokens = request.num_tokens

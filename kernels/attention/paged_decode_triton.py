@@ -50,6 +50,21 @@ def share_tiles(  # type: ignore[no-untyped-def]
     return first, end, share
 
 
+@triton.jit
+def find_split(  # type: ignore[no-untyped-def]
+    plan_share, plan_requests, plan_splits, min_tiles
+):
+    """The request of this program (below 0: none), its split, and the fewest tiles of a split."""
+    if plan_share is None:
+        request = tl.program_id(2)
+        split = tl.program_id(1)
+    else:
+        request = tl.load(plan_requests + tl.program_id(2))
+        split = tl.load(plan_splits + tl.program_id(2))
+        min_tiles = tl.load(plan_share)
+    return request.to(tl.int64), split, min_tiles
+
+
 @triton.jit(do_not_specialize=VARYING)
 def attend_split(  # type: ignore[no-untyped-def]
     out,  # the result for one split, else the partial outputs
@@ -94,16 +109,10 @@ def attend_split(  # type: ignore[no-untyped-def]
     TOKEN_SCALES: tl.constexpr,
 ):
     kv_head = tl.program_id(0).to(tl.int64)
-    if plan_share is None:
-        split = tl.program_id(1)
-        request = tl.program_id(2)
-    else:
-        request = tl.load(plan_requests + tl.program_id(2))
+    request, split, min_tiles = find_split(plan_share, plan_requests, plan_splits, min_tiles)
+    if plan_share is not None:
         if request < 0:
             return
-        split = tl.load(plan_splits + tl.program_id(2))
-        min_tiles = tl.load(plan_share)
-    request = request.to(tl.int64)
     length = tl.load(seq_lens + request)
     first, end, share = share_tiles(length, window, num_splits, min_tiles, TILE)
     start = first + split * share
@@ -134,14 +143,12 @@ def attend_split(  # type: ignore[no-untyped-def]
         seen = (tokens < length) & (tokens >= length - window)
         blocks = tl.load(table + tokens // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
         slots = tokens % BLOCK_SIZE
-        places = blocks * kv_stride_block + slots * kv_stride_slot
-        places = places[:, None] + dims[None, :]
+        places = (blocks * kv_stride_block + slots * kv_stride_slot)[:, None] + dims[None, :]
         there = seen[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(keys + places, mask=there, other=0.0)
         v = tl.load(values + places, mask=there, other=0.0)
         if HEAD_SCALES or TOKEN_SCALES:
-            k = k.to(tl.float16)
-            v = v.to(tl.float16)
+            k, v = k.to(tl.float16), v.to(tl.float16)
 
         if GROUP_PAD == 1:
             scores = tl.sum(queries.to(tl.float32) * k.to(tl.float32), axis=1)[None, :]

@@ -112,7 +112,7 @@ def release_what_is_given(self: HeldAnswers) -> list[Any]:
     going = [request_id for request_id, held in self._held.items() if held.is_moving]
     for request_id in going:
         self.handover.forget_hand_over(request_id)
-    ended = [self._end(request_id, 0.0, is_whole=True) for request_id in going]
+    ended = [self._pop_deferred(request_id, 0.0, is_whole=True) for request_id in going]
     return ended + release(self)
 
 
@@ -141,7 +141,7 @@ def wait_for_nobody(_self: PrefillWaits, _request_id: str) -> None:
 
 
 schedule = Scheduler.schedule
-release = HeldAnswers.release
+release = HeldAnswers.release_answers
 get_matched_tokens = OffloadScheduler.get_matched_tokens
 
 
@@ -151,11 +151,11 @@ get_matched_tokens = OffloadScheduler.get_matched_tokens
         (Scheduler, "schedule", name_too_early, "was given wrong bytes"),
         (Hierarchy, "lease", ask_nobody, "was released too early"),
         (HeldAnswers, "release", release_what_is_given, "was released too early"),
-        (HeldAnswers, "forget", hold_for_ever, "that nobody waits for"),
+        (HeldAnswers, "drop_answer", hold_for_ever, "that nobody waits for"),
         (request_builder, "fits", fits_always, "^r"),
         (OffloadScheduler, "get_matched_tokens", take_for_whole, ""),
-        (WaitLimit, "end", wait_for_all, "is awaited too long"),
-        (PrefillWaits, "forget", wait_for_nobody, "awaits what nobody wants"),
+        (WaitLimit, "decide_end", wait_for_all, "is awaited too long"),
+        (PrefillWaits, "cancel_wait", wait_for_nobody, "awaits what nobody wants"),
     ],
 )
 def test_a_planted_bug_is_found(

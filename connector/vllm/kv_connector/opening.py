@@ -65,7 +65,7 @@ def open_scheduler_role(vllm_config: Any, kv_cache_config: Any) -> SchedulerRole
     layout = chunk_layout(plan.block_bytes, identity.kv_dtype)
     root = identity.root()
     drill = drill_of(settings)
-    tiers = settings.tiers()
+    tiers = settings.to_tier_settings()
     if not vllm_config.cache_config.enable_prefix_caching:
         log.warning("vLLM's prefix caching is off, so that its blocks have no names to store")
     check_servers(tiers.addresses, layout, tiers.remote.credentials())

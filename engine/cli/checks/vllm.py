@@ -263,7 +263,7 @@ def check_remote(case: VllmCase) -> Iterator[Finding]:
     """Cache servers, and the clock where one has a certificate."""
     settings = case.settings
     if settings is not None and settings.own.servers:
-        yield from check_servers(settings.tiers())
+        yield from check_servers(settings.to_tier_settings())
         if any(server.tls for server in settings.own.servers):
             yield from check_clock()
 

@@ -33,10 +33,10 @@ def test_a_lease_without_an_answer_promises_no_more_than_is_known(
     monkeypatch.setattr(handover, "time", SimpleNamespace(monotonic=lambda: now))
     hand_overs = HandOvers(hierarchy, [SHARD], alarm)
     hand_overs.hand_over("p", KEYS)
-    hand_overs.collect()
+    hand_overs.poll_hand_overs()
     assert not hand_overs.has_ended
     now += MOST_SECONDS
-    hand_overs.collect()
+    hand_overs.poll_hand_overs()
     assert hand_overs.take_handed_over() == [("p", KEYS[num_there:])]
     assert not len(hand_overs)
     [answer] = leased

@@ -180,7 +180,7 @@ def test_settings_that_belong_together() -> None:
         read_settings({"read_seconds": 0})
     settings = read_settings({"servers": "grpc://a:1,grpc://b:2", "cpu_bytes": 1 << 20})
     assert [str(each) for each in settings.own.servers] == ["grpc://a:1", "grpc://b:2"]
-    assert settings.tiers().ssd is None
+    assert settings.to_tier_settings().ssd is None
 
 
 def test_regions_of_engines_that_are_gone_are_removed(tmp_path: Path) -> None:
@@ -209,12 +209,12 @@ def test_regions_of_engines_that_are_gone_are_removed(tmp_path: Path) -> None:
     assert lock.exists()
     assert set(region.sweep(tmp_path)) == {*places("gone"), lock}
     assert region.sweep(tmp_path) == []
-    hold[0].release()
+    hold[0].release_lock()
     assert region.sweep(tmp_path) == []
     for place in places("living"):
         place.unlink()  # as vLLM does
     for _ in range(2):
-        hold[1].release()
+        hold[1].release_lock()
     assert list(tmp_path.iterdir()) == [other]
 
 
@@ -249,7 +249,7 @@ def test_what_to_paste(capsys: pytest.CaptureFixture[str], host: FakeHost) -> No
     assert given["stratakv"] == {"cpu_bytes": "2MiB", "salt": "s", "require_tiers": False}
     spec = make_spec(host, given)
     assert spec.num_chunks == 128
-    spec._hold.release()
+    spec._hold.release_lock()
     assert main(["config", "vllm", "--ssd-bytes", "1GiB"]) == 2
     assert "without ssd_path" in capsys.readouterr().err
     assert main(["config", "vllm", "--region-bytes", "1KiB"]) == 2
