@@ -51,18 +51,29 @@ def share_tiles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def find_split(  # type: ignore[no-untyped-def]
-    plan_share, plan_requests, plan_splits, min_tiles
+def find_tiles(  # type: ignore[no-untyped-def]
+    length, window, split, num_splits, min_tiles, TILE: tl.constexpr
 ):
-    """The request of this program (below 0: none), its split, and the fewest tiles of a split."""
+    """The first tile of a split, the tile after its last, and the tile after the last of all."""
+    first, end, share = share_tiles(length, window, num_splits, min_tiles, TILE)
+    start = first + split * share
+    return start, tl.minimum(start + share, end), end
+
+
+@triton.jit
+def find_item(plan_share, request, split, num_splits):  # type: ignore[no-untyped-def]
+    """The number of the partial that this program writes, in 64 bits."""
     if plan_share is None:
-        request = tl.program_id(2)
-        split = tl.program_id(1)
+        item = request * num_splits + split
     else:
-        request = tl.load(plan_requests + tl.program_id(2))
-        split = tl.load(plan_splits + tl.program_id(2))
-        min_tiles = tl.load(plan_share)
-    return request.to(tl.int64), split, min_tiles
+        item = tl.program_id(2).to(tl.int64)
+    return item
+
+
+@triton.jit
+def cap_scores(scores, cap):  # type: ignore[no-untyped-def]
+    """cap * tanh; where exp2 overflows to infinity, that is the cap."""
+    return cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -109,14 +120,18 @@ def attend_split(  # type: ignore[no-untyped-def]
     TOKEN_SCALES: tl.constexpr,
 ):
     kv_head = tl.program_id(0).to(tl.int64)
-    request, split, min_tiles = find_split(plan_share, plan_requests, plan_splits, min_tiles)
-    if plan_share is not None:
+    if plan_share is None:
+        split = tl.program_id(1)
+        request = tl.program_id(2)
+    else:
+        request = tl.load(plan_requests + tl.program_id(2))
         if request < 0:
             return
+        split = tl.load(plan_splits + tl.program_id(2))
+        min_tiles = tl.load(plan_share)
+    request = request.to(tl.int64)
     length = tl.load(seq_lens + request)
-    first, end, share = share_tiles(length, window, num_splits, min_tiles, TILE)
-    start = first + split * share
-    stop = tl.minimum(start + share, end)
+    start, stop, end = find_tiles(length, window, split, num_splits, min_tiles, TILE)
     if not ONE_SPLIT:
         if start >= end:
             return  # the combine kernel knows, and does not read this partial
@@ -148,7 +163,8 @@ def attend_split(  # type: ignore[no-untyped-def]
         k = tl.load(keys + places, mask=there, other=0.0)
         v = tl.load(values + places, mask=there, other=0.0)
         if HEAD_SCALES or TOKEN_SCALES:
-            k, v = k.to(tl.float16), v.to(tl.float16)
+            k = k.to(tl.float16)
+            v = v.to(tl.float16)
 
         if GROUP_PAD == 1:
             scores = tl.sum(queries.to(tl.float32) * k.to(tl.float32), axis=1)[None, :]
@@ -160,8 +176,7 @@ def attend_split(  # type: ignore[no-untyped-def]
             scale_rows += kv_head * scale_stride_head
             scores *= tl.load(scale_rows, mask=seen, other=0.0)[None, :]
         if SOFTCAP:
-            # cap * tanh; where exp2 overflows to infinity, that is the cap.
-            scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+            scores = cap_scores(scores, cap)
         scores = tl.where(seen[None, :], scores, float("-inf"))
 
         new_top = tl.maximum(top, tl.max(scores, axis=1))
@@ -172,8 +187,7 @@ def attend_split(  # type: ignore[no-untyped-def]
         top = new_top
         if TOKEN_SCALES:
             v_scales = tl.load(scale_rows + scale_stride_pair, mask=seen, other=0.0)
-            # Zero where a tile holds nothing but zeros.
-            largest = tl.maximum(tl.max(v_scales, axis=0), 1e-30)
+            largest = tl.maximum(tl.max(v_scales, axis=0), 1e-30)  # all may be zero
             p *= (v_scales / largest)[None, :]
         if GROUP_PAD == 1:
             part = tl.sum(tl.trans(p) * v.to(tl.float32), axis=0)[None, :]
@@ -190,10 +204,7 @@ def attend_split(  # type: ignore[no-untyped-def]
         out_offsets = request * out_stride_request + heads[:, None] * out_stride_head
         tl.store(out + out_offsets + dims[None, :], acc.to(out.dtype.element_ty), mask=real)
     else:
-        if plan_share is None:
-            item = request * num_splits + split
-        else:
-            item = tl.program_id(2).to(tl.int64)
+        item = find_item(plan_share, request, split, num_splits)
         partials = item * tl.num_programs(0) * GROUP + heads
         tl.store(partial_max + partials, top, mask=rows < GROUP)
         tl.store(partial_sum + partials, total, mask=rows < GROUP)

@@ -150,7 +150,7 @@ get_matched_tokens = OffloadScheduler.get_matched_tokens
     [
         (Scheduler, "schedule", name_too_early, "was given wrong bytes"),
         (Hierarchy, "lease", ask_nobody, "was released too early"),
-        (HeldAnswers, "release", release_what_is_given, "was released too early"),
+        (HeldAnswers, "release_answers", release_what_is_given, "was released too early"),
         (HeldAnswers, "drop_answer", hold_for_ever, "that nobody waits for"),
         (request_builder, "fits", fits_always, "^r"),
         (OffloadScheduler, "get_matched_tokens", take_for_whole, ""),
