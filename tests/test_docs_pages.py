@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.connector.vllm.settings import read_settings
+from stratakv.connector.vllm.settings import HOST
 from stratakv.engine.cli.args import Parser
 from stratakv.engine.cli.main import COMMANDS, import_command, main
 from stratakv.engine.config.cache_server_options import read_options
@@ -343,9 +343,9 @@ def test_what_is_not_run_could_be_given() -> None:
 def test_the_settings_of_the_vllm_page_are_taken() -> None:
     tier = json.loads(find_block("docs/vllm.md", '{"type"').text)
     assert (tier.pop("type"), tier.pop("module_path")) == ("StrataTier", "stratakv.connector.vllm")
-    assert read_settings(tier).ssd.path == Path("/nvme/kv")
+    assert HOST.read(tier).ssd.path == Path("/nvme/kv")
     connector = json.loads(find_block("docs/vllm.md", '{"kv_connector"').text)
-    assert read_settings(connector["kv_connector_extra_config"]["stratakv"]).cpu.capacity_bytes
+    assert HOST.read(connector["kv_connector_extra_config"]["stratakv"]).cpu.capacity_bytes
 
 
 def test_the_environment_of_the_units() -> None:

@@ -16,17 +16,11 @@ from typing import Any
 
 from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
-from ...tiers.settings.option import Option, flag_of
+from ...tiers.settings.option import Option, build_settings, flag_of
 from ...tiers.settings.readers import one_of
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
-from ...tiers.tier_settings import (
-    CpuSettings,
-    PeerSettings,
-    RemoteTierSettings,
-    ServeSettings,
-    SsdSettings,
-)
+from ...tiers.tier_settings import REMOTE
 from ..models.checkpoint.files import check_directory
 from ..models.checkpoint.hub import fetch_model, is_hub_id
 from .engine_config import (
@@ -41,12 +35,10 @@ from .engine_config import (
     RESERVES,
     ROLES,
     STRUCTURED_OUTPUTS_BACKENDS,
-    CacheConfig,
     EngineConfig,
     ModelConfig,
-    SchedulerConfig,
 )
-from .offload_config import OFFLOAD_OPTIONS, REMOTE, OffloadConfig, has_tier
+from .offload_config import OFFLOAD_OPTIONS, has_tier
 from .unsupported_options import explain_not_built
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "models" / "embedded"
@@ -202,29 +194,29 @@ OPTIONS: Mapping[str, Option] = {
         for name, option in OFFLOAD_OPTIONS.items()
     },
     "num_threads": Option(
-        "engine", "num_threads", readers.integer, "threads that compute", "N", "the physical cores"
+        "", "num_threads", readers.integer, "threads that compute", "N", "the physical cores"
     ),
     "distributed_executor_backend": Option(
-        "engine", "executor", one_of(*EXECUTORS),
+        "", "executor", one_of(*EXECUTORS),
         "uni: the model runs in the engine core's process; mp: in one of its own", "NAME",
     ),
     "role": Option(
-        "engine", "role", one_of(*ROLES),
+        "", "role", one_of(*ROLES),
         "prefill: answer when others can load the prompt's blocks; decode: load what others have "
         "computed, to the last token", "NAME",
     ),
     "async_scheduling": Option(
-        "engine", "async_scheduling", readers.switch,
+        "", "async_scheduling", readers.switch,
         "on a GPU, or with --distributed-executor-backend mp: make the next step while one is "
         "computed",
     ),
     "logits_processors": Option(
-        "engine", "logits_processors", _read_processors,
+        "", "logits_processors", _read_processors,
         "logits processors of other packages beside the installed ones: module:Class, with commas "
         "between", "NAMES",
     ),
     "structured_outputs_backend": Option(
-        "engine", "structured_outputs_backend",
+        "", "structured_outputs_backend",
         one_of(*STRUCTURED_OUTPUTS_BACKENDS, synonyms={"llguidance": "guidance"}),
         "what keeps an answer to a schema or a grammar: xgrammar, guidance, or what suits it",
         "NAME",
@@ -245,12 +237,12 @@ OPTIONS: Mapping[str, Option] = {
         "at most", "SHARE",
     ),
     "step_trace": Option(
-        "engine", "step_trace", readers.path,
+        "", "step_trace", readers.path,
         "append a record of every step, and of what became of each request, to this file; "
         "`stratakv trace` reads it", "FILE",
     ),
     "tenant_secret": Option(
-        "engine", "tenant_secret", readers.secret_bytes,
+        "", "tenant_secret", readers.secret_bytes,
         "separates the cached blocks of tenants; give it by environment or file", "SECRET",
         is_secret=True,
     ),
@@ -282,20 +274,8 @@ def engine_config(
     typed = "" if model is None else str(model)
     if "served_name" not in sections["model"]:
         sections["model"]["served_name"] = _served_name(typed, path)
-    return EngineConfig(
-        model=ModelConfig(path, **sections["model"]),
-        cache=CacheConfig(**sections["cache"]),
-        scheduler=SchedulerConfig(**sections["scheduler"]),
-        offload=OffloadConfig(
-            cpu=CpuSettings(**sections["offload.cpu"]),
-            ssd=SsdSettings(**sections["offload.ssd"]),
-            remote=RemoteTierSettings(**sections["offload.remote"]),
-            peer=PeerSettings(**sections["offload.peer"]),
-            serve=ServeSettings(**sections["offload.serve"]),
-            **sections["offload"],
-        ),
-        **sections["engine"],
-    )
+    model_config = ModelConfig(path, **sections["model"])
+    return build_settings(EngineConfig, sections, model=model_config)
 
 
 _SECTIONS = {option.section for option in OPTIONS.values()}

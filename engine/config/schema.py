@@ -15,9 +15,10 @@ from ...tiers.settings import readers
 from ...tiers.settings.option import Option
 from ...tiers.settings.setting_layers import MODEL
 from ...tiers.settings.sizes import exact_size
+from ...tiers.tier_settings import REMOTE
 from .engine_config import EngineConfig, ModelConfig
 from .engine_options import EMBEDDED_MODEL, EMBEDDED_NAME, OPTIONS
-from .offload_config import OFFLOAD_TIERS, REMOTE, has_tier
+from .offload_config import OFFLOAD_TIERS, has_tier
 from .server_options import SERVER_OPTIONS, ServerConfig
 
 MODEL_OPTION = Option(
@@ -49,7 +50,7 @@ def value_in(name: str, engine: EngineConfig, server: ServerConfig) -> Any:
     option = SCHEMA[name]
     if option.section == "server":
         return getattr(server, option.field)
-    return attrgetter(option.path.removeprefix("engine."))(engine)
+    return attrgetter(option.path)(engine)
 
 
 def masked(name: str, value: Any) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.connector.build import OffloadSettings, build_offload
+from stratakv.connector.build import build_offload
 from stratakv.connector.costs.economics import Choice
 from stratakv.connector.messages import Part
 from stratakv.connector.parts import Parts
@@ -18,6 +18,7 @@ from stratakv.engine.request.request import Request
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.tiers.block import key_suffix, pack_key
 from stratakv.tiers.errors import TierConfigError
+from stratakv.tiers.tier_settings import TierSettings
 
 from .test_groups import HASHER, LAYOUT, PROMPT, SIZE, Engine, seen_by
 
@@ -208,7 +209,7 @@ def test_windows_and_overlapped_loads_are_refused() -> None:
     with pytest.raises(TierConfigError, match=r"see only .* take --kv-offload-load auto or always"):
         build_offload(
             LAYOUT,
-            OffloadSettings(load=Choice.OVERLAP),
+            TierSettings(load="both"),
             namespace=b"test",
             parts=Parts(SIZE, seen_by((full(), window(6)))),
         )

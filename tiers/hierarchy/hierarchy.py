@@ -30,13 +30,12 @@ from ..base import NO_CONTEXT, Answer, RequestContext, SlabTier, StoreTier, Tier
 from ..holds import Hold
 from ..mailbox import Mailbox
 from ..tag import Proof, Proofs, Tagger
+from ..tier_settings import READ_SECONDS, WATERMARK
 from .guarded_store import GuardedStore, Traffic
 from .look_up import LookUp, Prefix
 from .promotions import LoadTicket, Promotions
 from .write_back import WRITE_SECONDS, WriteBacks
 
-WATERMARK = 0.25
-READ_SECONDS = 5.0
 # A step of an engine polls, so `poll` does nothing while nothing has happened. Whatever is due by
 # the clock has its alarm; should one be missed, it costs this long.
 POLL_SECONDS = 0.05

@@ -11,13 +11,16 @@ help and the default come from that table, so a new option is one field and the 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from .readers import Reader
 from .values import size_within
+
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +68,17 @@ def setting(
 
 
 def options_of(kind: type, section: str, prefix: str = "") -> dict[str, Option]:
-    """The options among the fields of a class, by name, in their order. `{them}` in a help is the
-    `THEM` of the class, where it shares fields with another."""
+    """The options among the fields of a class, by name, in the order of their declarations; a field
+    that a subclass declares anew stands there. `{them}` in a help is the `THEM` of the class, where
+    it shares fields with another."""
     table, them = {}, getattr(kind, "THEM", "")
-    for field in dataclasses.fields(kind):
+    declared: dict[str, None] = {}
+    for base in reversed(kind.__mro__):
+        for name in inspect.get_annotations(base):
+            declared.pop(name, None)
+            declared[name] = None
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for field in (fields[name] for name in declared if name in fields):
         option = field.metadata.get(Option)
         if option is not None:
             table[prefix + (option.field or field.name)] = dataclasses.replace(
@@ -78,6 +88,20 @@ def options_of(kind: type, section: str, prefix: str = "") -> dict[str, Option]:
                 help=option.help.replace("{them}", them),
             )
     return table
+
+
+def build_settings(
+    kind: type[Kind], values: Mapping[str, Mapping[str, Any]], section: str = "", **given: Any
+) -> Kind:
+    """The value object of a class from the values of its fields by section: "offload.ssd" has those
+    of the field `ssd` of the field `offload`. `given` are fields beside them. Raises ConfigError
+    for values that cannot work together."""
+    made = {**values.get(section, {}), **given}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        part: Any = field.default_factory
+        if isinstance(part, type) and dataclasses.is_dataclass(part) and field.name not in made:
+            made[field.name] = build_settings(part, values, f"{section}.{field.name}".lstrip("."))
+    return kind(**made)
 
 
 def check_options(table: Mapping[str, Option], settings: object) -> None:
