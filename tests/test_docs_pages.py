@@ -23,7 +23,7 @@ from stratakv.connector.vllm.settings import HOST
 from stratakv.engine.cli.args import Parser
 from stratakv.engine.cli.main import COMMANDS, import_command, main
 from stratakv.engine.config.cache_server_options import read_options
-from stratakv.engine.config.environment import OTHER_VARIABLES
+from stratakv.engine.config.resolve import OTHER_VARIABLES
 from stratakv.engine.config.schema import SCHEMA, variable_of
 
 from .pages import NOT_RUN, ROOT, Block, Reader, blocks, find_block
@@ -358,7 +358,7 @@ def test_the_variables_of_the_image() -> None:
     run = _command("deploy/README.md", "podman run --rm -p 9400")
     given = dict(word.split("=", 1) for word in shlex.split(run) if word.startswith("STRATAKV_"))
     options = read_options({}, given)
-    assert options["cpu_bytes"] == 8 * 2**30 and options["ssd_bytes"] == 100 * 2**30
+    assert options.cpu_bytes == 8 * 2**30 and options.ssd_bytes == 100 * 2**30
     assert len(given) == 5
 
 

@@ -5,7 +5,8 @@
         capacity_bytes: int = setting(20 * GIB, readers.size, "size of the ssd tier", "SIZE")
 
 `options_of` turns the fields of such a class into a table. Flags, environment variables, files,
-help and the default come from that table, so a new option is one field and the code that uses it.
+help and the default come from that table, for every command that serves and for the adapters. So a
+new option is one field and the code that uses it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, TypeVar
 
+from . import readers
 from .readers import Reader
-from .values import size_within
+from .sizes import exact_size
+from .values import size_within, within
 
 Kind = TypeVar("Kind")
+
+# Shown in place of a secret. Not even the length shows.
+MASK = "***"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,8 @@ class Option:
     unset: str = "none"  # the default in words, where the value object's says nothing
     is_secret: bool = False
     least_bytes: int | None = None  # of a size
+    bounds: tuple[int, int] | None = None  # of a whole number, both within
+    default: Any = None
 
     @property
     def path(self) -> str:
@@ -43,11 +52,41 @@ class Option:
 
     def check(self, called: str, value: Any) -> None:
         """Raises ConfigError for a value that was read, or given in Python, and cannot be."""
-        if value is None or value == "":
+        if value is None or value in ("", b""):
             return
         self.read(called, value)
+        if self.bounds is not None:
+            within(called, value, *self.bounds)
         if self.least_bytes is not None:
             size_within(called, value, self.least_bytes)
+
+    def file_value(self, value: Any) -> Any:
+        """A value as a file takes it: a text, a number or a truth value; None where there is
+        none, and `MASK` for a secret."""
+        if self.read is readers.tiers:
+            return ",".join(value) or "none"
+        if value is None or value in ("", b"", {}, ()):
+            return None
+        if self.is_secret:
+            return MASK
+        if self.read is readers.tier_options:
+            return ",".join(f"{t}.{o}={v}" for t, of in value.items() for o, v in of.items())
+        if self.read is readers.size:
+            return exact_size(value) or str(value)
+        if isinstance(value, tuple):
+            return ",".join(value)
+        return str(value) if isinstance(value, Path) else value
+
+    @property
+    def default_text(self) -> str:
+        """The default as help and docs show it: in words, or in the form that a flag takes."""
+        value = self.file_value(self.default)
+        if value is None:
+            return self.unset
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        is_time = isinstance(value, float) and self.metavar != "SHARE"
+        return f"{value:g}" if is_time else str(value)
 
 
 def setting(
@@ -58,13 +97,14 @@ def setting(
     unset: str = "none",
     *,
     name: str = "",
-    least_bytes: int | None = None,
+    **more: Any,
 ) -> Any:
     """A field of a frozen dataclass that is an option. `name` is that of the option where the
-    field's differs. A default that can be called makes the default."""
-    option = Option("", name, read, help, metavar, unset, least_bytes=least_bytes)
+    field's differs. A default that can be called makes the default, and `MISSING` is none. `more`
+    are further fields of the Option; no secret is in the object's repr."""
+    option = Option("", name, read, help, metavar, unset, **more)
     made = {"default_factory": default} if callable(default) else {"default": default}
-    return dataclasses.field(metadata={Option: option}, **made)
+    return dataclasses.field(metadata={Option: option}, repr=not option.is_secret, **made)
 
 
 def options_of(kind: type, section: str, prefix: str = "") -> dict[str, Option]:
@@ -86,8 +126,15 @@ def options_of(kind: type, section: str, prefix: str = "") -> dict[str, Option]:
                 section=section,
                 field=field.name,
                 help=option.help.replace("{them}", them),
+                default=_default_of(field),
             )
     return table
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
 
 
 def build_settings(
