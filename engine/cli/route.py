@@ -15,7 +15,7 @@ import socket
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from ...tiers.settings.option import flag_of
+from ...tiers.settings.option import read_fields
 from ...tiers.settings.values import ConfigError
 from .. import logs
 from ..config.optional_packages import install_extra
@@ -49,11 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def router_config(args: argparse.Namespace) -> RouterConfig:
     """The settings that these arguments describe; raises ConfigError."""
     given = vars(args)
-    values = {
-        name: option.read(flag_of(name), given[name])
-        for name, option in ROUTER_OPTIONS.items()
-        if name in given
-    }
+    values = read_fields(ROUTER_OPTIONS, given)
     for role in ("decode", "prefill"):
         values[role] = tuple(read_node(f"--{role}", url) for url in given.get(role, ()))
     return RouterConfig(**values)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...tiers.settings import readers
-from ...tiers.settings.option import Option, flag_of, options_of, setting
+from ...tiers.settings.option import Option, options_of, read_fields, setting
 from ...tiers.settings.values import ConfigError
 from ..logs import LOG_LEVELS
 from .option_readers import (
@@ -147,9 +147,4 @@ SERVER_OPTIONS: Mapping[str, Option] = options_of(ServerConfig, "server")
 
 def server_config(given: Mapping[str, Any]) -> ServerConfig:
     """The server's settings from the options given; those of the engine are left alone."""
-    fields = {
-        option.field: option.read(flag_of(name), given[name])
-        for name, option in SERVER_OPTIONS.items()
-        if name in given
-    }
-    return ServerConfig(**fields)
+    return ServerConfig(**read_fields(SERVER_OPTIONS, given))

@@ -151,6 +151,16 @@ def build_settings(
     return kind(**made)
 
 
+def read_fields(table: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The given values of these options, read, by field; other names are left alone. Raises
+    ConfigError, which names the flag."""
+    return {
+        option.field: option.read(flag_of(name), given[name])
+        for name, option in table.items()
+        if name in given
+    }
+
+
 def check_options(table: Mapping[str, Option], settings: object) -> None:
     """Check the values of these options in the object that their paths begin at. Raises
     ConfigError, which names the flag."""
