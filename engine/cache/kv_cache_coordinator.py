@@ -22,10 +22,7 @@ from ..models.layer_attention import LayerAttention
 from ..request.request import Request
 from .block_pool import BlockPool
 from .group_manager import FullAttentionManager, GroupManager, LocalAttentionManager, num_free
-from .kv_block import BlockIds, KVCacheBlock, page_ids, page_tables
-
-# One list of blocks for all cache groups that share them, in the order of the first of these.
-GroupBlocks = tuple[list[KVCacheBlock], ...]
+from .kv_block import BlockIds, GroupBlocks, KVCacheBlock, page_ids, page_tables
 
 
 class KVCacheCoordinator:

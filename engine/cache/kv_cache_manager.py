@@ -19,8 +19,8 @@ from ..models.layer_attention import LayerAttention, full
 from ..request.request import Request
 from .block_pool import BlockPool
 from .group_spec import pages_per_block
-from .kv_block import BlockIds
-from .kv_cache_coordinator import GroupBlocks, KVCacheCoordinator, make_coordinator
+from .kv_block import BlockIds, GroupBlocks
+from .kv_cache_coordinator import KVCacheCoordinator, make_coordinator
 
 
 class KVCacheManager:
