@@ -59,7 +59,7 @@ def check_references(core: EngineCore) -> None:
     """The references to blocks are tables, and what nobody holds is in the queue."""
     manager = core.scheduler.manager
     references: Counter[int] = Counter()
-    for tables in manager._coordinator._tables.values():
+    for tables in manager._tables.values():
         for table in tables:
             references.update(block.block_id for block in table)
     del references[0]  # the null block
@@ -106,7 +106,7 @@ def check_ended(scheduler: Scheduler, side: Any) -> None:
     block is held, and the slab's slots are free, or whole and not pinned."""
     states, manager = scheduler._states, scheduler.manager
     assert manager.pool.is_idle
-    assert manager._coordinator._tables == {}
+    assert manager._tables == {}
     assert not (states._requests or states.num_unfinished or states.running or states.loaded)
     assert not (len(states.waiting) or len(states.skipped) or len(states.deferred))
     assert not (states.loads.blocking or states.loads.num_overlapped)

@@ -29,8 +29,7 @@ from hypothesis import strategies as st
 
 from stratakv.connector.messages import EvictedBlock
 from stratakv.connector.page_names import group_suffix
-from stratakv.engine.cache.kv_block import KVCacheBlock
-from stratakv.engine.cache.kv_cache_coordinator import GroupBlocks
+from stratakv.engine.cache.kv_block import GroupBlocks, KVCacheBlock
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
 from stratakv.engine.request.request import Request
 from stratakv.engine.request.sampling_params import SamplingParams
@@ -283,7 +282,7 @@ class Life:
         nothing that a step has yet to write."""
         output, states = self.schedule(), self.scheduler._states
         self.evicted += self.tiers.stores
-        tables = self.engine.manager._coordinator.tables
+        tables = self.engine.manager.tables
         requests, loading = self.scheduler.requests, states.loads.blocking
         for each in loading:
             assert each.is_finished or all(map(self.are_written, tables(each.request_id)))
