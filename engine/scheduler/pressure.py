@@ -55,11 +55,12 @@ class MemoryPressure:
         """Whether `request` could read its whole prompt without driving anybody out."""
         if self._preempt_blocks >= self._usable:
             return True
+        most = self._preempt_blocks - self._num_held
         missing = self._manager.num_missing_blocks(request, hits)
         for other in running:
             if other.num_tokens - other.num_computed_tokens > 1:  # in the middle of its prompt
                 missing += self._manager.num_missing_blocks(other)
-        return self._num_held + missing <= self._preempt_blocks
+        return missing <= most
 
     @property
     def _num_held(self) -> int:
