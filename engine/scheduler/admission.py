@@ -46,6 +46,7 @@ class Admission:
         self._manager = context.manager
         self._connector = context.connector
         self._policy = context.policy
+        self._observer = context.observer
         config = context.config
         self._max_running = config.max_num_seqs
         self._chunked = config.enable_chunked_prefill
@@ -86,7 +87,7 @@ class Admission:
                 break
             queue, request = found
             if (obstacle := self._obstacle(request, step)) is not None:
-                self._context.note_wait(request, obstacle)
+                self._note_wait(request, obstacle)
                 return False
             verdict = self._consider(request, step, now, only_known)
             if verdict is Verdict.NO_ROOM:
@@ -128,12 +129,12 @@ class Admission:
     def _consider(
         self, request: Request, step: StepBuilder, now: float, only_known: bool
     ) -> Verdict:
-        connector, context = self._connector, self._context
+        connector = self._connector
         if request.request_id in step.held:  # one that was sent back
-            context.note_wait(request, Obstacle.MASK)
+            self._note_wait(request, Obstacle.MASK)
             return Verdict.LATER
         if request.request_id in connector.awaiting_prefill:
-            context.note_wait(request, Obstacle.PREFILL)
+            self._note_wait(request, Obstacle.PREFILL)
             return Verdict.LATER
         hits, num_hit_tokens, overlaps = None, 0, False
         if request.num_computed_tokens == 0:
@@ -141,7 +142,7 @@ class Admission:
             running = self._states.running
             while self._drives_out(request, hits):
                 if not (self._pressure.counts_pins and self._release_pin(request)):
-                    context.note_wait(request, Obstacle.PROMPT_ROOM)
+                    self._note_wait(request, Obstacle.PROMPT_ROOM)
                     return Verdict.NO_ROOM
             if _may_load(request):
                 queued = self._most_tokens - step.budget + _num_queued(running)
@@ -149,7 +150,7 @@ class Admission:
                     request, num_hit_tokens, num_queued_tokens=queued
                 )
                 if match.kind is MatchKind.RETRY:
-                    context.note_wait(request, Obstacle.LOOKUP)
+                    self._note_wait(request, Obstacle.LOOKUP)
                     return Verdict.LATER
                 if match.kind is MatchKind.LOAD or (
                     match.kind is MatchKind.OVERLAP and step.budget > 0
@@ -158,10 +159,10 @@ class Admission:
                     if not overlaps:
                         return self._load(request, hits, num_hit_tokens, match.tokens, only_known)
                     hits, num_hit_tokens = None, 0
-                    context.note(request, Decision.LOADING)
+                    self._observer.decision(request, Decision.LOADING)
         if step.budget == 0:
             self._waits_for_budget = request.request_id
-            context.note_wait(request, Obstacle.BUDGET)
+            self._note_wait(request, Obstacle.BUDGET)
             return Verdict.NO_ROOM
         num_tokens = request.num_tokens - request.num_computed_tokens - num_hit_tokens
         if overlaps:
@@ -169,11 +170,11 @@ class Admission:
         if self._chunked:
             num_tokens = min(num_tokens, self._chunk_limit, step.budget)
         elif num_tokens > step.budget:
-            context.note_wait(request, Obstacle.BUDGET)
+            self._note_wait(request, Obstacle.BUDGET)
             return Verdict.NO_ROOM
         while obstacle := self._begin(request, num_tokens, hits, num_hit_tokens):
             if not self._make_room(request):
-                context.note_wait(request, obstacle)
+                self._note_wait(request, obstacle)
                 return Verdict.NO_ROOM
         request.num_computed_tokens += num_hit_tokens
         self._start(request, num_tokens, step, now)
@@ -204,7 +205,7 @@ class Admission:
     ) -> Verdict:
         if not all(map(self._manager.pool.all_computed, hits)):
             # They are being written by this step, which may fail while the request is away.
-            self._context.note_wait(request, Obstacle.WRITER)
+            self._note_wait(request, Obstacle.WRITER)
             return Verdict.LATER
         states, obstacle = self._states, Obstacle.LOAD_ROOM
         while True:
@@ -221,11 +222,11 @@ class Admission:
                 continue
             # A load never takes the blocks of another one: two could do so in turn for ever.
             # With nothing running, those that have loaded come first, since they can run.
-            self._context.note_wait(request, obstacle)
+            self._note_wait(request, obstacle)
             return Verdict.LATER if states.loaded and not states.running else Verdict.NO_ROOM
         self._reservations.begin()
         self._context.counts["loads"] += 1
-        self._context.note(request, Decision.LOADING)
+        self._observer.decision(request, Decision.LOADING)
         # Tokens that the load does not bring have to be computed after all.
         promised = num_hit_tokens + num_external_tokens
         request.progress.lose(promised, "load_failed")
@@ -295,12 +296,16 @@ class Admission:
             progress.scheduled = now
             self._note_cached_tokens(request)
         resumes = request.num_preemptions > 0
-        self._context.note(request, Decision.RESUMED if resumes else Decision.SCHEDULED)
+        self._observer.decision(request, Decision.RESUMED if resumes else Decision.SCHEDULED)
         if progress.is_known:
             step.resume(request, num_tokens)
         else:
             progress.is_known = True
             step.start(request, num_tokens)
+
+    def _note_wait(self, request: Request, obstacle: Obstacle) -> None:
+        """It was this request's turn, and something was in the way."""
+        self._observer.decision(request, Decision.WAITS, obstacle.value)
 
     def _count_reuse(self, request: Request) -> None:
         """Count, at every start, tokens that need not be computed, by where they were, and tokens

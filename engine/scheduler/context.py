@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ...connector.base import KVConnectorScheduler
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config.engine_config import SchedulerConfig
-from ..observer import Decision, Observer, Obstacle
+from ..observer import Observer
 from ..request.request import Request
 from .policies import SchedulingPolicy
 
@@ -24,18 +24,8 @@ class SchedulerContext:
     manager: KVCacheManager
     connector: KVConnectorScheduler
     policy: SchedulingPolicy
-    observer: Observer | None = None
+    observer: Observer = field(default_factory=Observer)  # which by itself hears nothing
     counts: Counter[str] = field(default_factory=Counter)  # since start, by name
-
-    def note(self, request: Request, decision: Decision, cause: str = "") -> None:
-        """Tell the observer, if there is one."""
-        if self.observer is not None:
-            self.observer.decision(request, decision, cause)
-
-    def note_wait(self, request: Request, obstacle: Obstacle) -> None:
-        """Tell the observer that it was this request's turn, and what was in the way."""
-        if self.observer is not None:
-            self.observer.decision(request, Decision.WAITS, obstacle.value)
 
     def count_reused(self, request: Request, tokens: Mapping[str, int], position: int) -> None:
         """Count tokens from `position` on that a request need not compute, those of each source in
@@ -47,5 +37,4 @@ class SchedulerContext:
                 sum_of_positions = num_tokens * position + num_tokens * (num_tokens - 1) // 2
                 counts[f"reused_positions_{source}"] += sum_of_positions
                 position += num_tokens
-        if self.observer is not None:
-            self.observer.hit(request, tokens)
+        self.observer.hit(request, tokens)

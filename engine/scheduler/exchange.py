@@ -76,7 +76,7 @@ class ConnectorExchange:
             worker_output = NOTHING_FINISHED
         reports = self._connector.update_from_worker(worker_output)
         for request, report in self._states.take_reports(reports):
-            context.note(request, Decision.LOADED, report.failure or "")
+            context.observer.decision(request, Decision.LOADED, report.failure or "")
             progress = request.progress
             progress.load_seconds += report.seconds
             progress.loaded_by_tier = dict(report.tokens_by_tier)

@@ -94,7 +94,7 @@ class RequestStates:
         self.num_unfinished += 1
         self.embed_bytes += request.embed_bytes
         self.waiting.add(request)
-        self.context.note(request, Decision.QUEUED)
+        self.context.observer.decision(request, Decision.QUEUED)
 
     def take_reports(self, reports: Iterable[LoadReport]) -> list[tuple[Request, LoadReport]]:
         """Requests whose loads have ended wait for their turns, with what came of their blocks;
@@ -142,7 +142,9 @@ class RequestStates:
         self.preempted_ids.add(request.request_id)
         self.num_departed += 1
         self.context.counts["preemptions"] += 1
-        self.context.note(request, Decision.PREEMPTED, "" if taker is None else taker.request_id)
+        self.context.observer.decision(
+            request, Decision.PREEMPTED, "" if taker is None else taker.request_id
+        )
 
     def release_pin(self, request: Request) -> bool:
         """Give up the oldest pin, because `request` lacks room; whether there was one."""
@@ -176,7 +178,7 @@ class RequestStates:
         if request.num_cached_tokens < 0:
             request.cached_tokens_by_tier = {}
         self.context.counts["loads_given_up"] += 1
-        self.context.note(request, Decision.LOAD_GIVEN_UP, spare.request_id)
+        self.context.observer.decision(request, Decision.LOAD_GIVEN_UP, spare.request_id)
         return True
 
     def drop_blocks(self, request: Request, cause: str) -> None:
@@ -197,7 +199,7 @@ class RequestStates:
         self._has_ended = True
         self.num_departed += 1
         context.counts[f"ended_{status.finish_reason}"] += 1
-        context.note(request, Decision.FINISHED, status.finish_reason or "")
+        context.observer.decision(request, Decision.FINISHED, status.finish_reason or "")
         if request.hands_over and was_running and request.num_output_tokens == 1:
             context.manager.name_tail(request)
         context.connector.request_finished(request_id)

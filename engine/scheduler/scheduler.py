@@ -107,7 +107,11 @@ class Scheduler:
         if self.connector.wants_all:
             manager.pool.offer_all()
         self._context = context = SchedulerContext(
-            config, manager, self.connector, open_policy(config.policy), self._observer
+            config,
+            manager,
+            self.connector,
+            open_policy(config.policy),
+            self._observer or Observer(),
         )
         self._states = states = RequestStates(context)
         pressure = MemoryPressure(context)
