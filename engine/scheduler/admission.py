@@ -314,7 +314,8 @@ class Admission:
         computed = request.num_computed_tokens
         in_pool = computed - request.num_external_computed_tokens
         reused = {"pool": in_pool, **progress.loaded_by_tier}
-        self._context.count_reused(request, reused, 0)
+        self._context.count_reused(reused, 0)
+        self._observer.hit(request, reused)
         if request.num_preemptions > 0:
             counts["resumed_by_load"] += sum(progress.loaded_by_tier.values())
         if progress.lost_tokens > computed:

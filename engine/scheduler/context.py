@@ -11,7 +11,6 @@ from ...connector.base import KVConnectorScheduler
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config.engine_config import SchedulerConfig
 from ..observer import Observer
-from ..request.request import Request
 from .policies import SchedulingPolicy
 
 
@@ -27,9 +26,9 @@ class SchedulerContext:
     observer: Observer = field(default_factory=Observer)  # which by itself hears nothing
     counts: Counter[str] = field(default_factory=Counter)  # since start, by name
 
-    def count_reused(self, request: Request, tokens: Mapping[str, int], position: int) -> None:
-        """Count tokens from `position` on that a request need not compute, those of each source in
-        their order, and tell the observer."""
+    def count_reused(self, tokens: Mapping[str, int], position: int) -> None:
+        """Count tokens from `position` on that a request need not compute: those of each source,
+        in their order."""
         counts = self.counts
         for source, num_tokens in tokens.items():
             if num_tokens:
@@ -37,4 +36,3 @@ class SchedulerContext:
                 sum_of_positions = num_tokens * position + num_tokens * (num_tokens - 1) // 2
                 counts[f"reused_positions_{source}"] += sum_of_positions
                 position += num_tokens
-        self.observer.hit(request, tokens)

@@ -153,7 +153,8 @@ class RequestLoads:
         if report is None or report.num_loaded_tokens == 0:
             return  # nothing came, and all has been computed
         context, tokens = self._context, report.tokens_by_tier
-        context.count_reused(request, tokens, request.num_computed_tokens)
+        context.count_reused(tokens, request.num_computed_tokens)
+        context.observer.hit(request, tokens)
         request.num_computed_tokens += report.num_loaded_tokens
         request.num_external_computed_tokens = report.num_loaded_tokens
         self._manager.cache_blocks(request, request.num_computed_tokens)
