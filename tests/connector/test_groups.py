@@ -78,7 +78,6 @@ class Engine:
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_batched_tokens=24, max_num_seqs=3),
             self.manager,
-            max_model_len=200,
             eos_token_ids=frozenset(),
             connector=self.side,
         )

@@ -436,10 +436,9 @@ def test_e06_a_preempted_request_may_load_again(
     engine.add("again", text, max_tokens=4)
     rig.step_until(lambda: bool(rig.device.targets))
     request_ = engine.scheduler.requests["again"]
-    places = engine.scheduler._places
-    assert places.running == [request_]
-    places.preempt(request_)
-    engine.scheduler._preempted_again.add("again")
+    states = engine.scheduler._states
+    assert states.running == [request_]
+    states.preempt(request_)
     rig.settle()
     assert not request_.external_load_failed
     assert "again" not in rig.side._loads.failed

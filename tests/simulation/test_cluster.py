@@ -92,7 +92,7 @@ def test_the_same_seed_gives_the_same_trace(seed: int) -> None:
 
 def name_too_early(self: Scheduler, held: Set[str]) -> SchedulerOutput:
     """The end of a prompt has its name before it was computed."""
-    for request in self._places.running:
+    for request in self._states.running:
         if request.hands_over and request.num_computed_tokens < request.num_prompt_tokens:
             blocks = self.manager.get_block_ids(request.request_id)[0]
             if len(blocks) * self.manager.block_size >= request.num_prompt_tokens:
