@@ -54,10 +54,10 @@ class WorkerDescription:
 class AttachedSlab:
     """The memory of a slab of another process."""
 
-    def __init__(self, layout: BlockLayout, fd: int, num_slots: int) -> None:
-        self.layout = layout
-        self.num_slots = num_slots
-        self._map = mmap.mmap(fd, num_slots * layout.slot_bytes)
+    def __init__(self, description: WorkerDescription) -> None:
+        self.layout = description.layout
+        self.num_slots = description.num_slots
+        self._map = mmap.mmap(description.slab_fd, self.num_slots * self.layout.slot_bytes)
 
     def memory(self) -> memoryview:
         """All slots, one after the other."""
@@ -167,7 +167,7 @@ def build_worker_side(
     a device that is not there."""
     device = make_device(description.device, progress)
     if slab is None:
-        slab = AttachedSlab(description.layout, description.slab_fd, description.num_slots)
+        slab = AttachedSlab(description)
     device.register_slab(slab)
     if description.makes_digests:
         device.make_digests()

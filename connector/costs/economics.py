@@ -19,6 +19,7 @@ tickets.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import accumulate, groupby
@@ -106,7 +107,7 @@ class Economics:
         self._loaded_last: dict[tuple[str, int], bool] = {}  # by last tier and log2 of the blocks
         self._declined = 0  # plans since the last probe
         self.probes = 0
-        self.declined_tokens: dict[str, int] = {}  # that a tier had and that were computed
+        self.declined_tokens: Counter[str] = Counter()  # by tier that had them, and were computed
 
     def plan(
         self,
@@ -172,8 +173,7 @@ class Economics:
             self.probes += 1
             plan = Plan(min(len(tiers), plan.num_blocks + PROBE_BLOCKS))
         for tier in tiers[plan.num_blocks :]:
-            declined = self.declined_tokens.get(tier, 0)
-            self.declined_tokens[tier] = declined + self._block_size
+            self.declined_tokens[tier] += self._block_size
         return plan
 
     def max_wait_seconds(

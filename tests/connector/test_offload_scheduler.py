@@ -246,7 +246,8 @@ def test_what_only_a_disk_has_is_read_while_its_request_waits(rig: Rig) -> None:
     asks = request("a", 1, 2, 3)
     rig.side.request_queued(asks)
     assert rig.hierarchy.traffic()["ssd"].active_promotions == 1
-    ticket = rig.side._lookups._read_ahead["a"]
+    ticket = rig.side.requests["a"].read_ahead
+    assert ticket is not None
     while not ticket.done():
         rig.wait_for_wakeup()
     assert rig.side.get_matched_tokens(asks, 0) == (8, MatchKind.LOAD)

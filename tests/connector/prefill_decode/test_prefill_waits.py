@@ -20,13 +20,12 @@ from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.parts import FirstSeen, Parts
 from stratakv.connector.prefill_decode import followed_prompts as following
 from stratakv.connector.prefill_decode import prefill_waits
-from stratakv.connector.prefill_decode.prefill_waits import (
-    ALWAYS_SECONDS,
+from stratakv.connector.prefill_decode.prefill_waits import ALWAYS_SECONDS, MOST_WAITING
+from stratakv.connector.prefill_decode.wait_limit import (
     GRACE_SECONDS,
     LOOK_UP_SECONDS,
     MOST_RATIO,
     MOST_SECONDS,
-    MOST_WAITING,
     End,
     WaitLimit,
 )
