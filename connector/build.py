@@ -14,10 +14,12 @@ from ..tiers.base import StoreTier
 from ..tiers.block import BlockLayout
 from ..tiers.cache_server.slab_serving.serving import SlabServing
 from ..tiers.errors import TierConfigError
-from ..tiers.hierarchy.hierarchy import READ_SECONDS, WATERMARK, Hierarchy
+from ..tiers.hierarchy.hierarchy import Hierarchy
+from ..tiers.hierarchy.hierarchy_options import READ_SECONDS, WATERMARK, HierarchyOptions
 from ..tiers.slab.cpu_slab import CpuSlab
 from ..tiers.tag import Tagger
 from ..tiers.tier_settings import TierSettings
+from .connector_context import ConnectorContext
 from .copy_signal import CopySignal
 from .costs.economics import Choice
 from .costs.rates import PrefillRate
@@ -188,18 +190,14 @@ def _connect(
         slab,
         stores,
         wakeup=signal.wake,
-        watermark=settings.watermark,
-        read_seconds=settings.read_seconds,
-        inclusive=ssd is None or not ssd.exclusive,
-        admission=None if ssd is None else make_admission(slab.layout, ssd),
-        tagger=Tagger(slab.layout.layout_id(), slab.layout.page_bytes),
+        options=HierarchyOptions(
+            watermark=settings.watermark,
+            read_seconds=settings.read_seconds,
+            inclusive=ssd is None or not ssd.exclusive,
+            admission=make_admission(slab.layout, ssd),
+            tagger=Tagger(slab.layout.layout_id(), slab.layout.page_bytes),
+        ),
     )
-    return OffloadScheduler(
-        hierarchy,
-        parts,
-        signal,
-        choice=settings.load,
-        prefill=prefill,
-        copies_beside=settings.device != "cpu",
-        serving=serving,
-    )
+    prefill = PrefillRate() if prefill is None else prefill
+    connector = ConnectorContext(hierarchy, parts, signal, settings.load, prefill)
+    return OffloadScheduler(connector, copies_beside=settings.device != "cpu", serving=serving)

@@ -20,14 +20,10 @@ from dataclasses import asdict
 
 from ..tiers.base import NO_CONTEXT, RequestContext
 from ..tiers.cache_server.slab_serving.serving import SlabServing
-from ..tiers.hierarchy.hierarchy import Hierarchy
-from ..tiers.mailbox import Alarm
 from .base import KVConnectorScheduler, RequestView
 from .connector_context import ConnectorContext
-from .copy_signal import CopySignal
 from .costs.calibration import Calibration
-from .costs.economics import NOTHING, Choice, Economics
-from .costs.rates import PrefillRate, ReadTimes
+from .costs.economics import NOTHING
 from .kept_turns import KeptTurns
 from .loads import Loads
 from .lookups import Lookups
@@ -45,7 +41,6 @@ from .messages import (
     MatchKind,
 )
 from .outgoing import Outgoing
-from .parts import Parts
 from .prefill_decode.hand_overs import HandOvers
 from .prefill_decode.prefill_waits import PrefillWaits
 from .prefill_decode.wait_limit import End
@@ -60,10 +55,8 @@ _RETRY = Match(0, MatchKind.RETRY)
 
 
 class OffloadScheduler(KVConnectorScheduler):
-    """Decides what moves between the pool and `hierarchy`. Takes over the hierarchy.
+    """Decides what moves between the pool and the tiers of `connector`. Takes over the hierarchy.
 
-    `parts` are the blocks of a position. `prefill` is what computing costs, told by the part that
-    runs steps.
     `copies_beside`: see `Outgoing`. `serving` ends with it.
     """
 
@@ -76,38 +69,23 @@ class OffloadScheduler(KVConnectorScheduler):
 
     def __init__(
         self,
-        hierarchy: Hierarchy,
-        parts: Parts,
-        signal: CopySignal,
+        connector: ConnectorContext,
         *,
-        choice: Choice = Choice.AUTO,
-        prefill: PrefillRate | None = None,
         copies_beside: bool = True,
         serving: SlabServing | None = None,
     ) -> None:
-        self._parts = parts
-        self._hierarchy = hierarchy
-        self._serving = serving
-        self._block_size = block_size = parts.block_size
-        self._signal = signal
-        self._economics = Economics(
-            hierarchy.tiers,
-            block_size,
-            hierarchy.block_bytes,
-            choice,
-            num_needed=parts.num_needed,
-            prefill=prefill,
-        )
-        self._links = self._economics.links
-        self._read_times = ReadTimes(hierarchy, self._links)
-        self._economics.queued = self._read_times.queued
-        self._copies: dict[int, tuple[float, int]] = {}  # loads: when they began, bytes
-        self._alarm = Alarm(signal.wake)
-        self.requests: dict[str, RequestOffload] = {}
-        connector = ConnectorContext(
-            hierarchy, parts, signal, self._alarm, self._economics, self._read_times, self.requests
-        )
+        self._hierarchy = hierarchy = connector.hierarchy
+        self._parts = connector.parts
+        self._block_size = connector.parts.block_size
+        self._signal = connector.signal
+        self._alarm = connector.alarm
+        self._economics = connector.economics
+        self._links = connector.economics.links
+        self._read_times = connector.read_times
         self._counters = connector.counters
+        self.requests: dict[str, RequestOffload] = connector.requests
+        self._serving = serving
+        self._copies: dict[int, tuple[float, int]] = {}  # loads: when they began, bytes
         self.overlapped_loads = self._loads = Loads(connector)
         self._lookups = Lookups(connector, self._loads)
         self.stores_ahead = self._outgoing = Outgoing(connector, copies_beside=copies_beside)

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .admission import AdmissionFilter, WriteBudget, make_filter
+from .admission import AdmissionFilter, AdmitAll, WriteBudget, make_filter
 from .base import StoreTier
 from .block import BlockLayout
 from .cache_server.slab_serving.serving import SlabServing
@@ -60,8 +60,10 @@ def make_slab(
     )
 
 
-def make_admission(layout: BlockLayout, ssd: SsdSettings) -> AdmissionFilter:
-    """The filter of what is written to the SSD."""
+def make_admission(layout: BlockLayout, ssd: SsdSettings | None) -> AdmissionFilter:
+    """The filter of what is written to the SSD, if there is one."""
+    if ssd is None:
+        return AdmitAll()
     admission = make_filter(ssd.admission, ssd.capacity_bytes // layout.slot_bytes)
     if ssd.daily_bytes is None:
         return admission

@@ -19,6 +19,7 @@ from ...proto.v1 import cache_service_pb2 as messages
 from ...tiers.assemble import close_stores, make_admission, make_slab, open_stores
 from ...tiers.block import ALIGNMENT, BlockLayout
 from ...tiers.hierarchy.hierarchy import Hierarchy
+from ...tiers.hierarchy.hierarchy_options import HierarchyOptions
 from ...tiers.remote.credentials import Credentials
 from ...tiers.remote.membership import ServerAddress
 from ...tiers.remote.server_link import open_channel
@@ -76,12 +77,14 @@ def assemble(
                 slab,
                 stores,
                 wakeup=wakeup.set,
-                watermark=watermark,
-                read_seconds=read_seconds,
-                inclusive=tiers.ssd is None or not tiers.ssd.exclusive,
-                admission=None if tiers.ssd is None else make_admission(layout, tiers.ssd),
-                tagger=tagger,
-                keeps_unwritten=keeps_unwritten,
+                options=HierarchyOptions(
+                    watermark=watermark,
+                    read_seconds=read_seconds,
+                    inclusive=tiers.ssd is None or not tiers.ssd.exclusive,
+                    admission=make_admission(layout, tiers.ssd),
+                    tagger=tagger,
+                    keeps_unwritten=keeps_unwritten,
+                ),
             )
         except BaseException:
             slab.close()

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...tiers.hierarchy.hierarchy import WATERMARK, Hierarchy
+from ...tiers.hierarchy.hierarchy import Hierarchy
+from ...tiers.hierarchy.hierarchy_options import WATERMARK
 from ...tiers.settings.sizes import show_size
 from ..chunks.build import assemble, check_servers
 from ..chunks.chunk_settings import Settings
@@ -16,6 +17,7 @@ from ..chunks.failed import FailedChunks
 from ..chunks.mover import CLOSE_SECONDS
 from ..costs.economics import Choice, Economics
 from ..costs.rates import PrefillRate
+from ..parts import Parts
 from .identity import ChunkIdentity, ChunkKeys, chunk_layout
 from .settings import VllmSettings, drill_of
 from .tier_lookups import Lookups
@@ -59,9 +61,7 @@ def build_tiers(
     hierarchy, slab = assembly.hierarchy, assembly.slab
     try:
         prefill, failed = PrefillRate(), FailedChunks()
-        economics = Economics(
-            hierarchy.tiers, chunk_tokens, layout.page_bytes, Choice(own.load), prefill=prefill
-        )
+        economics = Economics(hierarchy, Parts(chunk_tokens), Choice(own.load), prefill=prefill)
         lookups = Lookups(
             hierarchy,
             ChunkKeys(root),

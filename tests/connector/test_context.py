@@ -9,6 +9,7 @@ from concurrent.futures import Future
 
 import pytest
 
+from stratakv.connector.connector_context import ConnectorContext
 from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.costs.economics import Choice
 from stratakv.connector.messages import ConnectorWorkerOutput
@@ -70,7 +71,9 @@ class Engine:
         slab = CpuSlab(LAYOUT, 16 * LAYOUT.slot_bytes, populate_threads=1)
         signal = CopySignal()
         hierarchy = Hierarchy(slab, [below], wakeup=signal.wake)
-        self.side = OffloadScheduler(hierarchy, Parts(LAYOUT.block_size), signal, choice=choice)
+        self.side = OffloadScheduler(
+            ConnectorContext(hierarchy, Parts(LAYOUT.block_size), signal, choice=choice)
+        )
 
     def load(self, asks: FakeRequest, *, overlapped: bool) -> None:
         deadline = time.monotonic() + WAIT_SECONDS

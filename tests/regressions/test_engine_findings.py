@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from stratakv.connector.connector_context import ConnectorContext
 from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.costs.economics import Choice, Plan
 from stratakv.connector.messages import ConnectorMetadata, CopyJob, Match, MatchKind
@@ -72,7 +73,9 @@ class Tiny:
         self.hierarchy = Hierarchy(slab, [self.store], wakeup=signal.wake)
         self.device = SimDevice(clock, rng, 0.0, copy_seconds=10.0)
         self.device.register_slab(slab)
-        self.side = OffloadScheduler(self.hierarchy, Parts(SIZE), signal, choice=Choice.LOAD)
+        self.side = OffloadScheduler(
+            ConnectorContext(self.hierarchy, Parts(SIZE), signal, choice=Choice.LOAD)
+        )
         worker = OffloadWorker(self.device, signal.note_ended)
         worker.register_pool(self.slots.pool)  # type: ignore[arg-type]
         self.engine = TinyEngine(

@@ -16,6 +16,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from stratakv.connector.connector_context import ConnectorContext
 from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.costs.economics import Choice
 from stratakv.connector.device.base import DeviceError
@@ -29,6 +30,7 @@ from stratakv.engine.scheduler.exchange import LOAD_FAILED
 from stratakv.engine.scheduler.output import SchedulerOutput
 from stratakv.tiers.admission import make_filter
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.hierarchy_options import HierarchyOptions
 from stratakv.tiers.hierarchy.writes import STALL_SECONDS
 from stratakv.tiers.policies.known_policies import POLICIES, policy_factory
 
@@ -152,11 +154,13 @@ class World:
             self.slab,
             self.stores,
             wakeup=signal.wake,
-            watermark=rng.choice([0.25, 1.0]),
-            read_seconds=rng.choice([0.05, 5.0]),
-            write_seconds=rng.choice([0.05, 15.0]),
-            inclusive=rng.random() < 0.6,
-            admission=make_filter(admission, 100),
+            options=HierarchyOptions(
+                watermark=rng.choice([0.25, 1.0]),
+                read_seconds=rng.choice([0.05, 5.0]),
+                write_seconds=rng.choice([0.05, 15.0]),
+                inclusive=rng.random() < 0.6,
+                admission=make_filter(admission, 100),
+            ),
         )
         fault_rate = rng.choice([0.0, 0.02, 0.2]) if self._faulty else 0.0
         self.device = SimDevice(
@@ -167,7 +171,9 @@ class World:
         self.device.register_slab(self.slab)
         choice = rng.choice([Choice.AUTO, *Choice])
         seen = [None if kind.is_full else kind.first_seen for kind in self._attention]
-        side = OffloadScheduler(hierarchy, KeyParts(SIZE, seen), signal, choice=choice)
+        side = OffloadScheduler(
+            ConnectorContext(hierarchy, KeyParts(SIZE, seen), signal, choice=choice)
+        )
         side.set_wakeup(self._woken.set)
         max_wait_seconds = rng.choice([0.02, 30.0])
         worker = OffloadWorker(self.device, signal.note_ended, store_wait_seconds=max_wait_seconds)

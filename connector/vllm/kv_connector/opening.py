@@ -9,7 +9,7 @@ import dataclasses
 import logging
 from typing import Any
 
-from ....tiers.hierarchy.hierarchy import WATERMARK
+from ....tiers.hierarchy.hierarchy_options import WATERMARK
 from ....tiers.settings.format import format_value
 from ....tiers.settings.sizes import show_size
 from ....tiers.settings.values import ConfigError
