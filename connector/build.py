@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..tiers.assemble import close_stores, make_admission, make_slab, open_stores, serve_slab
+from ..tiers.assemble import close_stores, make_admission, make_slab, open_stores
 from ..tiers.base import StoreTier
 from ..tiers.block import BlockLayout
 from ..tiers.cache_server.slab_serving.serving import SlabServing
@@ -135,7 +135,8 @@ def build_scheduler_side(
         slab = make_slab(layout, settings.cpu, progress, is_served=is_served)
         serving: SlabServing | None = None
         try:
-            serving = serve_slab(slab, settings, namespace=namespace)
+            if settings.serve_at is not None:
+                serving = SlabServing(slab, settings.serve_at, settings.serve, namespace=namespace)
             if parts is None:
                 parts = Parts(block_tokens or layout.block_size, [None] * num_groups)
             side = _connect(slab, stores, settings, parts, prefill, serving)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from .admission import AdmissionFilter, AdmitAll, WriteBudget, make_filter
 from .base import StoreTier
 from .block import BlockLayout
-from .cache_server.slab_serving.serving import SlabServing
 from .codecs.known_codecs import CodecFactory, make_codec
 from .errors import TierConfigError, TierDown
 from .mac_key import MacKey, read_mac_key
@@ -229,10 +228,3 @@ def _attached(
             f"{REQUIRED_SECONDS:g} s; start them, or start without them"
         )
     return store
-
-
-def serve_slab(slab: CpuSlab, settings: TierSettings, *, namespace: bytes) -> SlabServing | None:
-    """Serve the slab to other engines, where the settings say so."""
-    if settings.serve_at is None:
-        return None
-    return SlabServing(slab, settings.serve_at, settings.serve, namespace=namespace)
