@@ -9,11 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..tiers.assemble import CLOSE_SECONDS, open_hierarchy, serve_slab
+from ..tiers.assemble import CLOSE_SECONDS, open_hierarchy
 from ..tiers.block import BlockLayout
+from ..tiers.cache_server.slab_serving.serving import SlabServing
 from ..tiers.errors import TierConfigError
 from ..tiers.slab.cpu_slab import CpuSlab
 from ..tiers.tier_settings import TierSettings
+from .connector_context import ConnectorContext
 from .copy_signal import CopySignal
 from .costs.economics import Choice
 from .costs.rates import PrefillRate
@@ -40,10 +42,10 @@ class WorkerDescription:
 class AttachedSlab:
     """The memory of a slab of another process."""
 
-    def __init__(self, layout: BlockLayout, fd: int, num_slots: int) -> None:
-        self.layout = layout
-        self.num_slots = num_slots
-        self._map = mmap.mmap(fd, num_slots * layout.slot_bytes)
+    def __init__(self, description: WorkerDescription) -> None:
+        self.layout = description.layout
+        self.num_slots = description.num_slots
+        self._map = mmap.mmap(description.slab_fd, self.num_slots * self.layout.slot_bytes)
 
     def memory(self) -> memoryview:
         """All slots, one after the other."""
@@ -116,18 +118,16 @@ def build_scheduler_side(
         codecs={"fp8": Fp8Codec},
         progress=progress,
     )
-    slab, serving = tiers.slab, None
+    slab: CpuSlab = tiers.slab
+    serving: SlabServing | None = None
     try:
-        serving = serve_slab(slab, settings, namespace=namespace)
-        side = OffloadScheduler(
-            tiers.hierarchy,
-            Parts(layout.block_size, [None]) if parts is None else parts,
-            signal,
-            choice=choice,
-            prefill=prefill,
-            copies_beside=device != "cpu",
-            serving=serving,
-        )
+        if (address := settings.listen_address) is not None:
+            serving = SlabServing(slab, address, settings.serve, namespace=namespace)
+        if parts is None:
+            parts = Parts(layout.block_size, [None])
+        prefill = PrefillRate() if prefill is None else prefill
+        connector = ConnectorContext(tiers.hierarchy, parts, signal, choice, prefill)
+        side = OffloadScheduler(connector, copies_beside=device != "cpu", serving=serving)
     except BaseException:
         if serving is not None:
             serving.close(0.0)
@@ -150,7 +150,7 @@ def build_worker_side(
     a device that is not there."""
     device = make_device(description.device, progress)
     if slab is None:
-        slab = AttachedSlab(description.layout, description.slab_fd, description.num_slots)
+        slab = AttachedSlab(description)
     device.register_slab(slab)
     if description.makes_digests:
         device.make_digests()

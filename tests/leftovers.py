@@ -115,10 +115,8 @@ def check_ended(scheduler: Scheduler, side: Any) -> None:
     loads, outgoing = side._loads, side._outgoing
     assert not (len(loads) or loads._piece_of or loads._ready or loads._reports or loads._coming)
     assert not (outgoing._tickets or outgoing._ahead or outgoing._ahead_job_of)
-    assert not (len(side._read_times) or side._lookups._contexts)
-    assert not (side._copies or side._alive)
-    assert not (side.awaiting_prefill or side.prompts_elsewhere.expects_any)
-    assert not (side._lookups._read_ahead or side._lookups._blocks_ahead)
+    assert not (side.requests or side.awaiting_prefill or side._copies or len(side._read_times))
+    assert not (len(side._lookups) or side._lookups.num_asked or side._lookups._blocks_ahead)
     slab = side._hierarchy._slab
     assert all(slot.committed and not slot.pins for slot in slab._slots.values())
     assert len(slab._free) + len(slab._slots) == slab.num_slots

@@ -20,8 +20,8 @@ import grpc
 import pytest
 
 from stratakv.engine.llm import LLM
+from stratakv.tiers.hierarchy.hierarchy_options import READ_SECONDS
 from stratakv.tiers.remote.remote_settings import RemoteSettings
-from stratakv.tiers.tier_settings import READ_SECONDS
 
 from .tiers.cache_server.rig import LAYOUT, WAIT_SECONDS, ServerProcess, server_process
 from .tiny_models import make_llama

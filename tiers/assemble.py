@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from .admission import AdmissionFilter, WriteBudget, make_filter
+from .admission import AdmissionFilter, AdmitAll, WriteBudget, make_filter
 from .base import StoreTier
 from .block import BlockLayout
-from .cache_server.slab_serving.serving import SlabServing
 from .codecs.known_codecs import CodecFactory, make_codec
 from .errors import TierConfigError, TierDown
 from .hierarchy.hierarchy import Hierarchy
+from .hierarchy.hierarchy_options import HierarchyOptions
 from .mac_key import MacKey, read_mac_key
 from .policies.known_policies import policy_factory
 from .registry import TierRequest, open_tier
@@ -70,8 +70,10 @@ def make_slab(
     )
 
 
-def make_admission(layout: BlockLayout, ssd: SsdSettings) -> AdmissionFilter:
-    """The filter of what is written to the SSD."""
+def make_admission(layout: BlockLayout, ssd: SsdSettings | None) -> AdmissionFilter:
+    """The filter of what is written to the SSD, if there is one."""
+    if ssd is None:
+        return AdmitAll()
     admission = make_filter(ssd.admission, ssd.capacity_bytes // layout.slot_bytes)
     if ssd.daily_bytes is None:
         return admission
@@ -173,12 +175,14 @@ def open_hierarchy(
                 slab,
                 stores,
                 wakeup=wakeup,
-                watermark=settings.watermark,
-                read_seconds=settings.read_seconds,
-                inclusive=not settings.ssd.exclusive,
-                admission=make_admission(layout, settings.ssd) if settings.has_ssd else None,
-                tagger=tagger,
-                keeps_unwritten=settings.keeps_unwritten,
+                options=HierarchyOptions(
+                    watermark=settings.watermark,
+                    read_seconds=settings.read_seconds,
+                    inclusive=not settings.ssd.exclusive,
+                    admission=make_admission(layout, settings.ssd if settings.has_ssd else None),
+                    tagger=tagger,
+                    keeps_unwritten=settings.keeps_unwritten,
+                ),
             )
         except BaseException:
             slab.close()
@@ -276,10 +280,3 @@ def _attached(
             f"{REQUIRED_SECONDS:g} s; start them, or start without them"
         )
     return store
-
-
-def serve_slab(slab: CpuSlab, settings: TierSettings, *, namespace: bytes) -> SlabServing | None:
-    """Serve the slab to other engines, where the settings say so."""
-    if settings.listen_address is None:
-        return None
-    return SlabServing(slab, settings.listen_address, settings.serve, namespace=namespace)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from .admission import DEFAULT_FILTER, FILTERS, known_filters
 from .codecs.known_codecs import CODECS, DEFAULT_CODEC, NONE
+from .hierarchy.hierarchy_options import READ_SECONDS, WATERMARK
 from .policies.known_policies import DEFAULT_POLICY, DEFAULT_SSD_POLICY, POLICIES, known_policies
 from .remote.credentials import Credentials
 from .remote.membership import ServerAddress
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 REMOTE = "remote"  # the tier that cache servers are together
 PEER = "peer"  # the tier that other engines are together
-WATERMARK = 0.25
-READ_SECONDS = 5.0
 DURABILITIES = ("sync", "async")
 MAX_DISKS = 16
 # Longer than any answer takes that is sooner than computing a prompt.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from ...tiers.errors import TierConfigError
+from ...tiers.hierarchy.hierarchy_options import READ_SECONDS
 from ...tiers.remote.membership import ServerAddress, parse_address
 from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
@@ -19,7 +20,6 @@ from ...tiers.settings.option import Option, build_settings, options_of, setting
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
 from ...tiers.tier_settings import (
-    READ_SECONDS,
     CpuSettings,
     RemoteTierSettings,
     SsdSettings,

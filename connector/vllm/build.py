@@ -15,6 +15,7 @@ from ..chunks.failed import FailedChunks
 from ..chunks.mover import CLOSE_SECONDS
 from ..costs.economics import Choice, Economics
 from ..costs.rates import PrefillRate
+from ..parts import Parts
 from .identity import ChunkIdentity, ChunkKeys, chunk_layout
 from .settings import VllmSettings
 from .tier_lookups import Lookups
@@ -50,9 +51,8 @@ def build_tiers(
     hierarchy, slab = assembly.hierarchy, assembly.slab
     try:
         prefill, failed = PrefillRate(), FailedChunks()
-        economics = Economics(
-            hierarchy.tiers, chunk_tokens, layout.page_bytes, Choice(settings.load), prefill=prefill
-        )
+        choice = Choice(settings.load)
+        economics = Economics(hierarchy, Parts(chunk_tokens), choice, prefill=prefill)
         lookups = Lookups(
             hierarchy,
             ChunkKeys(root),

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...tiers.errors import TierConfigError
+from ...tiers.hierarchy.hierarchy_options import WATERMARK
 from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
 from ...tiers.settings.option import setting
 from ...tiers.settings.values import ConfigError
-from ...tiers.tier_settings import WATERMARK
 from ..chunks.chunk_settings import Host, HostSettings
 
 MODULE = "stratakv.connector.vllm"

@@ -109,7 +109,7 @@ def test_after_a_load_that_lacks_a_block_a_shorter_hit_is_loaded(
     num_queries = engine.side.stats()["lookup_queries"]["cpu"] - queries
     engine.close()
     assert num_queries == (len(PROMPT) - 1) // SIZE, "counted once, though it was found twice"
-    assert not len(engine.side._shorter), "nothing is kept of a request that has ended"
+    assert not engine.side.requests, "nothing is kept of a request that has ended"
     assert again.num_cached_tokens == found * SIZE
     assert engine.scheduler.counts["loads_failed"] == 1
     assert engine.scheduler.counts["loads"] == 1 + (found > 0)

@@ -31,6 +31,7 @@ from ..errors import TierBusy
 from ..mailbox import Mailbox
 from ..tag import Proof
 from .breaker import Breaker
+from .hierarchy_options import HierarchyOptions
 
 LATE = "late"
 LATE_WRITE = "late_write"
@@ -68,13 +69,11 @@ class GuardedStore:
     """One store below the slab, with the deadlines of its calls, its breakers, its faults and its
     traffic. Used by the thread that owns `mailbox`."""
 
-    def __init__(
-        self, tier: StoreTier, mailbox: Mailbox, *, read_seconds: float, write_seconds: float
-    ) -> None:
+    def __init__(self, tier: StoreTier, mailbox: Mailbox, options: HierarchyOptions) -> None:
         self.tier = tier
         self.mailbox = mailbox
-        self.read_seconds = read_seconds
-        self.write_seconds = write_seconds
+        self.read_seconds = options.read_seconds
+        self.write_seconds = options.write_seconds
         self.name = tier.name
         self.is_shared = tier.is_shared
         self.is_read_only = tier.is_read_only

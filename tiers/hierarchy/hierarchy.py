@@ -25,17 +25,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ..admission import AdmissionFilter, AdmitAll
 from ..base import NO_CONTEXT, Answer, RequestContext, SlabTier, StoreTier, TierStats
 from ..holds import Hold
 from ..mailbox import Mailbox
-from ..tag import Proof, Proofs, Tagger
-from ..tier_settings import READ_SECONDS, WATERMARK
+from ..tag import Proof, Proofs
 from .guarded_store import GuardedStore, Traffic
+from .hierarchy_options import HierarchyOptions
 from .look_up import LookUp, Prefix
 from .promotions import LoadTicket, Promotions
-from .write_back import WRITE_SECONDS, WriteBacks
+from .write_back import WriteBacks
 
+DEFAULTS = HierarchyOptions()
 # A step of an engine polls, so `poll` does nothing while nothing has happened. Whatever is due by
 # the clock has its alarm; should one be missed, it costs this long.
 POLL_SECONDS = 0.05
@@ -53,14 +53,7 @@ class StoreTicket:
 
 class Hierarchy:
     """One slab, any number of stores below it, the fastest first. Blocks are written back to each
-    of them. Takes over slab and stores: `close` closes them.
-
-    With a `tagger` no block is promoted whose tag is not the one it makes for the key asked for.
-    Without one tags are carried and not looked at: a server's clients judge their own.
-
-    With `keeps_unwritten` no block is evicted that a store is still to have, neither for a store
-    nor for a promotion: those go without a slot instead. For callers that are told what is kept;
-    they leave room by `num_unwritten`."""
+    of them. Takes over slab and stores: `close` closes them."""
 
     def __init__(
         self,
@@ -68,33 +61,15 @@ class Hierarchy:
         stores: Sequence[StoreTier],
         *,
         wakeup: Callable[[], None],
-        watermark: float = WATERMARK,
-        read_seconds: float = READ_SECONDS,
-        write_seconds: float = WRITE_SECONDS,
-        inclusive: bool = True,
-        admission: AdmissionFilter | None = None,
-        tagger: Tagger | None = None,
-        keeps_unwritten: bool = False,
+        options: HierarchyOptions = DEFAULTS,
     ) -> None:
         self._slab = slab
-        self._admission = AdmitAll() if admission is None else admission
-        self._tagger = tagger
+        self._admission = options.admission
+        self._tagger = options.tagger
         self._mailbox = Mailbox(wakeup)
-        self._stores = [
-            GuardedStore(
-                store, self._mailbox, read_seconds=read_seconds, write_seconds=write_seconds
-            )
-            for store in stores
-        ]
-        self._write_backs = WriteBacks(
-            slab,
-            self._stores,
-            watermark=watermark,
-            admission=self._admission,
-            inclusive=inclusive,
-            keeps_unwritten=keeps_unwritten,
-        )
-        self._promotions = Promotions(slab, self._stores, self._write_backs, self._mailbox, tagger)
+        self._stores = [GuardedStore(store, self._mailbox, options) for store in stores]
+        self._write_backs = WriteBacks(slab, self._stores, options)
+        self._promotions = Promotions(slab, self._stores, self._write_backs, options.tagger)
         self._look_up = LookUp(slab, self._stores, self._promotions)
         self._poll_at = 0.0
         self._epoch = 0

@@ -20,11 +20,12 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import islice
 
-from ..admission import AdmissionFilter, AdmitAll
+from ..admission import AdmitAll
 from ..base import Answer, SlabTier
 from ..block import ALIGNMENT
 from ..mailbox import Mailbox
 from .guarded_store import GuardedStore
+from .hierarchy_options import HierarchyOptions
 from .writes import Writes
 
 # A batch of this many bytes pays for its sync, and several keep a disk busy through it (three of
@@ -41,23 +42,17 @@ FILL_SECONDS = 5.0
 # While flushing: how often a store is looked at that does not end what it was given, and how soon
 # one is asked again that is busy with nothing of ours.
 LOOK_SECONDS, RETRY_SECONDS = 0.25, 0.01
-# What a write may take. All that is in flight before it is at most three batches, which the slowest
-# disk worth having writes in that time.
-WRITE_SECONDS = 15.0
 
 
 class WriteBack:
-    """Moves blocks from `slab` to one store. `watermark` is the fraction of slots below which free
-    slots start the writing. Called by one thread."""
+    """Moves blocks from `slab` to one store. Called by one thread."""
 
-    def __init__(
-        self, slab: SlabTier, store: GuardedStore, watermark: float, admission: AdmissionFilter
-    ) -> None:
+    def __init__(self, slab: SlabTier, store: GuardedStore, options: HierarchyOptions) -> None:
         self._slab = slab
         self._store = store
-        self._admission = AdmitAll() if store.is_shared else admission
+        self._admission = AdmitAll() if store.is_shared else options.admission
         self._fill_seconds = 0.0 if store.is_shared else FILL_SECONDS
-        low_slots = max(1, int(slab.num_slots * watermark))
+        low_slots = max(1, int(slab.num_slots * options.watermark))
         self._low_slots = slab.num_slots + 1 if store.is_shared else low_slots
         batch_bytes = BATCH_BYTES // slab.layout.slot_bytes
         shares = SHARES_OF_SLAB if slab.num_slots < FEW_SLOTS else FEWER_SHARES
@@ -283,25 +278,18 @@ class WriteBack:
 
 class WriteBacks:
     """The write-back of each store, and what follows for all of them from what happens in the slab.
-    With `inclusive` false the first store gives up what is promoted; with `keeps_unwritten` nothing
-    is evicted that a store waits for. Called by one thread."""
+    Unless the options say `inclusive` the first store gives up what is promoted. Called by one
+    thread."""
 
     def __init__(
-        self,
-        slab: SlabTier,
-        stores: Sequence[GuardedStore],
-        *,
-        watermark: float,
-        admission: AdmissionFilter,
-        inclusive: bool,
-        keeps_unwritten: bool,
+        self, slab: SlabTier, stores: Sequence[GuardedStore], options: HierarchyOptions
     ) -> None:
         self._slab = slab
         self._stores = stores
-        self._admission = admission
-        self._exclusive_store = stores[0] if stores and not inclusive else None
-        self._all = [WriteBack(slab, store, watermark, admission) for store in stores]
-        self._spared = self._is_awaited if keeps_unwritten and stores else None
+        self._admission = options.admission
+        self._exclusive_store = stores[0] if stores and not options.inclusive else None
+        self._all = [WriteBack(slab, store, options) for store in stores]
+        self._spared = self._is_awaited if options.keeps_unwritten and stores else None
 
     def of(self, place: int) -> WriteBack:
         """That of the store at this place."""
