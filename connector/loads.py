@@ -23,7 +23,7 @@ is there when all of those are that the load needs (`parts.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import cast
 
@@ -47,6 +47,8 @@ class Loads(OverlappedLoads):
         self._counters = connector.counters
         self._job_ids = connector.job_ids
         self._read_times = connector.read_times
+        self._economics = connector.economics
+        self._alarm = connector.alarm
         self._requests = connector.requests
         self._parts = parts = connector.parts
         self._block_size = parts.block_size
@@ -90,12 +92,12 @@ class Loads(OverlappedLoads):
         first_token: int,
         keys: Sequence[bytes],
         block_ids: GroupBlockIds,
-        max_wait_seconds: Callable[[int], float | None],
+        num_queued_tokens: int,
         num_short_tokens: int = 0,
-    ) -> float | None:
-        """Begin a load whose request waits for it. `max_wait_seconds`: how many seconds to wait at
-        most, given the first position that is not there yet. `num_short_tokens`: that are not
-        wanted of the last position. When the load is given up, if ever."""
+    ) -> None:
+        """Begin a load whose request waits for it, as long as computing it would take at most.
+        `num_queued_tokens` would be computed before it. `num_short_tokens`: that are not wanted of
+        the last position."""
         num_blocks = len(block_ids[0])
         load = Load(
             offload,
@@ -122,9 +124,15 @@ class Loads(OverlappedLoads):
         for key in keys:
             coming[key] = coming.get(key, 0) + 1
         if not ticket.done():
-            seconds = max_wait_seconds(load.needed[ticket.slots.index(None)] // self._num_parts)
-            load.give_up_at = None if seconds is None else load.started + seconds
-        return load.give_up_at
+            missing = load.needed[ticket.slots.index(None)] // self._num_parts
+            seconds = self._economics.max_wait_seconds(
+                first_token + missing * self._block_size,
+                num_blocks - missing,
+                num_queued_tokens=num_queued_tokens,
+            )
+            if seconds is not None:
+                load.give_up_at = load.started + seconds
+                self._alarm.at(load.give_up_at)
 
     def begin_overlapped(
         self,

@@ -55,7 +55,7 @@ class Lookups:
         loading."""
         if self._hierarchy.learns and not offload.is_observed:
             offload.is_observed = True
-            self._hierarchy.observe(self.keys_of(request.block_hashes))
+            self._hierarchy.observe(self._parts.keys_of(request.block_hashes))
         if not self._hierarchy.has_stores or offload.read_ahead is not None:
             return
         lookup = self.of(offload, request, 0, self.end_of(request))
@@ -172,7 +172,7 @@ class Lookups:
             or (known.first, known.most_tokens) != (first, most_tokens)
             or known.keys[-1] != digests[end - 1] + self._parts.suffixes[-1]
         ):
-            keys = self.keys_of(digests[first:end])
+            keys = self._parts.keys_of(digests[first:end])
         elif known.version == version:
             return known
         else:
@@ -212,10 +212,6 @@ class Lookups:
             found = lookup.prefix.tiers
             num_blocks = len(lookup.keys) // self._width
             self._counters.count_lookup(self._hierarchy.tiers, found, num_blocks)
-
-    def keys_of(self, digests: Sequence[bytes]) -> list[bytes]:
-        """The keys of all blocks at these positions."""
-        return self._parts.keys_of(digests)
 
     def needed_keys(
         self, lookup: Lookup, num_positions: int, most_tokens: int | None = None

@@ -197,27 +197,18 @@ class OffloadScheduler(KVConnectorScheduler):
         first_token = lookup.first * self._block_size
         keys = self._lookups.needed_keys(lookup, num_blocks, first_token + num_tokens)
 
-        def max_wait_seconds(index: int) -> float | None:
-            return self._economics.max_wait_seconds(
-                first_token + index * self._block_size,
-                num_blocks - index,
-                num_queued_tokens=lookup.num_queued_tokens,
-            )
-
         if overlapped:
             compute_blocks = lookup.plan.compute_blocks if lookup.plan else 0
             self._loads.begin_overlapped(offload, first_token, keys, block_ids, compute_blocks)
         else:
-            give_up_at = self._loads.begin_blocking(
+            self._loads.begin_blocking(
                 offload,
                 first_token,
                 keys,
                 block_ids,
-                max_wait_seconds,
+                lookup.num_queued_tokens,
                 num_blocks * self._block_size - num_tokens,
             )
-            if give_up_at is not None:
-                self._alarm.at(give_up_at)
         self._lookups.forget(offload)
 
     def drop(self, keys: Sequence[bytes], cause: str) -> None:

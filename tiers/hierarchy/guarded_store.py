@@ -87,11 +87,6 @@ class GuardedStore:
         self._known: Sequence[bytes] | None = None
 
     @property
-    def allows(self) -> bool:
-        """Whether to ask the store for something."""
-        return self.breaker.allows
-
-    @property
     def awaits_lookup(self) -> bool:
         """Whether a look-up was prefetched that the store has not answered."""
         return self._open_lookups > 0
@@ -124,7 +119,7 @@ class GuardedStore:
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
         """The store's answers; all misses where it fails, which is counted, or is not asked."""
-        if not self.allows:
+        if not self.breaker.allows:
             return [Answer.MISS] * len(keys)
         try:
             answers = self.tier.lookup(keys)
@@ -141,7 +136,7 @@ class GuardedStore:
     def prefetch_lookup(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> bool:
         """A prompt with these blocks, head first, was queued; a store that is far away asks for
         them now. Whether it does: the mailbox's version changes when it has the answer."""
-        if not self.allows:
+        if not self.breaker.allows:
             return False
         try:
             future = prefetch_lookup_for(self.tier, keys, context)
@@ -167,7 +162,7 @@ class GuardedStore:
         perhaps at once, whether each is there and kept: none where the store does not say."""
         none = [False] * len(keys)
         try:
-            future = self.tier.lease(keys, seconds) if self.allows else None
+            future = self.tier.lease(keys, seconds) if self.breaker.allows else None
         except Exception as error:  # noqa: BLE001 - any fault of a store is counted, none spreads
             self.count_fault(error)
             future = None
@@ -189,7 +184,7 @@ class GuardedStore:
 
     def probe_when_due(self) -> None:
         """Begin a probe where one is due, and have the owner woken for the next."""
-        if self.allows:
+        if self.breaker.allows:
             return
         if self.breaker.probe_due:
             self._begin_probe()

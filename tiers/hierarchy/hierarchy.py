@@ -63,6 +63,10 @@ class Hierarchy:
         wakeup: Callable[[], None],
         options: HierarchyOptions = DEFAULTS,
     ) -> None:
+        self.tiers = [slab.name, *(store.name for store in stores)]  # the slab first
+        self.num_slots = slab.num_slots  # blocks that the slab can hold
+        self.block_bytes = slab.layout.page_bytes
+        self.has_stores = bool(stores)  # below the slab
         self._slab = slab
         self._admission = options.admission
         self._tagger = options.tagger
@@ -74,16 +78,6 @@ class Hierarchy:
         self._poll_at = 0.0
         self._epoch = 0
         self._closed = False
-
-    @property
-    def tiers(self) -> list[str]:
-        """The names of the tiers, the slab first."""
-        return [self._slab.name, *(store.name for store in self._stores)]
-
-    @property
-    def num_slots(self) -> int:
-        """The number of blocks that the slab can hold."""
-        return self._slab.num_slots
 
     @property
     def num_free_slots(self) -> int:
@@ -109,17 +103,7 @@ class Hierarchy:
     def others_are_up(self) -> bool:
         """Whether such a store can be asked at present."""
         stores = (store for store in self._stores if store.is_shared or store.is_read_only)
-        return any(store.allows and store.tier.is_up for store in stores)
-
-    @property
-    def has_stores(self) -> bool:
-        """Whether there is anything below the slab."""
-        return bool(self._stores)
-
-    @property
-    def block_bytes(self) -> int:
-        """The bytes of one block."""
-        return self._slab.layout.page_bytes
+        return any(store.breaker.allows and store.tier.is_up for store in stores)
 
     @property
     def num_unwritten(self) -> int:
@@ -167,7 +151,7 @@ class Hierarchy:
     def find(self, keys: Sequence[bytes]) -> Prefix:
         """The longest run of leading keys that are in some tier. Changes nothing."""
         prefix = self._look_up.find(keys)
-        if not all(store.allows for store in self._stores):
+        if not all(store.breaker.allows for store in self._stores):
             self._mailbox.is_due = True  # a store that failed to answer is to be probed
         return prefix
 
@@ -295,7 +279,7 @@ class Hierarchy:
         in_slab = self._slab.lookup([keys[i] for i in missing])
         write_back = self._write_backs.of(index)
         # Behind an open breaker nobody waits, but what is written is what it is probed with.
-        is_waiting = store.allows and store.write_breaker.allows
+        is_waiting = store.breaker.allows and store.write_breaker.allows
         again = []
         for i, answer in zip(missing, in_slab, strict=True):
             is_moving = answer is Answer.PENDING or write_back.is_moving(keys[i])

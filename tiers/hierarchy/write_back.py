@@ -79,13 +79,13 @@ class WriteBack:
     @property
     def num_unwritten(self) -> int:
         """Blocks that wait to be written or are being written, while the store is asked at all."""
-        if self._writes.is_broken or not self._store.allows:
+        if self._writes.is_broken or not self._store.breaker.allows:
             return 0
         return len(self._dirty) + self._writes.num_blocks
 
     def awaits(self, key: bytes) -> bool:
         """Whether a block of the slab waits to be written, while the store is asked at all."""
-        return key in self._dirty and not self._writes.is_broken and self._store.allows
+        return key in self._dirty and not self._writes.is_broken and self._store.breaker.allows
 
     @property
     def pending(self) -> bool:
@@ -119,7 +119,7 @@ class WriteBack:
         store is told of the others, of which it has the last copy."""
         dirty = self._dirty
         lost = [key for key in keys if key in dirty] if dirty else []
-        if len(lost) < len(keys) and self._store.allows:
+        if len(lost) < len(keys) and self._store.breaker.allows:
             clean = [key for key in reversed(keys) if key not in dirty]
             self._store.attempt(partial(self._store.tier.touch, clean))
         for key in lost:
@@ -146,7 +146,7 @@ class WriteBack:
         ):
             is_taken = self._write(list(islice(self._dirty, size)))
         if self._dirty:
-            self._writes.announce_probe()
+            self._store.write_breaker.announce_probe(self._store.mailbox)
         return is_taken
 
     def flush_some(self) -> bool:
