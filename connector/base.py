@@ -139,7 +139,7 @@ class PromptsElsewhere(ABC):
         of from now on."""
 
     @abstractmethod
-    def follow(self, block_hashes: Sequence[bytes]) -> bool:
+    def follow_blocks(self, block_hashes: Sequence[bytes]) -> bool:
         """Another engine computes a prompt with these blocks, and a request for it will come: what
         it stores is to be near by then. A hint; False where it is of no use."""
 
@@ -266,7 +266,7 @@ class KVConnectorScheduler(ABC):
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """`wakeup` is called from any thread when `has_pending_work` may have become True."""
 
-    def drop(self, keys: Sequence[bytes], cause: str) -> None:  # noqa: B027 - see below
+    def invalidate_blocks(self, keys: Sequence[bytes], cause: str) -> None:  # noqa: B027 - see below
         """Have every tier forget the blocks of one chain (named as by the pool, head first), which
         may be wrong; what is on its way to a tier or to the pool is not kept either. `cause`, one
         word, is what they are counted under. Optional: by default they stay until evicted."""

@@ -50,7 +50,7 @@ class OffloadCounters:
 
     def count_prefill_wait(self, end: str, seconds: float) -> None:
         self.prefill_waits[end] = self.prefill_waits.get(end, 0) + 1
-        self.prefill_wait_seconds.observe(seconds)
+        self.prefill_wait_seconds.observe_value(seconds)
 
     def count_dropped(self, cause: str, num_blocks: int) -> None:
         self.blocks_dropped[cause] = self.blocks_dropped.get(cause, 0) + num_blocks
@@ -66,14 +66,14 @@ class OffloadCounters:
     def count_load_copy(self, num_bytes: int) -> None:
         """A copy from the slab to the pool has ended well."""
         self.load_bytes += num_bytes
-        self.load_sizes.observe(num_bytes)
+        self.load_sizes.observe_value(num_bytes)
 
     def count_store(self, num_blocks: int, num_bytes: int) -> None:
         """A copy from the pool to the slab has ended well."""
         self.stores += 1
         self.stored_blocks += num_blocks
         self.store_bytes += num_bytes
-        self.store_sizes.observe(num_bytes)
+        self.store_sizes.observe_value(num_bytes)
 
     def count_costs(self, output: ConnectorWorkerOutput) -> None:
         """Add the cost of the worker's copies."""

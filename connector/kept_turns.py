@@ -90,10 +90,10 @@ class KeptTurns(JobRetention):
 
     def job_ended(self, job: bytes) -> None:
         if (turn := self._turns.pop(job, None)) is not None:
-            self._hierarchy.release(turn.hold)
+            self._hierarchy.release_hold(turn.hold)
             self._end_read(turn)
 
-    def collect(self) -> None:
+    def poll_turns(self) -> None:
         """Read what is due, let go of what was read, and end what was kept for long enough."""
         if not self._turns:
             return
@@ -104,11 +104,11 @@ class KeptTurns(JobRetention):
                 continue
             if now >= turn.ask_at:
                 self._ask_stores(turn, now, LEASE_SECONDS / 2)
-            if turn.ticket is not None and turn.ticket.done():
+            if turn.ticket is not None and turn.ticket.is_complete():
                 self._end_read(turn)
             if turn.due is not None and now >= turn.due:
                 turn.due = None
-                self._read(turn)
+                self._prefetch_missing(turn)
 
     def clear(self) -> None:
         """Keep nothing any longer."""
@@ -128,9 +128,9 @@ class KeptTurns(JobRetention):
         turn.due = now + max(0.0, due_seconds)
         self._alarm.at(turn.due)
 
-    def _read(self, turn: KeptTurn) -> None:
+    def _prefetch_missing(self, turn: KeptTurn) -> None:
         """Have the stores bring the leading blocks that the slab does not have."""
-        tiers = self._hierarchy.find(turn.keys).tiers
+        tiers = self._hierarchy.find_prefix(turn.keys).tiers
         slab = self._hierarchy.tiers[0]
         missing = [index for index, tier in enumerate(tiers) if tier != slab][: self._room]
         if not missing or turn.ticket is not None:

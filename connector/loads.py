@@ -115,7 +115,7 @@ class Loads(OverlappedLoads):
                 first_token + num_blocks * self._block_size - num_short_tokens,
             ),
         )
-        ticket = self._read(load, 0, num_blocks)
+        ticket = self._begin_read(load, 0, num_blocks)
         if (ahead := offload.read_ahead) is not None:  # and now is in the slab
             origins = dict(zip(ahead.keys, ahead.tiers, strict=True))
             ticket.tiers = [origins.get(k, t) for k, t in zip(keys, ticket.tiers, strict=True)]
@@ -123,7 +123,7 @@ class Loads(OverlappedLoads):
         coming = self._coming
         for key in keys:
             coming[key] = coming.get(key, 0) + 1
-        if not ticket.done():
+        if not ticket.is_complete():
             missing = load.needed[ticket.slots.index(None)] // self._num_parts
             seconds = self._economics.max_wait_seconds(
                 first_token + missing * self._block_size,
@@ -191,7 +191,7 @@ class Loads(OverlappedLoads):
         self._end(load, has_failed=not report.is_whole)
         return report
 
-    def collect(self) -> None:
+    def poll_reads(self) -> None:
         """Look which reads have ended, or have taken too long."""
         now = time.monotonic() if self._loads else 0.0
         self._ready = [load for load in self._loads if _is_ready(load, now)]
@@ -242,7 +242,7 @@ class Loads(OverlappedLoads):
             if load.is_overlapped:
                 load.load_frontier = load.num_blocks
                 load.blocks_by_tier.clear()
-                self._fail(load, SPOILT, None)
+                self._fail_load(load, SPOILT, None)
                 self._has_news = True
 
     def take_reports(self) -> list[LoadReport]:
@@ -251,12 +251,12 @@ class Loads(OverlappedLoads):
         reports, self._reports = self._reports, []
         return reports
 
-    def _read(self, load: Load, start: int, end: int) -> LoadTicket:
+    def _begin_read(self, load: Load, start: int, end: int) -> LoadTicket:
         keys = load.keys
         if load.is_overlapped:
             keys = keys[start * self._num_parts : end * self._num_parts]
         ticket = self._hierarchy.begin_load(keys, load.offload.context)
-        self._read_times.watch(ticket)
+        self._read_times.track_load(ticket)
         load.reading.append(Piece(start, end, ticket))
         return ticket
 
@@ -268,7 +268,7 @@ class Loads(OverlappedLoads):
         ):
             end = load.next_end
             start = load.next_end = max(load.compute_frontier, end - load.piece_blocks)
-            self._read(load, start, end)
+            self._begin_read(load, start, end)
 
     def _copy_blocking(self, load: Load, piece: Piece, meta: ConnectorMetadata) -> None:
         """Have the leading whole part copied, or report that there is none."""
@@ -277,13 +277,13 @@ class Loads(OverlappedLoads):
         if missing < len(slots):
             whole = load.needed[missing] // self._num_parts
             piece.end = 0 if self._parts.whole_only else whole
-            if self._parts.is_windowed and piece.ticket.done():
+            if self._parts.is_windowed and piece.ticket.is_complete():
                 # Every hit that ends behind this position needs it, or one before it.
                 load.shorter_tokens = load.first_token + whole * self._block_size
         if load.is_spoilt:
             self._end_blocking(load, piece, SPOILT)
         elif not piece.end:
-            reason = "unavailable" if piece.ticket.done() else "slow"
+            reason = "unavailable" if piece.ticket.is_complete() else "slow"
             self._end_blocking(load, piece, reason)
         else:
             if piece.end < load.num_blocks:
@@ -305,7 +305,7 @@ class Loads(OverlappedLoads):
             piece.start = piece.end - num_whole
             self._copy(load, piece, cast("list[int]", slots[first * width :]), meta)
         if num_whole < wanted:
-            self._fail(load, "partial", fault_of(piece.ticket))
+            self._fail_load(load, "partial", fault_of(piece.ticket))
         if not num_whole:
             self._read_times.let_go(piece.ticket)
 
@@ -332,7 +332,7 @@ class Loads(OverlappedLoads):
         if load.is_spoilt:
             failure = SPOILT
         ticket = piece.ticket
-        is_late = not ticket.done()
+        is_late = not ticket.is_complete()
         self._read_times.let_go(ticket)
         self.num_ended += 1
         coming = self._coming
@@ -371,7 +371,7 @@ class Loads(OverlappedLoads):
         self._read_times.let_go(piece.ticket)
         if not piece.is_good:
             # The request no longer waits for a load that is over, so its fault is not reported.
-            self._fail(load, "load_copy", None if load.is_over else COPY_FAULT)
+            self._fail_load(load, "load_copy", None if load.is_over else COPY_FAULT)
         elif piece.end == load.load_frontier:
             load.load_frontier = piece.start
             num_blocks = piece.end - piece.start
@@ -416,7 +416,7 @@ class Loads(OverlappedLoads):
         else:
             offload.stage = Stage.FAILED if has_failed else Stage.READY
 
-    def _fail(self, load: Load, reason: str, fault: str | None) -> None:
+    def _fail_load(self, load: Load, reason: str, fault: str | None) -> None:
         """Give a load up: every block that is not on its way to the pool will be computed."""
         load.failure = reason
         load.fault = load.fault or fault
@@ -433,7 +433,7 @@ def _is_ready(load: Load, now: float) -> bool:
     if not load.reading or len(load.copying) >= PIECES_AT_ONCE:
         return False
     is_late = load.give_up_at is not None and load.give_up_at <= now
-    return is_late or load.reading[0].ticket.done()
+    return is_late or load.reading[0].ticket.is_complete()
 
 
 def fault_of(ticket: LoadTicket) -> str | None:

@@ -55,10 +55,10 @@ class Lookups:
         loading."""
         if self._hierarchy.learns and not offload.is_observed:
             offload.is_observed = True
-            self._hierarchy.observe(self._parts.keys_of(request.block_hashes))
+            self._hierarchy.announce_prompt(self._parts.keys_of(request.block_hashes))
         if not self._hierarchy.has_stores or offload.read_ahead is not None:
             return
-        lookup = self.of(offload, request, 0, self.end_of(request))
+        lookup = self.look_up_range(offload, request, 0, self.end_of(request))
         if lookup is None:
             return
         # In front of where the hit ends, blocks of windows may be unknown too.
@@ -69,7 +69,7 @@ class Lookups:
             if offload.unanswered is None:
                 self._unanswered.append(offload)
             offload.unanswered = request
-            self._drop(offload)  # it was found before any store was asked
+            self._drop_read_ahead(offload)  # it was found before any store was asked
             return
         self._begin_ahead(offload, lookup)
 
@@ -78,7 +78,7 @@ class Lookups:
         for offload in list(self._unanswered):
             request = offload.unanswered
             assert request is not None
-            lookup = self.of(offload, request, 0, self.end_of(request))
+            lookup = self.look_up_range(offload, request, 0, self.end_of(request))
             if lookup is None or not lookup.prefix.asked:
                 self._mark_answered(offload)
                 if lookup is not None:
@@ -93,22 +93,22 @@ class Lookups:
             tiers = tiers[: room // self._width]
         if not tiers or self._parts.num_needed(len(tiers)) > room:
             return
-        plan = self._economics.plan(0, tiers, num_sharing=self._loads.num_sharing(offload))
+        plan = self._economics.plan_loads(0, tiers, num_sharing=self._loads.num_sharing(offload))
         if plan.compute_blocks:
             return  # it will be read from the back
         tiers = tiers[: self._longest(lookup, plan.num_blocks)]
         if tiers.count(self._hierarchy.tiers[0]) == len(tiers):
             return  # all of it is in the slab, or not worth loading
-        self.count(lookup)
+        self.record_lookup(lookup)
         keys = self.needed_keys(lookup, len(tiers))
         ticket = self._hierarchy.begin_load(keys, offload.context)
-        self._read_times.watch(ticket)
+        self._read_times.track_load(ticket)
         offload.read_ahead = ticket
         self._blocks_ahead += len(ticket.keys)
 
-    def forget(self, offload: RequestOffload) -> None:
+    def drop_lookup(self, offload: RequestOffload) -> None:
         """The request loads by itself now, or is gone: what was read ahead is let go."""
-        self._drop(offload)
+        self._drop_read_ahead(offload)
         self._mark_answered(offload)
         self.let_go(offload)
 
@@ -133,7 +133,7 @@ class Lookups:
             oldest, _ = self._latest.popitem(last=False)
             oldest.lookup = None
 
-    def _drop(self, offload: RequestOffload) -> None:
+    def _drop_read_ahead(self, offload: RequestOffload) -> None:
         if offload.lookup is not None:
             offload.lookup = None
             del self._latest[offload]
@@ -155,11 +155,11 @@ class Lookups:
             return request.block_hashes
         return [*request.block_hashes[: (request.num_tokens - 1) // self._block_size], tail]
 
-    def of(
+    def look_up_range(
         self, offload: RequestOffload, request: RequestView, first: int, end: int
     ) -> Lookup | None:
-        """`find` for these blocks of the request, or what it said if nothing changed since; None
-        where there are none."""
+        """`Parts.find_longest_hit` for these blocks of the request, or what it said if nothing
+        changed since; None where there are none."""
         if end <= first:
             return None
         version = self._hierarchy.version
@@ -177,7 +177,7 @@ class Lookups:
             return known
         else:
             keys = known.keys
-        prefix = self._parts.find(self._hierarchy, first, keys, most_tokens)
+        prefix = self._parts.find_longest_hit(self._hierarchy, first, keys, most_tokens)
         # Blocks read ahead were counted when and where they were found.
         is_counted = offload.read_ahead is not None or (
             known is not None and known.keys is keys and known.is_counted
@@ -192,7 +192,7 @@ class Lookups:
         if lookup.plan is None:
             economics = self._economics
             # Decided anew, it is still one request.
-            make = economics.plan if lookup.is_decided else economics.decide
+            make = economics.plan_loads if lookup.is_decided else economics.decide
             plan = make(
                 lookup.first * self._block_size,
                 lookup.prefix.tiers,
@@ -205,7 +205,7 @@ class Lookups:
             lookup.is_decided = True
         return lookup.plan
 
-    def count(self, lookup: Lookup) -> None:
+    def record_lookup(self, lookup: Lookup) -> None:
         """The request goes by this answer; it is counted once for each prompt."""
         if not lookup.is_counted:
             lookup.is_counted = True
@@ -239,7 +239,7 @@ class Lookups:
         lookup = offload.lookup
         if lookup is None:
             raise KeyError(offload.request_id)
-        self._drop(offload)
+        self._drop_read_ahead(offload)
         return lookup
 
 

@@ -127,8 +127,8 @@ class OffloadScheduler(KVConnectorScheduler):
         offload = self.requests.get(request_id)
         if offload is None:
             return
-        self.prompts_elsewhere.end(offload, End.GONE)
-        self._lookups.forget(offload)
+        self.prompts_elsewhere.end_wait(offload, End.GONE)
+        self._lookups.drop_lookup(offload)
         if offload.load is None:
             del self.requests[request_id]
         else:  # the record ends with the load
@@ -143,7 +143,7 @@ class OffloadScheduler(KVConnectorScheduler):
         first = num_computed_tokens // self._block_size
         end = self._lookups.end_of(request)
         most = end if offload.most_blocks is None else offload.most_blocks
-        lookup = self._lookups.of(offload, request, first, min(end, most))
+        lookup = self._lookups.look_up_range(offload, request, first, min(end, most))
         if lookup is None:
             return NO_MATCH
         if most < end:  # it was counted, and decided upon, when the longer hit was found
@@ -152,14 +152,14 @@ class OffloadScheduler(KVConnectorScheduler):
             self._retry_version = self._version
             return _RETRY
         is_elsewhere = offload.elsewhere is not Elsewhere.NO
-        if is_elsewhere and self.prompts_elsewhere.begin(offload, request, lookup):
+        if is_elsewhere and self.prompts_elsewhere.begin_wait(offload, request, lookup):
             return _RETRY
         tiers = lookup.prefix.tiers
         plan = NOTHING
         if tiers:
             plan = self._lookups.plan_of(offload, lookup, num_queued_tokens)
             if not plan.num_blocks:
-                self._lookups.count(lookup)
+                self._lookups.record_lookup(lookup)
                 self._lookups.let_go(offload)
                 return NO_MATCH
         # Blocks that another request is loading will be in the pool for this one too.
@@ -168,7 +168,7 @@ class OffloadScheduler(KVConnectorScheduler):
         ):
             self._retry_version = self._version
             return _RETRY
-        self._lookups.count(lookup)
+        self._lookups.record_lookup(lookup)
         if not tiers:
             return NO_MATCH
         num_tokens = plan.num_blocks * self._block_size
@@ -209,25 +209,25 @@ class OffloadScheduler(KVConnectorScheduler):
                 lookup.num_queued_tokens,
                 num_blocks * self._block_size - num_tokens,
             )
-        self._lookups.forget(offload)
+        self._lookups.drop_lookup(offload)
 
-    def drop(self, keys: Sequence[bytes], cause: str) -> None:
+    def invalidate_blocks(self, keys: Sequence[bytes], cause: str) -> None:
         named = [key + shard for key in keys for shard in self._parts.shards]
         log.warning("%d blocks are forgotten in every tier (%s)", len(named), cause)
         self._counters.count_dropped(cause, len(named))
-        self._hierarchy.drop(named)
+        self._hierarchy.forget_blocks(named)
         self._loads.spoil(set(named))
 
     def build_meta(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()
     ) -> ConnectorMetadata:
         self._retry_due = False
-        self._collect()
+        self._poll_tiers()
         is_due = self._outgoing.has_due or self._loads.has_due
         if not (evicted or cold or is_due):
             return NOTHING_TO_MOVE
         meta = ConnectorMetadata()
-        self._outgoing.begin(evicted, cold, meta)
+        self._outgoing.plan_stores(evicted, cold, meta)
         self._loads.copy_ready(meta)
         if meta.loads:
             now = time.monotonic()
@@ -239,11 +239,11 @@ class OffloadScheduler(KVConnectorScheduler):
 
     def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
         if output is not NOTHING_FINISHED:
-            self._take(output)
+            self._handle_worker_output(output)
         return self._loads.take_reports()
 
     def has_pending_work(self) -> bool:
-        self._collect()
+        self._poll_tiers()
         return (
             self._retry_due
             or self._loads.has_due
@@ -310,7 +310,7 @@ class OffloadScheduler(KVConnectorScheduler):
     def _forget_answers(self) -> None:
         """Forget what the tiers had, for requests and jobs, and let go of what was read ahead."""
         for offload in self.requests.values():
-            self._lookups.forget(offload)
+            self._lookups.drop_lookup(offload)
         self.prompts_elsewhere.clear()
         self._kept_turns.clear()
 
@@ -319,16 +319,16 @@ class OffloadScheduler(KVConnectorScheduler):
         """Changes with everything that an answer to the scheduler depends on."""
         return self._hierarchy.version + self._loads.num_ended
 
-    def _collect(self) -> None:
+    def _poll_tiers(self) -> None:
         """Take in what the tiers have finished."""
         self._hierarchy.poll()
         # Most steps find nothing that anybody waits for, and the code of all of these is cold.
         if self._has_begun or self.handover or self.prompts_elsewhere or self._kept_turns:
-            self._read_times.collect()
-            self._loads.collect()
-            self._kept_turns.collect()
-            self.handover.collect()
-            if self.prompts_elsewhere.collect():
+            self._read_times.record_ended_loads()
+            self._loads.poll_reads()
+            self._kept_turns.poll_turns()
+            self.handover.poll_hand_overs()
+            if self.prompts_elsewhere.poll_waits():
                 self._retry_due = True
             if self._lookups.num_asked:
                 self._lookups.answered()
@@ -337,17 +337,17 @@ class OffloadScheduler(KVConnectorScheduler):
             self._retry_version = None
             self._retry_due = True
 
-    def _take(self, output: ConnectorWorkerOutput) -> None:
+    def _handle_worker_output(self, output: ConnectorWorkerOutput) -> None:
         """Take in what the worker has finished."""
         self._signal.catch_up(output.num_ended)
-        self._jobs_reported += self._calibration.take(output)
+        self._jobs_reported += self._calibration.pop_calibration_job(output)
         self._counters.count_costs(output)
         if output.finished_loads or output.failed_loads:
             self._note_copies(output)
         for ids, ok in ((output.finished_stores, True), (output.failed_stores, False)):
             for job_id in ids:
                 self._jobs_reported += 1
-                self._outgoing.end(job_id, ok, output.store_digests.get(job_id))
+                self._outgoing.complete_job(job_id, ok, output.store_digests.get(job_id))
         for ids, ok in ((output.finished_loads, True), (output.failed_loads, False)):
             for job_id in ids:
                 self._jobs_reported += 1
@@ -359,6 +359,6 @@ class OffloadScheduler(KVConnectorScheduler):
         if not output.failed_loads:
             num_bytes = sum(size for _, size in ended)
             waited = time.monotonic() - min(began for began, _ in ended)
-            self._links[self._hierarchy.tiers[0]].note(
+            self._links[self._hierarchy.tiers[0]].record_transfer(
                 num_bytes, output.load_copy_seconds, max(waited, output.load_copy_seconds)
             )

@@ -66,7 +66,7 @@ class OffloadWorker(KVConnectorWorker):
         if meta.overtaken:
             self._ahead.difference_update(meta.overtaken)
         try:
-            self._begin(meta)
+            self._start_copy_jobs(meta)
         except Exception:
             log.exception("the copies of a step could not begin")
             news = self._news()
@@ -76,22 +76,22 @@ class OffloadWorker(KVConnectorWorker):
             ):  # fmt: skip
                 for job in jobs:
                     if job.job_id not in known:
-                        self._fail(job, stream)
+                        self._report_failed_job(job, stream)
 
-    def _begin(self, meta: ConnectorMetadata) -> None:
+    def _start_copy_jobs(self, meta: ConnectorMetadata) -> None:
         after = [self._device.writer_event()]
         if meta.stores:
             began = time.monotonic()
             for job in meta.stores:
-                self._start(Stream.STORE, job, after, is_held=True)
+                self._submit_copy(Stream.STORE, job, after, is_held=True)
             self._news().store_wait_seconds += time.monotonic() - began
         if meta.loads:
             # Running stores end in order, so the newest stands for all of them.
             newest = [event for event in self._stores.values() if not event.done()][-1:]
             for job in meta.loads:
-                self._start(Stream.LOAD, job, after + newest)
+                self._submit_copy(Stream.LOAD, job, after + newest)
         for job in meta.ahead:
-            self._start(Stream.STORE, job, after)
+            self._submit_copy(Stream.STORE, job, after)
             if job.job_id in self._stores:  # it has begun
                 self._ahead.add(job.job_id)
 
@@ -121,7 +121,9 @@ class OffloadWorker(KVConnectorWorker):
         output, self._unreported = self._news(), None
         output.num_ended = self._num_ended
         if self._stores:
-            ended = self._collect(self._stores, output.finished_stores, output.failed_stores)
+            ended = self._pop_ended_copies(
+                self._stores, output.finished_stores, output.failed_stores
+            )
             for job_id in output.finished_stores:
                 event = ended.get(job_id)
                 digests = None if event is None else self._device.digests(event)
@@ -131,7 +133,7 @@ class OffloadWorker(KVConnectorWorker):
             self._ahead.difference_update(ended)
             output.store_copy_seconds = _seconds_of(ended)
         if self._loads:
-            ended = self._collect(self._loads, output.finished_loads, output.failed_loads)
+            ended = self._pop_ended_copies(self._loads, output.finished_loads, output.failed_loads)
             output.load_copy_seconds = _seconds_of(ended)
         return output
 
@@ -151,7 +153,7 @@ class OffloadWorker(KVConnectorWorker):
             num_ended = self._num_ended
         self._wakeup(num_ended)
 
-    def _start(
+    def _submit_copy(
         self, stream: Stream, job: CopyJob, after: list[Event], *, is_held: bool = False
     ) -> None:
         running = self._stores if stream is Stream.STORE else self._loads
@@ -163,16 +165,16 @@ class OffloadWorker(KVConnectorWorker):
             running[job.job_id] = event
         except Exception:
             log.exception("a %s of %d blocks could not begin", stream.value, len(job.slots))
-            self._fail(job, stream)
+            self._report_failed_job(job, stream)
 
-    def _fail(self, job: CopyJob, stream: Stream) -> None:
+    def _report_failed_job(self, job: CopyJob, stream: Stream) -> None:
         """Report a job that has not begun, and so has touched nothing."""
         output = self._news()
         failed = output.failed_stores if stream is Stream.STORE else output.failed_loads
         failed.append(job.job_id)
         self._job_ended()
 
-    def _collect(
+    def _pop_ended_copies(
         self, running: dict[int, Event], finished: list[int], failed: list[int]
     ) -> dict[int, Event]:
         """Move the jobs that have ended out of `running`; those, by id."""

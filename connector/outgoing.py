@@ -73,7 +73,7 @@ class Outgoing(StoresAhead):
                     self._overtaken.add(job_id)
                     self._void.setdefault(job_id, set()).add(key)
 
-    def begin(
+    def plan_stores(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock], meta: ConnectorMetadata
     ) -> None:
         """Find slots and add the jobs to the step's metadata."""
@@ -83,17 +83,17 @@ class Outgoing(StoresAhead):
         if not self._copies_beside or (evicted and len(cold) <= self._along):
             evicted, cold = [*evicted, *cold], ()
         for index, blocks in self._by_part(evicted):
-            if job := self._begin(blocks, index):
+            if job := self._begin_store_job(blocks, index):
                 meta.stores.append(job)
         for index, blocks in self._by_part(cold):
-            if not (job := self._begin(blocks, index)):
+            if not (job := self._begin_store_job(blocks, index)):
                 continue
             meta.ahead.append(job)
             keys = self._tickets[job.job_id].keys
             self._ahead[job.job_id] = dict(zip(keys, job.block_ids, strict=True))
             self._ahead_job_of.update(dict.fromkeys(keys, job.job_id))
 
-    def end(self, job_id: int, ok: bool, digests: Sequence[bytes] | None = None) -> None:
+    def complete_job(self, job_id: int, ok: bool, digests: Sequence[bytes] | None = None) -> None:
         """A job has ended, well or not; `digests` of its blocks, where the device made them."""
         ticket = self._tickets.pop(job_id)
         for key in self._ahead.pop(job_id, ()):
@@ -127,7 +127,7 @@ class Outgoing(StoresAhead):
         parts = enumerate(self._parts.all)
         return [(index, found[part.group]) for index, part in parts if part.group in found]
 
-    def _begin(self, blocks: Sequence[EvictedBlock], index: int) -> CopyJob | None:
+    def _begin_store_job(self, blocks: Sequence[EvictedBlock], index: int) -> CopyJob | None:
         # A pool evicts the tail of a chain first, tiers are told of the head first. Two blocks may
         # have one key; their bytes are the same.
         part, shard = self._parts.all[index], self._parts.suffixes[index][GROUP_BYTES:]

@@ -97,7 +97,7 @@ class Parts:
             return num_positions * self.width
         return sum(num_positions - start for start in self._starts(0, num_positions, None))
 
-    def find(
+    def find_longest_hit(
         self,
         hierarchy: Hierarchy,
         first: int,
@@ -108,20 +108,20 @@ class Parts:
         each position, which is the one furthest down that one of its blocks is in."""
         width = self.width
         if not self.is_windowed:
-            prefix = hierarchy.find(keys)
+            prefix = hierarchy.find_prefix(keys)
             if width == 1:
                 return prefix
             return prefix._replace(tiers=whole_positions(prefix.tiers, width, hierarchy.tiers))
         prefix = Prefix([hierarchy.tiers[0]] * (len(keys) // width), False)
         if self._full:
             places = range(0, len(keys), width)
-            full = hierarchy.find([keys[place + i] for place in places for i in self._full])
+            full = hierarchy.find_prefix([keys[place + i] for place in places for i in self._full])
             tiers = whole_positions(full.tiers, len(self._full), hierarchy.tiers)
             prefix = full._replace(tiers=tiers)
         search = _Search(self, hierarchy, first, keys, most_tokens)
         num_positions = search.longest(len(prefix.tiers))
         return Prefix(
-            search.tiers(prefix.tiers[:num_positions]),
+            search.slowest_tiers(prefix.tiers[:num_positions]),
             prefix.pending or search.pending,
             prefix.asked or search.asked,
         )
@@ -183,7 +183,7 @@ class _Search:
                 num_positions -= 1
         return num_positions
 
-    def tiers(self, tiers: Sequence[str]) -> list[str]:
+    def slowest_tiers(self, tiers: Sequence[str]) -> list[str]:
         """The same for each position, the windowed blocks of a hit of so many positions counted."""
         width, order = self.parts.width, self.hierarchy.tiers
         found = list(tiers)
@@ -192,7 +192,7 @@ class _Search:
             for index, start in self.parts.windows(self.first, len(tiers), self.most_tokens)
             for position in range(start, len(tiers))
         ]
-        names = self.hierarchy.find([self.keys[place] for place in places]).tiers
+        names = self.hierarchy.find_prefix([self.keys[place] for place in places]).tiers
         for place, name in zip(places, names, strict=False):
             position = place // width
             found[position] = max(found[position], name, key=order.index)
@@ -218,7 +218,7 @@ class _Search:
             for each, answer in zip(places, answers, strict=True):
                 self.there[each] = answer is Answer.HIT
             if answers[0] is not Answer.HIT:
-                alone = self.hierarchy.find([self.keys[place]])
+                alone = self.hierarchy.find_prefix([self.keys[place]])
                 self.pending |= alone.pending
                 self.asked |= alone.asked
         return self.there[place]

@@ -53,8 +53,9 @@ class RequestOffload:
 
 @dataclass(slots=True, eq=False)
 class Lookup:
-    """The answer of `Parts.find` for the positions `first` to `end` of a request, the keys of whose
-    parts lie side by side in `keys`; `prefix.tiers` has an entry for each position of the hit."""
+    """The answer of `Parts.find_longest_hit` for the positions `first` to `end` of a request, the
+    keys of whose parts lie side by side in `keys`; `prefix.tiers` has an entry for each position of
+    the hit."""
 
     first: int
     keys: list[bytes]

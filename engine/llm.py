@@ -144,14 +144,14 @@ class LLM:
             )
         check_model(self.config)
         chosen = self.config.model
-        self.tokenizer = Tokenizer.find(chosen.path)
+        self.tokenizer = Tokenizer.load_if_present(chosen.path)
         self.marks = find_marks(self.tokenizer, chosen.reasoning_start, chosen.reasoning_end)
         self._check_params = make_params_check(self.config.logits_processors)
         self._ids = itertools.count(1)
         self._closed = False
         self._loop = EventLoopThread("llm")
         try:
-            self._client = self._start(in_process, log_level, progress)
+            self._client = self._start_client(in_process, log_level, progress)
         except BaseException:
             self._loop.close()
             raise
@@ -251,7 +251,7 @@ class LLM:
         check_switch("use_tqdm", use_tqdm)
         check_switch("normalize", normalize)
         path, pooling = self.config.model.path, self.config.model.pooling
-        Dimensions.load(path).check(dimensions, self._client.ready.hidden_size)
+        Dimensions.load(path).check_asked_count(dimensions, self._client.ready.hidden_size)
         checked = []
         for index, prompt in enumerate(prompts_in(prompts)):
             with naming(f"prompt {index}"):
@@ -260,7 +260,9 @@ class LLM:
             checked.append(CheckedPrompt(with_pooling(request, pooling), text))
         answers = self._run(checked, use_tqdm)
         return [
-            EmbeddingRequestOutput.of(each, normalize=normalize, dimensions=dimensions)
+            EmbeddingRequestOutput.from_request_output(
+                each, normalize=normalize, dimensions=dimensions
+            )
             for each in answers
         ]
 
@@ -327,7 +329,7 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(
+    def _start_client(
         self, in_process: bool, log_level: str, progress: Callable[[str], None] | None
     ) -> EngineClient:
         if in_process:

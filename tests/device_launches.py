@@ -268,5 +268,5 @@ def count_launches(forward: StepForward, step: StepInputs) -> Counter[str]:
     """Launches of a step, by operator; to be called on the fake GPU."""
     launches = DeviceLaunches()
     with launches, launches.counting_kernels():
-        forward.prepare(step)()
+        forward.prepare_step(step)()
     return launches.counts

@@ -146,7 +146,7 @@ class DevicelessRuntime(HostRuntime):
         super().__init__()
         self.can_record = True
 
-    def record(self, work: Work) -> Work:
+    def record_work(self, work: Work) -> Work:
         work()  # CUDA runs it first too, and compiles in that
         with NoReads(), torch.inference_mode(False):
             output = work().clone()
@@ -280,7 +280,7 @@ def run_driver(driver: DevicelessDriver) -> dict[str, Any]:
         "shared memory": _error(_launch_too_much_shared_memory),
         "threads": _error(partial(launch, 1, num_warps=64)),
         "keyword": _error(partial(launch, 1, warps=4)),
-        "reading in a record": _error(partial(DevicelessRuntime().record, _read_back)),
+        "reading in a record": _error(partial(DevicelessRuntime().record_work, _read_back)),
     }
     driver.open_gpu((9, 0))
     launch(2, 3)

@@ -6,7 +6,7 @@ Each fault is one that the part may show in the field and that its user has prom
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import random
 import threading
 import time
@@ -196,7 +196,8 @@ def patch_tiers(
 
     def with_seconds(make: Callable[..., Any]) -> Callable[..., Any]:
         def made(layout: BlockLayout, settings: TierSettings, **options: Any) -> Any:
-            settings = dataclasses.replace(settings, read_seconds=read_seconds)
+            settings = copy.copy(settings)  # unchecked: its sizes may be below an operator's
+            object.__setattr__(settings, "read_seconds", read_seconds)
             return make(layout, settings, **options)
 
         return made

@@ -80,7 +80,7 @@ class FaultyServer(worker_process.WorkerServer):
             _die()
         if isinstance(message, Call) and message.name in ("arm", "look"):
             self._serve_test(message.name)
-            super()._send(Returned())
+            super()._send_to_executor(Returned())
         else:
             super()._handle(message)
 
@@ -92,16 +92,16 @@ class FaultyServer(worker_process.WorkerServer):
             look = look_at_runner(self._runner)
             np.savez(self._plan.look_path, pool=look.pool, held=np.array(look.held, str))
 
-    def _send(self, message: FromWorker) -> None:
+    def _send_to_executor(self, message: FromWorker) -> None:
         lie = self._plan.lie
         if isinstance(message, Up) or not lie:
-            super()._send(message)
+            super()._send_to_executor(message)
             return
         if lie not in LIES_OF_STEPS or isinstance(message, Done | Failed):
             self._num_answers += 1
             if self._num_answers == self._plan.lie_at:
                 message = self._lie(message)
-        super()._send(message)
+        super()._send_to_executor(message)
         if lie == "dies after answering" and self._num_answers == self._plan.lie_at:
             _die()
 
@@ -116,7 +116,7 @@ class FaultyServer(worker_process.WorkerServer):
         if lie == "is late":
             time.sleep(self._plan.late_seconds)
         if lie == "answers twice":
-            super()._send(message)
+            super()._send_to_executor(message)
         if lie == "says nonsense":
             self._socket.send(b"\xc1")
         if lie == "answers another step":

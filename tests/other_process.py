@@ -68,10 +68,10 @@ class OtherProcess:
 
     def arm(self, core: EngineCore) -> None:
         """From now on the model may fail."""
-        core.executor.call("arm")
+        core.executor.call_worker("arm")
 
     def look(self, core: EngineCore) -> RunnerLook:
-        core.executor.call("look")
+        core.executor.call_worker("look")
         return read_look(self._look_path)
 
     def check_gone(self) -> None:

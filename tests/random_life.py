@@ -372,7 +372,7 @@ class Life:
             names = [name for name in names if name in loading]
         for name in names:
             if self._rng.random() < 0.5:
-                self.core.abort([name])
+                self.core.abort_requests([name])
                 self._asked[name].spoilt = True
                 self._asked[name].last = TokenOutput(name, [], finish_reason="abort")
 

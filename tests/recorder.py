@@ -51,7 +51,7 @@ class Recorder(Observer):
 
     def check_names(self, scheduler: Scheduler) -> None:
         """The pool's names, at any moment."""
-        assert self.names.keys() == set(scheduler.manager.pool.names())
+        assert self.names.keys() == set(scheduler.manager.pool.list_names())
 
     def check_all_ended(self, scheduler: Scheduler) -> None:
         """Every request has ended once, every step was made once, and the engine's counts agree."""

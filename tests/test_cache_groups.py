@@ -188,7 +188,7 @@ def test_a_prefix_ends_where_one_group_lacks_a_block(
 def flip_a_bit(path: Path, key: bytes, layout: BlockLayout) -> None:
     """Of the K and V in one record of a closed store."""
     index = index_file.IndexFile(path / "index", 0)
-    [slot] = [row.slot for row in index.rows() if row.key == key]
+    [slot] = [row.slot for row in index.iter_rows() if row.key == key]
     index.close()
     content = np.memmap(path / "blocks", np.uint8, "r+")
     content[slot * (ALIGNMENT + layout.slot_bytes) + ALIGNMENT + layout.page_bytes // 2] ^= 4

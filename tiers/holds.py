@@ -45,7 +45,7 @@ class Holds:
     def __contains__(self, key: object) -> bool:
         return key in self._times
 
-    def hold(self, keys: Sequence[bytes], until: float, now: float) -> Hold:
+    def create_hold(self, keys: Sequence[bytes], until: float, now: float) -> Hold:
         """Hold the leading ones of these, given head first, as far as there is room."""
         self.expire(now)
         room = self.most_blocks - len(self._times)
@@ -62,11 +62,11 @@ class Holds:
             heapq.heappush(self._ends, (until, next(self._numbers), hold))
         return hold
 
-    def release(self, hold: Hold) -> None:
+    def end_hold(self, hold: Hold) -> None:
         """End a hold before its time. It may have ended."""
         if hold.is_over:
             return
-        self._end(hold)
+        self._release_hold(hold)
         self._num_dead += 1
         if self._num_dead > _MOST_DEAD + len(self._ends) // 2:
             self._ends = [entry for entry in self._ends if not entry[2].is_over]
@@ -81,7 +81,7 @@ class Holds:
             if hold.is_over:
                 self._num_dead -= 1
             else:
-                self._end(hold)
+                self._release_hold(hold)
 
     def clear(self) -> None:
         """End all."""
@@ -91,7 +91,7 @@ class Holds:
         self._times.clear()
         self._num_dead = 0
 
-    def _end(self, hold: Hold) -> None:
+    def _release_hold(self, hold: Hold) -> None:
         hold.is_over = True
         times = self._times
         for key in hold.keys:

@@ -23,7 +23,7 @@ class Mailbox:
         self.version = 0  # the owner's parts add 1 for whatever a ticket or a look-up could show
 
     def deliver(self, completion: Callable[[], None]) -> None:
-        """Have the owner run this in its next `take`."""
+        """Have the owner run this in its next `run_delivered`."""
         self._queue.append(completion)
         self._delivered.set()
         self._ring()
@@ -32,7 +32,7 @@ class Mailbox:
         """Wake the owner at `moment` (seconds, monotonic clock)."""
         self._alarm.at(moment)
 
-    def take(self) -> None:
+    def run_delivered(self) -> None:
         """Run what was delivered."""
         self._delivered.clear()
         while self._queue:

@@ -133,7 +133,7 @@ class PlainHeaders:
         self._decoded = bytes(_TAG_OFFSET - _KEY_OFFSET - KEY_BYTES)
         self._seal = seal
 
-    def encode(
+    def encode_headers(
         self, key: bytes, generation: int, tag: bytes, payload: Buffer, digest: bytes
     ) -> bytes:
         """The 128 header bytes for `payload`, which has this digest."""

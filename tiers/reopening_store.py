@@ -119,7 +119,7 @@ class ReopeningStore(ForwardingStore):
         buffers: Sequence[memoryview],
         context: RequestContext = NO_CONTEXT,
     ) -> Future[list[Proof | None]]:
-        return self._ask(lambda: load_for(self.inner, keys, buffers, context))
+        return self._retry_after_reopen(lambda: load_for(self.inner, keys, buffers, context))
 
     def store(
         self,
@@ -127,10 +127,10 @@ class ReopeningStore(ForwardingStore):
         buffers: Sequence[memoryview],
         proofs: Proofs | None = None,
     ) -> Future[list[Stored]]:
-        return self._ask(lambda: self.inner.store(keys, buffers, proofs))
+        return self._retry_after_reopen(lambda: self.inner.store(keys, buffers, proofs))
 
     def lease(self, keys: Sequence[bytes], seconds: float) -> Future[list[bool]] | None:
-        return self._ask(lambda: self.inner.lease(keys, seconds))
+        return self._retry_after_reopen(lambda: self.inner.lease(keys, seconds))
 
     def drop(self, keys: Sequence[bytes]) -> int:
         """See StoreTier. Includes what it will turn out to hold, of which none is known now."""
@@ -172,7 +172,7 @@ class ReopeningStore(ForwardingStore):
         inner.close(timeout_seconds)
         self._thread.join(max(0.0, deadline - time.monotonic()) + 0.1)
 
-    def _ask(self, call: Callable[[], _T]) -> _T:
+    def _retry_after_reopen(self, call: Callable[[], _T]) -> _T:
         """Ask the store, and the one that has just taken its place where it was closed for that."""
         asked = self.inner
         try:
@@ -208,7 +208,7 @@ class ReopeningStore(ForwardingStore):
         self._pause = min(2 * self._pause, self._longest_pause)
         self._next_try = time.monotonic() + self._pause
         try:
-            store = self._open()
+            store = self._open_inner()
         except TierDown as error:
             self._times_down += 1
             log.debug("the %s tier is still down: %s", self._shown_name, error)
@@ -222,7 +222,7 @@ class ReopeningStore(ForwardingStore):
             self._is_over = not isinstance(store, DiskStore)  # nothing is left to look at
             self._take_over(store)
 
-    def _open(self) -> StoreTier:
+    def _open_inner(self) -> StoreTier:
         if not self._was_open:
             return self._open_it(True)
         try:

@@ -70,7 +70,7 @@ class Tagger:
         """Whether a tag takes the bytes of its block, and not only their digest."""
         return self._keyed is not None
 
-    def names(self, keys: Sequence[bytes]) -> bytes:
+    def join_names(self, keys: Sequence[bytes]) -> bytes:
         """The names of blocks, one after the other and all of one length."""
         head = self._name_head
         return b"".join([head + key for key in keys])
@@ -85,15 +85,15 @@ class Tagger:
         pairs = zip(keys, digests, strict=True)
         return [Proof(digest_of(head + key + digest), digest) for key, digest in pairs]
 
-    def begin(self, key: bytes) -> Any:
+    def create_hasher(self, key: bytes) -> Any:
         """A hasher with `update`, for a payload that comes in parts, so that each is hashed while
-        it is in the processor's cache; `end` takes it."""
+        it is in the processor's cache; `finish_proof` takes it."""
         if self._keyed is None:
             return xxhash.xxh3_128()
         return _KeyedHasher(self._keyed, self._name_head + key)
 
-    def end(self, key: bytes, hasher: Any) -> Proof:
-        """The proof of the payload that `hasher`, from `begin(key)`, was given."""
+    def finish_proof(self, key: bytes, hasher: Any) -> Proof:
+        """The proof of the payload that `hasher`, from `create_hasher(key)`, was given."""
         digest = hasher.digest()
         if self._keyed is None:
             return Proof(self.tag(key, digest), digest)
@@ -104,9 +104,9 @@ class Tagger:
         if self._keyed is None:
             digest = payload_digest(payload)
             return Proof(self.tag(key, digest), digest)
-        hasher = self.begin(key)
+        hasher = self.create_hasher(key)
         hasher.update(payload)
-        return self.end(key, hasher)
+        return self.finish_proof(key, hasher)
 
 
 class Hashed:

@@ -195,7 +195,7 @@ def processors(requests: Requests) -> TimedComparison:
 
 def _sampler(requests: Requests, **wishes: Any) -> Sampler:
     sampler = Sampler(requests.scale.rows, requests.scale.vocab_size, (END,), seed=0)
-    sampler.update(requests.update(**wishes))
+    sampler.apply_batch_update(requests.update(**wishes))
     return sampler
 
 

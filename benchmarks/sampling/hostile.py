@@ -107,7 +107,7 @@ class Beside:
             if not self._step():
                 raise WrongWork("a request beside hostile ones got no token in a step")
             waits.append(time.perf_counter() - began)
-        self.core.abort(self._victims)
+        self.core.abort_requests(self._victims)
         deadline = time.monotonic() + END_SECONDS
         while self._open or self.core.has_work():  # none of it must fall into the next round
             if time.monotonic() > deadline:

@@ -75,7 +75,7 @@ class IndexCase:
         which a dict is filled with as many keys."""
         began = time.perf_counter()
         with contextlib.closing(IndexFile(self._folder / "index", 0)) as index_file:
-            count = sum(1 for _ in index_file.rows())
+            count = sum(1 for _ in index_file.iter_rows())
         if count != self.entries:
             raise WrongWork(f"the index has {count} rows, not {self.entries}")
         return count / (time.perf_counter() - began)

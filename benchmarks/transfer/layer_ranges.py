@@ -166,7 +166,7 @@ class _Prompt:
         positions = np.arange(self._cached, self._cached + count)
         row, computed = np.zeros(1, np.int64), np.array([self._cached])
         slots = self._table.slot_mapping(np.zeros(count, np.int64), positions)
-        plan = place.planner.plan(self._table, row, computed, np.array([count]), slots)
+        plan = place.planner.plan_attention(self._table, row, computed, np.array([count]), slots)
         hidden = place.model.forward(
             torch.arange(count),
             torch.from_numpy(positions),

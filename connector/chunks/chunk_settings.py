@@ -120,13 +120,13 @@ class Host(Generic[Settings]):
         for name, value in {**self.defaults, **given}.items():
             option = options[name]
             read = option.read(name, value)
-            option.check(name, read)
+            option.check_value(name, read)
             values.setdefault(option.section, {})[option.field] = read
         settings = build_settings(self.kind, values)
-        self._check(settings, given)
+        self._check_host_settings(settings, given)
         return settings
 
-    def _check(self, settings: Settings, given: Mapping[str, Any]) -> None:
+    def _check_host_settings(self, settings: Settings, given: Mapping[str, Any]) -> None:
         if not settings.has_ssd and any(name.startswith("ssd_") for name in given):
             raise ConfigError("settings of the ssd tier have no effect without ssd_path; give it")
         if self.needs_store and not settings.has_ssd and not settings.cache_servers:

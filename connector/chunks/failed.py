@@ -42,7 +42,7 @@ class FailedChunks:
         while len(self._until) > MAX_FORGOTTEN:
             self._until.popitem(last=False)
 
-    def stored(self, keys: Iterable[bytes]) -> None:
+    def discard_stored(self, keys: Iterable[bytes]) -> None:
         """These chunks have come anew."""
         for key in keys:
             self._until.pop(key, None)

@@ -133,7 +133,7 @@ class ChunkMover(ABC):
         digests = []
         for key, slot, parts in zip(ticket.keys, ticket.slots, chunks, strict=True):
             target, at = self._slab.buffer(slot), 0
-            hasher = self._tagger.begin(key)
+            hasher = self._tagger.create_hasher(key)
             for part in parts:
                 hasher.update(part)
                 _copy(part, target[at : at + part.nbytes])
@@ -179,7 +179,7 @@ class ChunkMover(ABC):
         damaged = []
         for key, slot, proof, parts in arrived:
             source, at = self._slab.buffer(slot), 0
-            hasher = self._tagger.begin(key)
+            hasher = self._tagger.create_hasher(key)
             for part in parts:
                 _copy(source[at : at + part.nbytes], part)
                 hasher.update(part)
@@ -195,7 +195,7 @@ class ChunkMover(ABC):
         if damaged:
             log.error("%d chunks were damaged in memory; they are misses", len(damaged))
             self.damaged += len(damaged)
-            self._hierarchy.drop(damaged)
+            self._hierarchy.forget_blocks(damaged)
         self._failed.add([*copied.missing, *damaged])
 
     def _run(self) -> None:

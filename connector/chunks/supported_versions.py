@@ -28,9 +28,9 @@ class Supported:
     def installed(self) -> Version:
         """The version of the installed package. Raises ConfigError for one that is not
         supported."""
-        return self.check(importlib.metadata.version(self.package))
+        return self.require_version(importlib.metadata.version(self.package))
 
-    def check(self, text: str) -> Version:
+    def require_version(self, text: str) -> Version:
         """The same, of what the package says of itself."""
         match = _VERSION.match(text)
         version = (int(match[1]), int(match[2]), int(match[3] or 0)) if match else (0, 0, 0)

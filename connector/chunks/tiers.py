@@ -46,7 +46,7 @@ class _Job:
     begun: int = 0  # leading keys that were taken on
     ended: int = 0
 
-    def end(self) -> None:
+    def resolve_partial(self) -> None:
         """Whatever has not come until now does not come."""
         if not self.future.done():
             self.future.set_result(list(self.answers))
@@ -82,7 +82,7 @@ class ChunkTiers(ChunkMover):
 
     def store(self, keys: Sequence[bytes], chunks: Sequence[Parts]) -> Future[list[bool]]:
         """Keep chunks. Of each whether it is kept; they may be evicted later."""
-        self._check(keys, chunks)
+        self._check_chunk_sizes(keys, chunks)
         return self._queue(self._stores, keys, chunks, self.limits.store_seconds)
 
     def lookup(self, keys: Sequence[bytes]) -> Future[list[bool]]:
@@ -91,13 +91,13 @@ class ChunkTiers(ChunkMover):
 
     def load(self, keys: Sequence[bytes], chunks: Sequence[Parts]) -> Future[list[bool]]:
         """Bring chunks. Of each whether it is here now; the bytes of others are anything."""
-        self._check(keys, chunks)
+        self._check_chunk_sizes(keys, chunks)
         return self._queue(self._loads, keys, chunks, self.limits.read_seconds)
 
-    def drop(self, keys: Sequence[bytes]) -> None:
+    def drop_chunks(self, keys: Sequence[bytes]) -> None:
         """Forget chunks, in every tier."""
         held = list(keys)
-        self._order(lambda: self._hierarchy.drop(held))
+        self._order(lambda: self._hierarchy.forget_blocks(held))
 
     def clear(self) -> None:
         """Forget every chunk, in every tier."""
@@ -108,7 +108,7 @@ class ChunkTiers(ChunkMover):
         with self.lock:
             return self._hierarchy.stats()
 
-    def _check(self, keys: Sequence[bytes], chunks: Sequence[Parts]) -> None:
+    def _check_chunk_sizes(self, keys: Sequence[bytes], chunks: Sequence[Parts]) -> None:
         sizes = {sum(part.nbytes for part in parts) for parts in chunks}
         if len(keys) != len(chunks) or sizes - {self.chunk_bytes}:
             raise ValueError(
@@ -122,7 +122,7 @@ class ChunkTiers(ChunkMover):
         job = _Job(list(keys), chunks, time.monotonic() + seconds, [False] * len(keys))
         with self.lock:
             if self._is_over or not keys or len(jobs) >= MAX_JOBS:
-                job.end()
+                job.resolve_partial()
                 return job.future
             jobs.append(job)
         self._wakeup.set()
@@ -144,7 +144,7 @@ class ChunkTiers(ChunkMover):
             while self._orders:
                 self._orders.popleft()()
             self._hierarchy.poll()
-            for job in [job for job in self._lookups if self._answer(job)]:
+            for job in [job for job in self._lookups if self._poll_lookup(job)]:
                 self._lookups.remove(job)
                 self._ended.append(job)
             self._begin_loads()
@@ -152,7 +152,7 @@ class ChunkTiers(ChunkMover):
             proofs = [] if piece is None else self._slab.proofs(piece.ticket.keys)
         has_ended = bool(self._ended)
         for job in self._ended:
-            job.end()
+            job.resolve_partial()
         self._ended.clear()
         if piece is not None:
             self._copy_piece(piece, proofs)
@@ -162,7 +162,7 @@ class ChunkTiers(ChunkMover):
         self._copying = None
         return has_ended or piece is not None
 
-    def _answer(self, job: _Job) -> bool:
+    def _poll_lookup(self, job: _Job) -> bool:
         """Answer a look-up as far as is known. True: for good."""
         keys = job.keys
         if not job.begun:
@@ -176,7 +176,7 @@ class ChunkTiers(ChunkMover):
         unknown = [k for k, answer in zip(keys, answers, strict=True) if answer is not Answer.HIT]
         if not unknown or time.monotonic() >= job.deadline:
             return True
-        prefix = self._hierarchy.find(unknown)
+        prefix = self._hierarchy.find_prefix(unknown)
         return not (prefix.asked or prefix.pending)
 
     def _begin_loads(self) -> None:
@@ -206,7 +206,7 @@ class ChunkTiers(ChunkMover):
     def _take_piece(self) -> _Piece | None:
         now = time.monotonic()
         for piece in self._pieces:
-            if piece.ticket.done() or now >= piece.job.deadline:
+            if piece.ticket.is_complete() or now >= piece.job.deadline:
                 self._pieces.remove(piece)
                 self._copying = piece.job
                 return piece
@@ -224,7 +224,7 @@ class ChunkTiers(ChunkMover):
             self._num_loading -= count
             job.ended += count
         if job.ended == len(job.keys):
-            job.end()
+            job.resolve_partial()
 
     def _store_some(self, job: _Job) -> bool:
         """Copy a part of the job to the slab. False: the slab has no room yet."""
@@ -243,7 +243,7 @@ class ChunkTiers(ChunkMover):
         with self.lock:
             if ticket is not None:
                 self._end_store(ticket, digests)
-                self._failed.stored(keys)
+                self._failed.discard_stored(keys)
                 kept = [answer is not Answer.MISS for answer in self._hierarchy.lookup(keys)]
                 job.answers[job.begun : job.begun + len(keys)] = kept
             job.begun += len(keys)
@@ -252,7 +252,7 @@ class ChunkTiers(ChunkMover):
                 self._stores.popleft()
                 self.refused += job.answers.count(False)
         if is_over:
-            job.end()
+            job.resolve_partial()
         return True
 
     def _new(self, keys: Sequence[bytes]) -> list[bytes]:
@@ -276,4 +276,4 @@ class ChunkTiers(ChunkMover):
         for waiting in (self._ended, self._stores, self._lookups, self._loads, self._pieces):
             waiting.clear()
         for job in jobs:
-            job.end()
+            job.resolve_partial()

@@ -58,7 +58,7 @@ class Calibration(TierEstimates):
     def tiers_down(self) -> list[str]:
         return [store.name for store in self._hierarchy.stores if not store.is_up]
 
-    def take(self, output: ConnectorWorkerOutput) -> int:
+    def pop_calibration_job(self, output: ConnectorWorkerOutput) -> int:
         """Take the trial's job out of what has ended; how many that are."""
         job = self._job
         if job is None:
@@ -112,7 +112,7 @@ class Calibration(TierEstimates):
 def in_words(economics: Economics, down: Collection[str] = ()) -> str:
     """The estimates and what follows from them, for a person: one line. Tiers in
     `down` are listed without estimates."""
-    compute = economics.prefill.seconds(0, _TYPICAL_PROMPT)
+    compute = economics.prefill.estimate_prefill(0, _TYPICAL_PROMPT)
     parts = ["prefill not measured"]
     if compute:
         parts = [f"prefill {_TYPICAL_PROMPT / compute:,.0f} tokens/s"]

@@ -109,7 +109,7 @@ class Economics:
         self.probes = 0
         self.declined_tokens: Counter[str] = Counter()  # by tier that had them, and were computed
 
-    def plan(
+    def plan_loads(
         self,
         first_token: int,
         tiers: Sequence[str],
@@ -154,7 +154,7 @@ class Economics:
         num_read_ahead: Mapping[str, int] = NONE_READ,
     ) -> Plan:
         """`plan`, for a request that will follow it; the choice is remembered."""
-        plan = self.plan(
+        plan = self.plan_loads(
             first_token,
             tiers,
             num_sharing=num_sharing,
@@ -227,7 +227,7 @@ class Economics:
         them, where `hidden` seconds of a load delay nobody. None if it is not to be done; near
         break-even it may save a little less than none."""
         compute = self._compute(first_token, end) or 0.0
-        load = max(0.0, self._load(runs, queued, 0, end) - hidden)
+        load = max(0.0, self._estimate_load(runs, queued, 0, end) - hidden)
         stays = self._loaded_last.get((tier, end.bit_length()), True)
         return compute - load if load < (STAY if stays else RETURN) * compute else None
 
@@ -245,10 +245,10 @@ class Economics:
         """After how many computed blocks the frontiers meet, and when."""
         low, high = 0, num_blocks
         # Pieces pay for the fixed part of their links more than once.
-        more = self._load(runs, queued, 0, 1) * (OVERLAP_PARTS / PIECES_AT_ONCE - 1)
+        more = self._estimate_load(runs, queued, 0, 1) * (OVERLAP_PARTS / PIECES_AT_ONCE - 1)
         while low < high:
             middle = (low + high) // 2
-            load = more + self._load(runs, queued, middle, num_blocks)
+            load = more + self._estimate_load(runs, queued, middle, num_blocks)
             if num_sharing * (self._compute(first_token, middle) or 0.0) < load:
                 low = middle + 1
             else:
@@ -256,28 +256,34 @@ class Economics:
         return low, num_sharing * (self._compute(first_token, low) or 0.0)
 
     def _compute(self, first_token: int, num_blocks: int) -> float | None:
-        return self.prefill.seconds(first_token, first_token + num_blocks * self._block_size)
+        return self.prefill.estimate_prefill(
+            first_token, first_token + num_blocks * self._block_size
+        )
 
-    def _load(self, runs: Sequence[Run], queued: Mapping[str, int], start: int, end: int) -> float:
+    def _estimate_load(
+        self, runs: Sequence[Run], queued: Mapping[str, int], start: int, end: int
+    ) -> float:
         """Seconds to load the blocks from `start` to `end`: all stores at once, then the copy."""
         blocks: dict[str, int] = {}
         for tier, count in _between(runs, start, end):
             blocks[tier] = blocks.get(tier, 0) + count
         blocks.pop(self._slab, None)
-        reads = [self._read(tier, count, queued.get(tier, 0)) for tier, count in blocks.items()]
-        copy = self._read(self._slab, end - start, queued.get(self._slab, 0))
+        reads = [
+            self._estimate_read(tier, count, queued.get(tier, 0)) for tier, count in blocks.items()
+        ]
+        copy = self._estimate_read(self._slab, end - start, queued.get(self._slab, 0))
         return max(reads, default=0.0) + copy
 
-    def _read(self, tier: str, num_blocks: int, num_queued: int) -> float:
+    def _estimate_read(self, tier: str, num_blocks: int, num_queued: int) -> float:
         num_needed = self._num_needed(num_blocks) + num_queued
-        return self.links[tier].seconds(num_needed * self._block_bytes)
+        return self.links[tier].estimate_transfer(num_needed * self._block_bytes)
 
     def _pays(self, tier: str, num_blocks: int) -> bool:
         compute = self._compute(0, num_blocks)
         num_bytes = self._num_needed(num_blocks) * self._block_bytes
-        load = self.links[self._slab].seconds(num_bytes)
+        load = self.links[self._slab].estimate_transfer(num_bytes)
         if tier != self._slab:
-            load += self.links[tier].seconds(num_bytes)
+            load += self.links[tier].estimate_transfer(num_bytes)
         return compute is not None and load < compute
 
 

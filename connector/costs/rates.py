@@ -66,13 +66,13 @@ class ReadTimes:
         """Loads under way."""
         return len(self._watched)
 
-    def watch(self, ticket: LoadTicket) -> None:
+    def track_load(self, ticket: LoadTicket) -> None:
         """A load has begun."""
         indices: dict[str, list[int]] = {}
         for index, (slot, tier) in enumerate(zip(ticket.slots, ticket.tiers, strict=True)):
             if slot is None and tier in self._links:
                 indices.setdefault(tier, []).append(index)
-        if ticket.done() or not indices:
+        if ticket.is_complete() or not indices:
             return
         keys = [ticket.keys[index] for blocks in indices.values() for index in blocks]
         num_read = {
@@ -97,20 +97,20 @@ class ReadTimes:
     def let_go(self, ticket: LoadTicket) -> None:
         """Nobody waits for this load any more: end it, now or when its reads have ended."""
         watched = self._watched.get(id(ticket))
-        if watched is None or ticket.done():
+        if watched is None or ticket.is_complete():
             self._hierarchy.end_load(ticket)
             return
         watched.let_go = True
         reader = watched.joined or watched
         self._learn(reader, self._clock() - reader.began, math.inf)
 
-    def collect(self) -> None:
+    def record_ended_loads(self) -> None:
         """Look which have ended."""
         if not self._watched:
             return
         now = self._clock()
-        for watched in [w for w in self._watched.values() if w.ticket.done()]:
-            self._forget(watched)
+        for watched in [w for w in self._watched.values() if w.ticket.is_complete()]:
+            self._remove_watched(watched)
             if watched.joined is None:
                 # It was still under way when last looked at.
                 self._learn(watched, self._looked - watched.began, now - watched.began)
@@ -122,14 +122,14 @@ class ReadTimes:
         slots = watched.ticket.slots
         for tier, indices in watched.indices.items():
             came = all(slots[index] is not None for index in indices)
-            self._links[tier].note(
+            self._links[tier].record_transfer(
                 watched.num_bytes[tier],
                 # With several stores, any of them may be the one that is still to come.
                 at_least if len(watched.indices) == 1 else 0.0,
                 at_most if came else math.inf,
             )
 
-    def _forget(self, watched: _Watched) -> None:
+    def _remove_watched(self, watched: _Watched) -> None:
         del self._watched[id(watched.ticket)]
         self.queued.subtract(watched.num_read)
         for indices in watched.indices.values():
@@ -159,7 +159,7 @@ class PrefillRate:
         """Seconds of a recent average token; None while nothing was measured."""
         return self._seconds / self._tokens if self._tokens else None
 
-    def note(self, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
+    def record_prefill(self, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
         """Computing `num_tokens` took so long; `num_context_tokens` are the positions before them,
         summed over these tokens."""
         mean = num_context_tokens / num_tokens
@@ -169,7 +169,7 @@ class PrefillRate:
         self._positions_squared = self._positions_squared * _KEPT + num_context_tokens * mean
         self._seconds_by_position = self._seconds_by_position * _KEPT + seconds * mean
 
-    def seconds(self, start: int, end: int) -> float | None:
+    def estimate_prefill(self, start: int, end: int) -> float | None:
         """Seconds to compute the tokens at `start` to `end`; None while nothing was measured."""
         price = self.price_at((start + end - 1) / 2)
         return None if price is None else (end - start) * price
@@ -206,7 +206,7 @@ class LinkRate:
         self.seconds_per_byte = 1.0 / bytes_per_second
         self.is_measured = False  # until then it is what was assumed
 
-    def seconds(self, num_bytes: float) -> float:
+    def estimate_transfer(self, num_bytes: float) -> float:
         """Estimated seconds to move `num_bytes`."""
         return self.fixed_seconds + num_bytes * self.seconds_per_byte
 
@@ -216,10 +216,10 @@ class LinkRate:
         self.is_measured = True
         self.seconds_per_byte = max(_LEAST_SECONDS, seconds) / num_bytes
 
-    def note(self, num_bytes: float, at_least: float, at_most: float = math.inf) -> None:
+    def record_transfer(self, num_bytes: float, at_least: float, at_most: float = math.inf) -> None:
         """Moving so much took a time between the two."""
         self.is_measured = True
-        expected = self.seconds(num_bytes)
+        expected = self.estimate_transfer(num_bytes)
         seen = max(_LEAST_SECONDS, min(max(expected, at_least), at_most))
         if seen == expected:
             return

@@ -45,13 +45,13 @@ def blocks_go_out_and_come_back(rig: Rig) -> None:
     """Runs on both sides, neighbours on one side only, single blocks, in any order."""
     before = [rig.block(i) for i in range(NUM_BLOCKS)]
     pairs = {0: 3, 1: 4, 2: 5, 7: 6, 4: 9, 3: 10, 11: 0}
-    expect_end(rig.copy(Stream.STORE, pairs))
+    expect_end(rig.queue_copy(Stream.STORE, pairs))
     for block_id, slot in pairs.items():
         expect(rig.slot(slot) == before[block_id], f"block {block_id} is in slot {slot}")
     rig.pool.zero_()
     rig.surroundings.settle()
     back = {10 - block if block < 11 else 11: slot for block, slot in pairs.items()}
-    expect_end(rig.copy(Stream.LOAD, back))
+    expect_end(rig.queue_copy(Stream.LOAD, back))
     for block_id, slot in back.items():
         expect(rig.block(block_id) == rig.slot(slot), f"slot {slot} is in block {block_id}")
     for block_id in set(range(NUM_BLOCKS)) - set(back):
@@ -64,12 +64,12 @@ def many_blocks_go_at_once(rig: Rig) -> None:
     forwards = {i: i for i in range(NUM_BLOCKS)}
     scattered = {i: NUM_SLOTS - 1 - 2 * i for i in reversed(range(NUM_BLOCKS))}
     for pairs in (forwards, scattered):
-        expect_end(rig.copy(Stream.STORE, pairs))
+        expect_end(rig.queue_copy(Stream.STORE, pairs))
         for block_id, slot in pairs.items():
             expect(rig.slot(slot) == before[block_id], f"block {block_id} is in slot {slot}")
     rig.pool.zero_()
     rig.surroundings.settle()
-    expect_end(rig.copy(Stream.LOAD, scattered))
+    expect_end(rig.queue_copy(Stream.LOAD, scattered))
     expect([rig.block(i) for i in range(NUM_BLOCKS)] == before, "all blocks have come back")
 
 
@@ -77,11 +77,11 @@ def stores_have_digests(rig: Rig) -> None:
     """A store has the digests of what lies in its slots, in their order; a load has none."""
     rig.device.make_digests()
     pairs = {4: 9, 3: 10, 11: 0}
-    event = rig.copy(Stream.STORE, pairs)
+    event = rig.queue_copy(Stream.STORE, pairs)
     expect_end(event)
     there = [payload_digest(rig.slot(slot)) for slot in pairs.values()]
     expect(rig.device.digests(event) == there, "a store has the digests of its slots")
-    event = rig.copy(Stream.LOAD, pairs)
+    event = rig.queue_copy(Stream.LOAD, pairs)
     expect_end(event)
     expect(rig.device.digests(event) is None, "a load has no digests")
 
@@ -91,14 +91,14 @@ def the_rest_of_a_slot_is_left_alone(rig: Rig) -> None:
     behind = slice(rig.layout.page_bytes, None)
     length = rig.layout.slot_bytes - rig.layout.page_bytes
     rig.slab.buffer(1)[behind] = b"x" * length
-    expect_end(rig.copy(Stream.STORE, {0: 0, 1: 1, 2: 2}))
+    expect_end(rig.queue_copy(Stream.STORE, {0: 0, 1: 1, 2: 2}))
     expect(bytes(rig.slab.buffer(1)[behind]) == b"x" * length, "bytes behind a page stay")
 
 
 def a_copy_waits_for_its_events(rig: Rig) -> None:
     """It reads what they have left."""
     gates = [rig.gate(), rig.gate()]
-    event = rig.copy(Stream.STORE, {2: 2}, *(gate.event for gate in gates))
+    event = rig.queue_copy(Stream.STORE, {2: 2}, *(gate.event for gate in gates))
     expect(not event.wait(MOMENT_SECONDS), "a copy waits for both of its events")
     gates[0].open()
     expect(not event.wait(MOMENT_SECONDS), "a copy waits for the second of its events")
@@ -113,7 +113,7 @@ def a_load_waits_for_its_events(rig: Rig) -> None:
     """It reads slots as late as a store reads blocks."""
     gate = rig.gate()
     rig.fill(3, 1)
-    event = rig.copy(Stream.LOAD, {6: 3}, gate.event)
+    event = rig.queue_copy(Stream.LOAD, {6: 3}, gate.event)
     expect(not event.wait(MOMENT_SECONDS), "a load waits for its event")
     page = rig.fill(3, 2)
     gate.open()
@@ -125,8 +125,8 @@ def a_stream_runs_in_order(rig: Rig) -> None:
     """A quick job stays behind a slow one."""
     gate = rig.gate()
     first, second = rig.fill(0, 1), rig.fill(1, 2)
-    slow = rig.copy(Stream.LOAD, {5: 0}, gate.event)
-    quick = rig.copy(Stream.LOAD, {5: 1})
+    slow = rig.queue_copy(Stream.LOAD, {5: 0}, gate.event)
+    quick = rig.queue_copy(Stream.LOAD, {5: 1})
     expect(not quick.wait(MOMENT_SECONDS), "a job waits for the one before")
     expect(rig.block(5) not in (first, second), "neither has run")
     gate.open()
@@ -138,9 +138,9 @@ def a_stream_runs_in_order(rig: Rig) -> None:
 def streams_do_not_wait_unasked(rig: Rig) -> None:
     """A stuck store holds no load up."""
     gate = rig.gate()
-    stuck = rig.copy(Stream.STORE, {0: 0}, gate.event)
+    stuck = rig.queue_copy(Stream.STORE, {0: 0}, gate.event)
     page = rig.fill(1, 7)
-    expect_end(rig.copy(Stream.LOAD, {1: 1}))
+    expect_end(rig.queue_copy(Stream.LOAD, {1: 1}))
     expect(rig.block(1) == page, "the load has run")
     gate.open()
     expect_end(stuck)
@@ -150,8 +150,8 @@ def a_block_is_reused_after_its_store(rig: Rig) -> None:
     """The load into a block that is being stored waits for the store's event."""
     old, new = rig.block(4), rig.fill(9, 9)
     gate = rig.gate()
-    store = rig.copy(Stream.STORE, {4: 8}, gate.event)
-    load = rig.copy(Stream.LOAD, {4: 9}, store)
+    store = rig.queue_copy(Stream.STORE, {4: 8}, gate.event)
+    load = rig.queue_copy(Stream.LOAD, {4: 9}, store)
     expect(not load.wait(MOMENT_SECONDS), "a load waits for the store")
     expect(rig.block(4) == old, "the block is still there")
     gate.open()
@@ -164,8 +164,8 @@ def a_slot_is_read_after_its_store(rig: Rig) -> None:
     """A load of what is being stored waits for the bytes, wherever they come from."""
     page = rig.block(3)
     gate = rig.gate()
-    store = rig.copy(Stream.STORE, {3: 7}, gate.event)
-    load = rig.copy(Stream.LOAD, {10: 7}, store)
+    store = rig.queue_copy(Stream.STORE, {3: 7}, gate.event)
+    load = rig.queue_copy(Stream.LOAD, {10: 7}, store)
     gate.open()
     expect_end(load)
     expect(rig.block(10) == page, "the load has read what the store brought")
@@ -175,7 +175,7 @@ def the_writer_event_ends_without_help(rig: Rig) -> None:
     """The event ends once the queued computation has run."""
     rig.surroundings.write(rig.pool, 0, 5)
     event = rig.device.writer_event()
-    expect_end(rig.copy(Stream.STORE, {0: 0}, event))
+    expect_end(rig.queue_copy(Stream.STORE, {0: 0}, event))
     expect(event.wait(WAIT_SECONDS) and event.error() is None, "the writer event ends well")
     expect(event.seconds() == 0.0, "the writer event is no copy")
     expect(rig.slot(0) == rig.block(0), "the store has read what was written")
@@ -185,7 +185,7 @@ def what_computes_is_held(rig: Rig) -> None:
     """Whatever computes from now on comes after the events, unless that takes too long."""
     gate = rig.gate()
     old = rig.block(2)
-    store = rig.copy(Stream.STORE, {2: 2}, gate.event)
+    store = rig.queue_copy(Stream.STORE, {2: 2}, gate.event)
     threading.Timer(MOMENT_SECONDS, gate.open).start()
     late = rig.device.hold_compute([store], WAIT_SECONDS)
     expect(late == [], "a store that ends is waited for")
@@ -197,7 +197,7 @@ def what_computes_is_held(rig: Rig) -> None:
 
 def every_end_is_announced(rig: Rig) -> None:
     """Once each."""
-    events = [rig.copy(Stream.STORE, {i: i}) for i in range(5)]
+    events = [rig.queue_copy(Stream.STORE, {i: i}) for i in range(5)]
     for event in events:
         expect_end(event)
     deadline = time.monotonic() + WAIT_SECONDS
@@ -228,10 +228,10 @@ def a_pool_of_another_shape_is_refused(rig: Rig) -> None:
 def close_lets_queued_copies_end(rig: Rig) -> None:
     """`close` waits for queued copies and takes no more."""
     gate = rig.gate()
-    event = rig.copy(Stream.STORE, {1: 1}, gate.event)
+    event = rig.queue_copy(Stream.STORE, {1: 1}, gate.event)
     expect(not rig.device.close(MOMENT_SECONDS), "a device with a stuck copy says so")
     with _raises(DeviceError, "a device that is being closed takes nothing"):
-        rig.copy(Stream.STORE, {0: 0})
+        rig.queue_copy(Stream.STORE, {0: 0})
     threading.Timer(MOMENT_SECONDS, gate.open).start()
     expect(rig.device.close(WAIT_SECONDS), "it closes when the copy has ended")
     expect_end(event)

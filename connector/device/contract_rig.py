@@ -69,7 +69,7 @@ class Rig:
         self.slab = CpuSlab(layout, NUM_SLOTS * layout.slot_bytes, populate_threads=1)
         self.device = surroundings.device()
         self.notified = 0
-        self.device.set_notify(self._count)
+        self.device.set_notify(self._count_notification)
         self.pool = surroundings.pool(NUM_BLOCKS, layout)
         self.device.register_slab(self.slab)
         self.device.register_pool(self.pool)
@@ -106,11 +106,11 @@ class Rig:
         self.slab.buffer(slot)[: self.layout.page_bytes] = page
         return page
 
-    def copy(self, stream: Stream, pairs: dict[int, int], *after: Event) -> Event:
+    def queue_copy(self, stream: Stream, pairs: dict[int, int], *after: Event) -> Event:
         """Queue a copy of `{block: slot}`."""
         return self.device.copy(stream, list(pairs), list(pairs.values()), after)
 
-    def _count(self) -> None:
+    def _count_notification(self) -> None:
         self.notified += 1
 
 

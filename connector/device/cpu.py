@@ -52,7 +52,7 @@ class CpuEvent:
         self.digests: list[bytes] | None = None  # a list: one for each block is to be made
         self.pages: Bytes | None = None  # the whole pages that these are of
 
-    def end(self, error: Exception | None = None, seconds: float = 0.0) -> None:
+    def mark_done(self, error: Exception | None = None, seconds: float = 0.0) -> None:
         """Reach the point, well or with an error; wakes all who wait. Its maker calls it from one
         thread at a time; only the first call counts."""
         if self._ended:
@@ -118,7 +118,7 @@ def _run(job: _Job) -> None:
         # Without its frames, which would keep views of the pool and the slab alive.
         error = failure.with_traceback(None)
     event.pages = None
-    event.end(error, time.monotonic() - began)
+    event.mark_done(error, time.monotonic() - began)
 
 
 def _whole_rows(sources: Parts, targets: Parts) -> tuple[Rows, Rows] | None:
@@ -163,7 +163,7 @@ class _StreamThread:
             try:
                 self._wait_for(after)
             except Exception as error:  # noqa: BLE001 - the event carries it to whoever asks
-                event.end(error.with_traceback(None))
+                event.mark_done(error.with_traceback(None))
             else:
                 _run(job)
             del job  # an idle stream holds on to no views of the pool or the slab
@@ -192,7 +192,7 @@ class CpuCopyDevice(CopyDevice):
         self._closed = False
         self._makes_digests = False
         self._computed = CpuEvent()
-        self._computed.end()
+        self._computed.mark_done()
 
     def set_notify(self, notify: Callable[[], None]) -> None:
         for stream in self._streams.values():

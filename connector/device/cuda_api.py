@@ -133,7 +133,7 @@ class CudaApi:
         code = self._library.cudaEventQuery(event)
         if code == NOT_READY:
             return False
-        self._check(code, "cudaEventQuery")
+        self._check_error_code(code, "cudaEventQuery")
         return True
 
     def synchronise_event(self, event: int) -> None:
@@ -146,13 +146,13 @@ class CudaApi:
         self._call("cudaEventElapsedTime", ctypes.addressof(milliseconds), start, end)
         return milliseconds.value / 1e3
 
-    def copy(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
+    def memcpy_async(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
         """Queue one copy. With ordinary memory on either side this may wait for the stream."""
         self._call("cudaMemcpyAsync", target, source, size, kind, stream)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        self._check(getattr(self._library, name)(*arguments), name)
+        self._check_error_code(getattr(self._library, name)(*arguments), name)
 
-    def _check(self, code: int, what: str) -> None:
+    def _check_error_code(self, code: int, what: str) -> None:
         if code != SUCCESS:
-            raise CudaError.of(self._library, code, what)
+            raise CudaError.from_code(self._library, code, what)

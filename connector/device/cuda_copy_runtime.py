@@ -151,7 +151,7 @@ class TorchRuntime:
         kind = MEMCPY_DEVICE_TO_HOST if to_host else MEMCPY_HOST_TO_DEVICE
         table = (batch.targets.tolist(), batch.sources.tolist(), batch.sizes.tolist())
         for target, source, size in zip(*table, strict=True):
-            self._api.copy(target, source, size, kind, stream)
+            self._api.memcpy_async(target, source, size, kind, stream)
 
     def move_blocks(
         self,

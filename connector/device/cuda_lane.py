@@ -138,7 +138,7 @@ class Lane:
                     job.arrived()
                 except Exception as error:  # noqa: BLE001 - the event carries it to whoever asks
                     failure = error.with_traceback(None)
-            job.event.end(failure, 0.0 if failure else self._seconds_of(job))
+            job.event.mark_done(failure, 0.0 if failure else self._seconds_of(job))
             with self._lock:
                 self._in_flight -= 1
             del job

@@ -70,7 +70,7 @@ class Fp8Codec(Codec):
         self.encoded_bytes = self._rows * (1 + self._width)
 
     @classmethod
-    def check(cls, layout: BlockLayout) -> None:
+    def validate_layout(cls, layout: BlockLayout) -> None:
         if layout.kv_dtype not in DTYPES:
             reasons = {
                 "fp8_e4m3": "whose numbers have 8 bits already",

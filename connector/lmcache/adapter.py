@@ -104,7 +104,7 @@ class StrataL2Adapter(L2AdapterInterface):
     ) -> int:
         """Find chunks. Nothing is locked: a chunk that is gone by the time of its load is a miss,
         and a lock that nobody takes back would be a leak."""
-        task = self._begin(LOOKUP, (), len(keys))
+        task = self._register_task(LOOKUP, (), len(keys))
         models = self._models_of(keys)
         places: dict[Shelf, list[int]] = {}
         shelves: dict[int, Shelf | None] = {}
@@ -115,7 +115,7 @@ class StrataL2Adapter(L2AdapterInterface):
             shelf = shelves[group]
             if shelf is not None and models[key.model_name] is not None:
                 places.setdefault(shelf, []).append(i)
-        self._start(task, keys, models, places)
+        self._dispatch_task(task, keys, models, places)
         return task.id
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
@@ -136,7 +136,7 @@ class StrataL2Adapter(L2AdapterInterface):
         models = self._models_of(keys)
         named = [(key, name) for key in keys if (name := models[key.model_name]) is not None]
         for shelf, tiers in self._open_shelves():
-            tiers.drop([shelf.keys.of(key, name) for key, name in named])
+            tiers.drop_chunks([shelf.keys.derive_chunk_key(key, name) for key, name in named])
 
     def get_usage(self) -> Any:
         """Bytes in the tiers; not by salt, which the tiers do not know."""
@@ -185,13 +185,13 @@ class StrataL2Adapter(L2AdapterInterface):
             shelf.close(seconds)
         with self._lock:
             for task in list(self._tasks.values()):
-                self._end(task)
+                self._finish_task(task)
             for fd in self._fds.values():
                 os.close(fd)
             self._fds = dict.fromkeys(self._fds, -1)
 
     def _submit(self, kind: str, keys: Sequence[Any], objects: Sequence[Any]) -> int:
-        task = self._begin(kind, objects, len(keys))
+        task = self._register_task(kind, objects, len(keys))
         models = self._models_of(keys)
         places: dict[Shelf, list[int]] = {}
         for i, each in enumerate(objects):
@@ -206,20 +206,22 @@ class StrataL2Adapter(L2AdapterInterface):
                     f"{shelf.identity.chunk_bytes}; leave out its serde, which packs chunks to "
                     "sizes of their own (ssd_codec packs them here)"
                 )
-        self._start(task, keys, models, places)
+        self._dispatch_task(task, keys, models, places)
         return task.id
 
     def _models_of(self, keys: Sequence[Any]) -> dict[str, str | None]:
         """The name of each model that the keys are of; None for one whose chunks are not kept."""
-        return {model: self._models.find(model) for model in {key.model_name for key in keys}}
+        return {
+            model: self._models.resolve_name(model) for model in {key.model_name for key in keys}
+        }
 
-    def _begin(self, kind: str, objects: Sequence[Any], num_keys: int) -> _Task:
+    def _register_task(self, kind: str, objects: Sequence[Any], num_keys: int) -> _Task:
         with self._lock:
             task = _Task(next(self._ids), kind, objects, num_keys)
             self._tasks[task.id] = task
         return task
 
-    def _start(
+    def _dispatch_task(
         self,
         task: _Task,
         keys: Sequence[Any],
@@ -228,7 +230,10 @@ class StrataL2Adapter(L2AdapterInterface):
     ) -> None:
         task.parts = len(places) + 1
         for shelf, indices in places.items():
-            names = [shelf.keys.of(keys[i], str(models[keys[i].model_name])) for i in indices]
+            names = [
+                shelf.keys.derive_chunk_key(keys[i], str(models[keys[i].model_name]))
+                for i in indices
+            ]
             shelf.when_open(partial(self._hand_over, task, indices, names))
         self._part_ended(task)
 
@@ -259,9 +264,9 @@ class StrataL2Adapter(L2AdapterInterface):
         with self._lock:
             task.parts -= 1
             if not task.parts:
-                self._end(task)
+                self._finish_task(task)
 
-    def _end(self, task: _Task) -> None:
+    def _finish_task(self, task: _Task) -> None:
         if self._tasks.pop(task.id, None) is None:
             return
         if task.kind == STORE:

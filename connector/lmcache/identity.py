@@ -94,7 +94,7 @@ class ChunkKeys:
     def __init__(self, root: bytes) -> None:
         self._root = hashlib.sha256(root)
 
-    def of(self, key: Any, model: str) -> bytes:
+    def derive_chunk_key(self, key: Any, model: str) -> bytes:
         """The 40-byte key of a chunk; `model` is the name of its model (model_names.py)."""
         name = [key.chunk_hash, model, key.kv_rank, key.object_group_id, key.cache_salt]
         hasher = self._root.copy()

@@ -51,7 +51,7 @@ class ModelNames:
         with self._lock:
             return list(self._refused)
 
-    def find(self, model: str) -> str | None:
+    def resolve_name(self, model: str) -> str | None:
         """The name of a model. None: its chunks are not kept, or its files are still hashed."""
         with self._lock:
             known = self._models.get(model)
@@ -68,7 +68,7 @@ class ModelNames:
             known.ready.wait(FIRST_SECONDS)
         if not known.ready.is_set() or known.name is None:
             return None
-        self._check(model, known)
+        self._check_unchanged(model, known)
         return None if known.name is None else known.name.text
 
     def _hash(self, model: str, known: _Model) -> None:
@@ -86,7 +86,7 @@ class ModelNames:
             known.checked_at = time.monotonic()
             known.ready.set()
 
-    def _check(self, model: str, known: _Model) -> None:
+    def _check_unchanged(self, model: str, known: _Model) -> None:
         now = time.monotonic()
         with self._lock:
             if now - known.checked_at < CHECK_SECONDS:

@@ -47,7 +47,7 @@ class Shelf:
         self._closed = False
         self._timer = threading.Timer(OPEN_SECONDS, self._late)
         self._timer.daemon = True
-        self._thread = threading.Thread(target=self._open, name="stratakv-open", daemon=True)
+        self._thread = threading.Thread(target=self._open_tiers, name="stratakv-open", daemon=True)
         self._timer.start()
         self._thread.start()
 
@@ -65,11 +65,11 @@ class Shelf:
         with self._lock:
             self._closed = True
             tiers, self.tiers = self.tiers, None
-        self._tell(None)
+        self._notify_waiters(None)
         if tiers is not None:
             tiers.close(seconds)
 
-    def _open(self) -> None:
+    def _open_tiers(self) -> None:
         tiers = None
         try:
             for path in self._settings.ssd.paths:
@@ -91,13 +91,13 @@ class Shelf:
         if tiers is not None and is_unwanted:
             tiers.close(0.0)
             tiers = None
-        self._tell(tiers)
+        self._notify_waiters(tiers)
 
     def _late(self) -> None:
         log.error("the tiers of LMCache's chunks are not open after %g s", OPEN_SECONDS)
-        self._tell(None)
+        self._notify_waiters(None)
 
-    def _tell(self, tiers: ChunkTiers | None) -> None:
+    def _notify_waiters(self, tiers: ChunkTiers | None) -> None:
         self._timer.cancel()
         with self._lock:
             waiters, self._waiters = self._waiters or [], None

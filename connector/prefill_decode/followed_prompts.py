@@ -60,11 +60,11 @@ class Follows:
         """Prompts that are followed now."""
         return len(self._prompts)
 
-    def watch(self) -> None:
+    def start_watching(self) -> None:
         """Hear from now on which blocks others store."""
         if not self._is_watching and self._hierarchy.hears_of_others:
             self._is_watching = True
-            self._hierarchy.watch(self._hear)
+            self._hierarchy.watch_stores(self._hear)
 
     def newest(self, keys: Sequence[bytes]) -> tuple[int, float, float]:
         """How many of these, counted from the last one back, others have stored just now, and when
@@ -73,11 +73,11 @@ class Follows:
         moments = [self._news[key] for key in recent]
         return len(moments), min(moments, default=0.0), max(moments, default=0.0)
 
-    def begin(self, keys: Sequence[bytes]) -> FollowedPrompt | None:
+    def track_prompt(self, keys: Sequence[bytes]) -> FollowedPrompt | None:
         """Follow a prompt with these blocks, head first. None where that is of no use."""
         if not keys or not self._hierarchy.hears_of_others or len(self._prompts) >= MOST_PROMPTS:
             return None
-        self.watch()
+        self.start_watching()
         give_up_at = time.monotonic() + FOLLOW_SECONDS
         prompt = FollowedPrompt(list(keys), give_up_at)
         self._prompts.append(prompt)
@@ -86,13 +86,13 @@ class Follows:
         self.num_followed += 1
         return prompt
 
-    def end(self, prompt: FollowedPrompt) -> None:
+    def remove_prompt(self, prompt: FollowedPrompt) -> None:
         """Follow it no longer. It may have ended by itself."""
         self._let_go(prompt, all_of_them=True)
         if prompt in self._prompts:
             self._prompts.remove(prompt)
 
-    def collect(self) -> None:
+    def read_arrived(self) -> None:
         """Read what has come, and let go of what was read."""
         if not self._prompts:
             return
@@ -127,7 +127,7 @@ class Follows:
     def _read_more(self, prompt: FollowedPrompt) -> None:
         prompt.version = self._hierarchy.version
         missing = prompt.keys[prompt.num_asked :]
-        tiers = self._hierarchy.find(missing).tiers
+        tiers = self._hierarchy.find_prefix(missing).tiers
         prompt.num_there = prompt.num_asked + len(tiers)
         slab = self._hierarchy.tiers[0]
         count = num_read = 0
@@ -144,7 +144,7 @@ class Follows:
         prompt.num_asked += count
 
     def _let_go(self, prompt: FollowedPrompt, *, all_of_them: bool) -> None:
-        over = [ticket for ticket in prompt.tickets if all_of_them or ticket.done()]
+        over = [ticket for ticket in prompt.tickets if all_of_them or ticket.is_complete()]
         for ticket in over:
             prompt.tickets.remove(ticket)
             self._room += len(ticket.keys)

@@ -70,13 +70,13 @@ class HandOvers(HandOver):
         # It may have ended since.
         self._ended = [ended for ended in self._ended if ended.request_id != request_id]
 
-    def collect(self) -> None:
+    def poll_hand_overs(self) -> None:
         """Look which have got further, and give up those that take too long."""
         now = time.monotonic() if self._moving else 0.0
         for hand_over in list(self._moving):
             self._look_at(hand_over)
             if now >= hand_over.give_up_at and hand_over in self._moving:
-                self._end(hand_over, hand_over.keys[hand_over.num_there :])
+                self._finish_hand_over(hand_over, hand_over.keys[hand_over.num_there :])
 
     def take_handed_over(self) -> list[HandedOver]:
         ended, self._ended = self._ended, []
@@ -106,11 +106,11 @@ class HandOvers(HandOver):
 
         def leased(kept: list[bool]) -> None:
             pairs = zip(hand_over.keys, kept, strict=True)
-            self._end(hand_over, [key for key, is_kept in pairs if not is_kept])
+            self._finish_hand_over(hand_over, [key for key, is_kept in pairs if not is_kept])
 
         self._hierarchy.lease(hand_over.keys, LEASE_SECONDS, leased)
 
-    def _end(self, hand_over: _HandOver, missing: list[bytes]) -> None:
+    def _finish_hand_over(self, hand_over: _HandOver, missing: list[bytes]) -> None:
         if hand_over not in self._moving:
             return  # given up, or forgotten
         self._moving.remove(hand_over)

@@ -60,20 +60,22 @@ class PrefillWaits(PromptsElsewhere):
         return bool(self._waiting or self.follows)
 
     def expect_prompts(self) -> None:
-        self.follows.watch()
+        self.follows.start_watching()
 
-    def follow(self, block_hashes: Sequence[bytes]) -> bool:
+    def follow_blocks(self, block_hashes: Sequence[bytes]) -> bool:
         # The last block may be the prompt's end, which fills a part of it.
         least_tokens = (len(block_hashes) - 1) * self._block_size + 1
-        return self.follows.begin(self._parts.hit_keys(block_hashes, least_tokens)) is not None
+        return (
+            self.follows.track_prompt(self._parts.hit_keys(block_hashes, least_tokens)) is not None
+        )
 
     def await_prefill(self, request_id: str, elsewhere: Elsewhere) -> None:
         if self._tier is not None and elsewhere is not Elsewhere.NO:
-            self.follows.watch()
+            self.follows.start_watching()
             offload = self._requests.setdefault(request_id, RequestOffload(request_id))
             offload.elsewhere = elsewhere
 
-    def begin(self, offload: RequestOffload, request: RequestView, lookup: Lookup) -> bool:
+    def begin_wait(self, offload: RequestOffload, request: RequestView, lookup: Lookup) -> bool:
         """Have a request wait whose prompt another engine may compute, if that is worth it; asked
         once for each. `lookup` is what the tiers have of it now."""
         is_told = offload.elsewhere is Elsewhere.TOLD
@@ -94,7 +96,7 @@ class PrefillWaits(PromptsElsewhere):
         limit = self._limit(lookup, num_there, num_full - num_there, is_told=is_told)
         if limit is None:
             return False
-        prompt = self.follows.begin([lookup.keys[place] for place in places])
+        prompt = self.follows.track_prompt([lookup.keys[place] for place in places])
         if prompt is None:
             return False
         positions = [place // width - num_there for place in (*places, num_full * width)]
@@ -102,9 +104,9 @@ class PrefillWaits(PromptsElsewhere):
         self._waiting[offload.request_id] = offload
         return True
 
-    def collect(self) -> bool:
+    def poll_waits(self) -> bool:
         """Take in what has come; whether a wait has ended."""
-        self.follows.collect()
+        self.follows.read_arrived()
         if not self._waiting:
             return False
         now = time.monotonic()
@@ -118,29 +120,29 @@ class PrefillWaits(PromptsElsewhere):
             is_due = now >= min(wait.look_at, wait.alarm_at)
             if num_there == wait.limit.num_there and not is_due and not is_lost:
                 continue
-            wait.limit.note(num_there, now)
-            end = wait.limit.end(now) or (End.LOST if is_lost else None)
+            wait.limit.record_arrivals(num_there, now)
+            end = wait.limit.decide_end(now) or (End.LOST if is_lost else None)
             if end is not None:
                 ended.append((offload, end))
             else:
                 self._look_again(wait, now)
         for offload, end in ended:
-            self.end(offload, end)
+            self.end_wait(offload, end)
         return bool(ended)
 
-    def end(self, offload: RequestOffload, end: End) -> None:
+    def end_wait(self, offload: RequestOffload, end: End) -> None:
         """The request waits no longer, if it did."""
         offload.elsewhere = Elsewhere.NO
         wait, offload.wait = offload.wait, None
         if wait is not None:
             del self._waiting[offload.request_id]
-            self.follows.end(wait.prompt)
+            self.follows.remove_prompt(wait.prompt)
             self._counters.count_prefill_wait(end.value, time.monotonic() - wait.began)
 
     def clear(self) -> None:
         """No request waits any longer."""
         for offload in list(self._waiting.values()):
-            self.end(offload, End.LOST)
+            self.end_wait(offload, End.LOST)
 
     def _limit(
         self, lookup: Lookup, num_there: int, num_missing: int, *, is_told: bool
@@ -151,7 +153,9 @@ class PrefillWaits(PromptsElsewhere):
         now = time.monotonic()
 
         def compute_seconds(start: int, end: int) -> float | None:
-            return economics.prefill.seconds(first_token + start * size, first_token + end * size)
+            return economics.prefill.estimate_prefill(
+                first_token + start * size, first_token + end * size
+            )
 
         if economics.choice is not Choice.AUTO:
             if not is_told:
@@ -160,7 +164,7 @@ class PrefillWaits(PromptsElsewhere):
         seconds = compute_seconds(0, num_missing)
         if seconds is not None:
             assert self._tier is not None
-            plan = economics.plan(first_token, [self._tier] * num_missing)
+            plan = economics.plan_loads(first_token, [self._tier] * num_missing)
             if seconds < LEAST_SECONDS or plan.num_blocks < num_missing:
                 return None
         if is_told:
@@ -177,7 +181,7 @@ class PrefillWaits(PromptsElsewhere):
         limit = WaitLimit(
             num_missing, now, compute_seconds, UNMEASURED_SECONDS, num_before=num_before, last=last
         )
-        return limit if limit.end(now) is None else None
+        return limit if limit.decide_end(now) is None else None
 
     def _look_again(self, wait: PrefillWait, now: float) -> None:
         """See to it that the wait is looked at when something is due."""

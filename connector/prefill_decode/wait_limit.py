@@ -52,7 +52,7 @@ class WaitLimit:
     def __post_init__(self) -> None:
         self._last = self.began if self.last is None else self.last
 
-    def note(self, num_there: int, now: float) -> None:
+    def record_arrivals(self, num_there: int, now: float) -> None:
         """So many of the blocks, the leading ones, are there now."""
         if num_there <= self.num_there:
             return
@@ -65,7 +65,7 @@ class WaitLimit:
         """When the wait ends if nothing comes before."""
         return min(self.began + MOST_SECONDS, self._last + self._next_seconds())
 
-    def end(self, now: float) -> End | None:
+    def decide_end(self, now: float) -> End | None:
         """How the wait ends now, None if it does not."""
         if self.num_there >= self.num_blocks:
             return End.WHOLE

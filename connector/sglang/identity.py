@@ -130,7 +130,7 @@ class PageKeys:
     def __init__(self, root: bytes) -> None:
         self._root = hashlib.sha256(root)
 
-    def of(self, key: str) -> bytes:
+    def derive_page_key(self, key: str) -> bytes:
         """The 40-byte key of a page. Raises ValueError for what is no name of a page."""
         if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY_CHARACTERS:
             raise ValueError(f"a page of SGLang has a name of 1 to {MAX_KEY_CHARACTERS} characters")

@@ -123,7 +123,7 @@ class StrataHiCacheStorage(HiCacheStorage):
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         """Bring pages into the host pool; each is checked against what was stored."""
-        return self._move("load", keys, self._places(keys, host_indices))
+        return self._transfer_pages("load", keys, self._places(keys, host_indices))
 
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
@@ -131,7 +131,7 @@ class StrataHiCacheStorage(HiCacheStorage):
         """Keep pages of the host pool."""
         if not self._config.is_storage_writer:
             return [True] * len(keys)  # another rank writes the same bytes
-        return self._move("store", keys, self._places(keys, host_indices))
+        return self._transfer_pages("store", keys, self._places(keys, host_indices))
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         return self.batch_get([key], [target_location], None)[0]
@@ -144,7 +144,7 @@ class StrataHiCacheStorage(HiCacheStorage):
         if len(targets) != len(keys) or any(each is None for each in targets):
             raise ValueError("StrataKV loads pages into tensors that are given, one for each key")
         views = [[_tensor_bytes(each)] for each in targets]
-        answers = self._move("load", keys, views)
+        answers = self._transfer_pages("load", keys, views)
         return [each if ok else None for each, ok in zip(targets, answers, strict=True)]
 
     def set(
@@ -163,7 +163,7 @@ class StrataHiCacheStorage(HiCacheStorage):
         if not self._config.is_storage_writer:
             return True
         held = [each.contiguous() for each in values or []]
-        return all(self._move("store", keys, [[_tensor_bytes(each)] for each in held]))
+        return all(self._transfer_pages("store", keys, [[_tensor_bytes(each)] for each in held]))
 
     def clear(self) -> None:
         """Forget every page, in every tier."""
@@ -181,9 +181,9 @@ class StrataHiCacheStorage(HiCacheStorage):
             tiers.close(self._settings.shutdown_seconds)
 
     def _names(self, keys: Sequence[str]) -> list[bytes]:
-        return [self._keys.of(key) for key in keys]
+        return [self._keys.derive_page_key(key) for key in keys]
 
-    def _move(
+    def _transfer_pages(
         self, what: str, keys: Sequence[str], pages: Sequence[Sequence[memoryview]]
     ) -> list[bool]:
         tiers = self._tiers

@@ -76,7 +76,7 @@ class ChunkKeys:
     def __init__(self, root: bytes) -> None:
         self._root = hashlib.sha256(root)
 
-    def of(self, host_key: bytes) -> bytes:
+    def derive_chunk_key(self, host_key: bytes) -> bytes:
         """The 40-byte key of a chunk. Raises InvalidBlock for what is none of vLLM's keys."""
         if len(host_key) <= GROUP_BYTES:
             raise InvalidBlock(f"a key of vLLM has a hash and a group, not {len(host_key)} bytes")

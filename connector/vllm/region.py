@@ -30,7 +30,7 @@ def marked(engine_id: str) -> str:
 
 
 class Hold:
-    """The lock of one process of an engine on its region, held until `release`."""
+    """The lock of one process of an engine on its region, held until `release_lock`."""
 
     def __init__(self, engine_id: str, folder: Path = SHARED_MEMORY) -> None:
         self._place = folder / f"{PREFIX}{marked(engine_id)}{LOCK}"
@@ -42,7 +42,7 @@ class Hold:
                 break
             self._lock.close()  # another engine has just found it without a lock
 
-    def release(self) -> None:
+    def release_lock(self) -> None:
         """Let go after an orderly stop, in which vLLM removes the region; the last process of the
         engine removes the lock. Idempotent, and nothing in a process that was forked."""
         self._let_go([])

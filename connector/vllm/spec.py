@@ -73,7 +73,7 @@ class StrataSpec(TieringOffloadingSpec):
     def release_region(self) -> None:
         """This process's side of the engine has stopped. Idempotent."""
         atexit.unregister(self._hold.abandon)
-        self._hold.release()
+        self._hold.release_lock()
 
     def _cpu_worker(self, kv_caches: Any) -> CpuWorker:
         shared = SharedOffloadRegion(

@@ -89,24 +89,24 @@ class StrataTier(SecondaryTierManager):
         if not self._has_checked_names:
             self._check_names()
         with transfers.lock:
-            return _RESULTS[self._tiers.lookups.find(key, req_context)]
+            return _RESULTS[self._tiers.lookups.find_chunk(key, req_context)]
 
     def submit_load(self, job_metadata: Any) -> None:
         """Bring chunks into vLLM's region."""
-        names = self._begin(job_metadata, is_load=True)
+        names = self._register_job(job_metadata, is_load=True)
         with self._tiers.transfers.lock:
             self._tiers.lookups.loading(list(names), job_metadata.req_context)
         self._tiers.transfers.load(job_metadata.job_id, list(names), job_metadata.chunk_ids)
 
     def submit_store(self, job_metadata: Any) -> None:
         """Take chunks that vLLM has stored in its region."""
-        names = self._begin(job_metadata, is_load=False)
+        names = self._register_job(job_metadata, is_load=False)
         context = job_metadata.req_context
         positions = versions.key_positions(context)
         ends = [positions[key] for key in job_metadata.keys if key in positions]
-        self._meter.stored(context.req_id, ends, self._chunk_tokens)
+        self._meter.measure_stored(context.req_id, ends, self._chunk_tokens)
         with self._tiers.transfers.lock:
-            self._tiers.lookups.stored(list(names))
+            self._tiers.lookups.clear_failures(list(names))
         self._tiers.transfers.store(job_metadata.job_id, list(names), job_metadata.chunk_ids)
 
     def get_finished_jobs(self) -> Iterable[Any]:
@@ -148,7 +148,7 @@ class StrataTier(SecondaryTierManager):
 
     def drain_jobs(self) -> None:
         """Wait until no job touches vLLM's region."""
-        self._tiers.transfers.drain(self._settings.read_seconds + DRAIN_SECONDS)
+        self._tiers.transfers.wait_for_jobs(self._settings.read_seconds + DRAIN_SECONDS)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class StrataTier(SecondaryTierManager):
 
     def get_stats(self) -> Any:
         """What has happened in the tiers since the last call, and what is in them now."""
-        return self._metrics.take()
+        return self._metrics.build_stats()
 
     def shutdown(self) -> None:
         """Write down what is to survive, and release everything. Idempotent, and nothing in a
@@ -170,7 +170,7 @@ class StrataTier(SecondaryTierManager):
         if release is not None:
             release()
 
-    def _begin(self, job: Any, *, is_load: bool) -> dict[bytes, bytes]:
+    def _register_job(self, job: Any, *, is_load: bool) -> dict[bytes, bytes]:
         """vLLM's keys of a job by ours, in their order."""
         lookups = self._tiers.lookups
         with self._tiers.transfers.lock:
@@ -257,12 +257,12 @@ class PrefillMeter:
     def scheduled(self, request_ids: Collection[str]) -> None:
         """A step has been scheduled, and these requests are in one for the first time. Call it once
         for each step."""
-        self._note()
+        self._record_steps()
         if request_ids:
             self._steps.append(_Step(self._clock(), set(request_ids)))
             del self._steps[:-MAX_STEPS]
 
-    def stored(self, request_id: str, ends: Sequence[int], chunk_tokens: int) -> None:
+    def measure_stored(self, request_id: str, ends: Sequence[int], chunk_tokens: int) -> None:
         """Chunks of a request have been computed, each up to the token in `ends`."""
         for step in self._steps:
             if request_id in step.requests and ends:
@@ -273,9 +273,9 @@ class PrefillMeter:
                 step.num_context_tokens += (first + last - 1) * (last - first) // 2
                 return
 
-    def _note(self) -> None:
+    def _record_steps(self) -> None:
         told = [step for step in self._steps if step.num_tokens]
         for step in told:
             seconds = step.ended - step.began
-            self._rate.note(step.num_tokens, step.num_context_tokens, seconds)
+            self._rate.record_prefill(step.num_tokens, step.num_context_tokens, seconds)
             self._steps.remove(step)

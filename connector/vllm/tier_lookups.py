@@ -78,7 +78,7 @@ class Lookups:
         self._waiting: dict[str, Asked] = {}
         self._failed = failed
 
-    def find(self, host_key: bytes, context: Any) -> Found:
+    def find_chunk(self, host_key: bytes, context: Any) -> Found:
         """The answer for one chunk of vLLM's."""
         asked = self._asked(context)
         # A load that finds no room fails and changes nothing in the tiers.
@@ -88,7 +88,7 @@ class Lookups:
             asked.answers.clear()
         found = asked.answers.get(host_key)
         if found is None:
-            self._ask(asked, host_key, context)
+            self._lookup_chunks(asked, host_key, context)
             found = asked.answers[host_key]
         if found is Found.HIT and not self._accept(asked, host_key, context):
             return Found.MISS
@@ -106,9 +106,9 @@ class Lookups:
         for key in keys:
             asked.loads[key] = asked.loads.get(key, 0) + 1
 
-    def stored(self, keys: Sequence[bytes]) -> None:
+    def clear_failures(self, keys: Sequence[bytes]) -> None:
         """These chunks have been computed anew."""
-        self._failed.stored(keys)
+        self._failed.discard_stored(keys)
 
     def let_go(self, request_ids: Collection[str]) -> None:
         """These requests have begun to run, or have ended: nothing waits for them any more."""
@@ -128,10 +128,10 @@ class Lookups:
     def _key(self, asked: Asked, host_key: bytes) -> bytes:
         key = asked.keys.get(host_key)
         if key is None:
-            key = asked.keys[host_key] = self._keys.of(host_key)
+            key = asked.keys[host_key] = self._keys.derive_chunk_key(host_key)
         return key
 
-    def _ask(self, asked: Asked, host_key: bytes, context: Any) -> None:
+    def _lookup_chunks(self, asked: Asked, host_key: bytes, context: Any) -> None:
         """Find the chunks from this one on and remember the answers."""
         positions = versions.key_positions(context)
         run = [host_key]
@@ -144,8 +144,8 @@ class Lookups:
             asked.is_announced = True
             self._hierarchy.prefetch_lookup(keys)
             if self._hierarchy.learns:
-                self._hierarchy.observe(keys)
-        prefix = self._hierarchy.find(keys)
+                self._hierarchy.announce_prompt(keys)
+        prefix = self._hierarchy.find_prefix(keys)
         tiers = prefix.tiers
         leading = enumerate(keys[: len(tiers)])
         usable = next((i for i, key in leading if self._is_bad(asked, key)), len(tiers))

@@ -61,7 +61,7 @@ class TierMetrics:
         self._told: dict[tuple[str, str], float] = {}
         self._next = 0.0
 
-    def take(self) -> Any:
+    def build_stats(self) -> Any:
         """vLLM's payload; None where it is too soon for another."""
         now = time.monotonic()
         if now < self._next:
@@ -91,11 +91,11 @@ class TierMetrics:
                 declined.get(tier, 0),
             )
             for name, value in zip(COUNTERS, counters, strict=True):
-                self._count(payload, name, tier, value)
-        self._count(payload, DAMAGED, "", transfers.damaged)
+                self._increase_counter(payload, name, tier, value)
+        self._increase_counter(payload, DAMAGED, "", transfers.damaged)
         return payload
 
-    def _count(self, payload: Any, name: str, tier: str, value: float) -> None:
+    def _increase_counter(self, payload: Any, name: str, tier: str, value: float) -> None:
         grown = value - self._told.get((name, tier), 0)
         if grown > 0:
             self._told[name, tier] = value

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The jobs that vLLM gives its tier: copies between rows of its region and the slab.
 
-vLLM's scheduler calls from its step loop, so nothing here waits but `drain` and `close`: a call
-reserves or pins and leaves the rest to the thread. The thread also takes in what stores have done,
-so blocks reach a cache server while the engine is idle.
+vLLM's scheduler calls from its step loop, so nothing here waits but `wait_for_jobs` and `close`: a
+call reserves or pins and leaves the rest to the thread. The thread also takes in what stores have
+done, so blocks reach a cache server while the engine is idle.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Transfers(ChunkMover):
         with self.lock:
             self._num_open += 1
             if self._is_over:
-                self._end(Ended(job_id, frozenset(), 0.0, 0))
+                self._record_ended(Ended(job_id, frozenset(), 0.0, 0))
                 return
             ticket = self._hierarchy.begin_store(keys)
             job = _Store(job_id, ticket, [row_of[key] for key in ticket.keys], time.monotonic())
@@ -96,10 +96,10 @@ class Transfers(ChunkMover):
         with self.lock:
             self._num_open += 1
             if self._is_over:
-                self._end(Ended(job_id, frozenset(keys), 0.0, 0))
+                self._record_ended(Ended(job_id, frozenset(keys), 0.0, 0))
                 return
             ticket = self._hierarchy.begin_load(keys)
-            self._read_times.watch(ticket)
+            self._read_times.track_load(ticket)
             self._loads.append(_Load(job_id, ticket, list(rows), time.monotonic()))
         self._wakeup.set()
 
@@ -110,7 +110,7 @@ class Transfers(ChunkMover):
             ended.append(self._ended.popleft())
         return ended
 
-    def drain(self, seconds: float) -> None:
+    def wait_for_jobs(self, seconds: float) -> None:
         """Wait until every job has ended; loads that have not begun to be copied fail then."""
         with self.lock:
             if not self._idle.wait_for(lambda: not self._num_open, seconds):
@@ -128,8 +128,8 @@ class Transfers(ChunkMover):
     def _turn(self) -> bool:
         with self.lock:
             self._hierarchy.poll()
-            self._read_times.collect()
-            load = next((load for load in self._loads if load.ticket.done()), None)
+            self._read_times.record_ended_loads()
+            load = next((load for load in self._loads if load.ticket.is_complete()), None)
             if load is not None:
                 self._loads.remove(load)
             store = self._stores.popleft() if load is None and self._stores else None
@@ -138,18 +138,18 @@ class Transfers(ChunkMover):
         if load is not None:
             self._bring(load, proofs)
         elif store is not None:
-            self._take(store)
+            self._store_rows(store)
         self._copying = None
         return load is not None or store is not None
 
-    def _take(self, job: _Store) -> None:
+    def _store_rows(self, job: _Store) -> None:
         """Copy rows to the slab."""
         digests = self._copy_in(job.ticket, self._parts(job.rows))
         with self.lock:
             self._end_store(job.ticket, digests)
             num_bytes = len(digests) * self._hierarchy.block_bytes
             seconds = time.monotonic() - job.began
-            self._end(Ended(job.job_id, frozenset(), seconds, num_bytes))
+            self._record_ended(Ended(job.job_id, frozenset(), seconds, num_bytes))
         self._wakeup.set()  # write-backs may be due
 
     def _bring(self, job: _Load, proofs: Sequence[Proof | None]) -> None:
@@ -161,9 +161,9 @@ class Transfers(ChunkMover):
         with self.lock:
             self._end_load(ticket, copied)
             if num_bytes:
-                self._slab_link.note(num_bytes, now - began, now - began)
+                self._slab_link.record_transfer(num_bytes, now - began, now - began)
             lost = frozenset([*copied.missing, *copied.damaged])
-            self._end(Ended(job.job_id, lost, now - job.began, num_bytes))
+            self._record_ended(Ended(job.job_id, lost, now - job.began, num_bytes))
 
     def _parts(self, rows: Sequence[int]) -> list[Parts]:
         return [[self._rows[row].data] for row in rows]
@@ -181,7 +181,7 @@ class Transfers(ChunkMover):
             self._stores.append(copying)
         self._fail_loads()
         while self._stores:
-            self._end(Ended(self._stores.popleft().job_id, frozenset(), 0.0, 0))
+            self._record_ended(Ended(self._stores.popleft().job_id, frozenset(), 0.0, 0))
 
     def _let_go_loads(self) -> None:
         """Nobody waits any more for the loads that are not being copied."""
@@ -192,10 +192,10 @@ class Transfers(ChunkMover):
         """Report the loads that are not being copied as failed."""
         for load in self._loads:
             self._failed.add(load.ticket.keys)
-            self._end(Ended(load.job_id, frozenset(load.ticket.keys), 0.0, 0))
+            self._record_ended(Ended(load.job_id, frozenset(load.ticket.keys), 0.0, 0))
         self._loads.clear()
 
-    def _end(self, ended: Ended) -> None:
+    def _record_ended(self, ended: Ended) -> None:
         self._num_open -= 1
         self._ended.append(ended)
         if not self._num_open:

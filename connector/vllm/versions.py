@@ -32,7 +32,7 @@ def host_version() -> tuple[int, int]:
 
 def check_version(text: str) -> tuple[int, int]:
     """The same, of what vLLM says of itself."""
-    return SUPPORTED.check(text)[:2]
+    return SUPPORTED.require_version(text)[:2]
 
 
 def is_cpu_build() -> bool:

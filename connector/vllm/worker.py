@@ -55,7 +55,7 @@ class CpuWorker(OffloadingWorker):
                 f"the KV cache of this rank has {total} bytes a chunk and vLLM's region "
                 f"{rank_bytes}; the ranks disagree: give all of them the same configuration"
             )
-        self._pages = [self._place(each) for each in kv_caches.tensors]
+        self._pages = [self._map_pages(each) for each in kv_caches.tensors]
         self._ended: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
@@ -86,7 +86,7 @@ class CpuWorker(OffloadingWorker):
             region.cleanup()
             self._released()
 
-    def _place(self, each: Any) -> Pages:
+    def _map_pages(self, each: Any) -> Pages:
         size = each.page_size_bytes
         part = self._region.create_next_worker_view(size * self._per_chunk)
         return Pages(each.tensor.view(torch.int8).view((-1, size)), part.unflatten(1, (-1, size)))

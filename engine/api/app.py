@@ -198,10 +198,10 @@ class _Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         with self._front.in_flight if self._counted else nullcontext():
-            answer = await self._answer(Request(scope, receive, send))
+            answer = await self._call_handler(Request(scope, receive, send))
             await answer(scope, receive, send)
 
-    async def _answer(self, request: Request) -> ASGIApp:
+    async def _call_handler(self, request: Request) -> ASGIApp:
         try:
             return await self._handler(self._front, request)
         except ClientGone:

@@ -100,10 +100,10 @@ class ChatTemplate:
     @classmethod
     def read(cls, path: Path, tokenizer: SpecialTokens) -> ChatTemplate:
         """The template of a file, in place of the model's own. Raises ConfigError."""
-        return cls.of(read_template(path), tokenizer, str(path))
+        return cls.from_source(read_template(path), tokenizer, str(path))
 
     @classmethod
-    def of(cls, source: str, tokenizer: SpecialTokens, origin: str) -> ChatTemplate:
+    def from_source(cls, source: str, tokenizer: SpecialTokens, origin: str) -> ChatTemplate:
         """The template of this source, with the special tokens of the model."""
         return cls(source, _texts_of(tokenizer), origin)
 

@@ -122,7 +122,7 @@ class Front:
         texts = [item for item in prompts if isinstance(item, str)]
         limit = self.max_prompt_tokens if keep_last is None else None
         encoded = iter(
-            await self.encode(
+            await self.encode_texts(
                 texts, add_special_tokens=add_special_tokens, max_tokens=limit, param=param
             )
             if texts
@@ -140,7 +140,7 @@ class Front:
             for i, item in enumerate(ids)
         ]
 
-    async def encode(
+    async def encode_texts(
         self,
         texts: Sequence[str],
         *,

@@ -24,7 +24,7 @@ class InFlight:
             self._ended = asyncio.get_running_loop().create_future()
         return self._ended
 
-    def end(self) -> None:
+    def abort_all(self) -> None:
         """Have every open answer end now, with an error that says why. Idempotent."""
         if not self.ended.done():
             self.ended.set_result(None)

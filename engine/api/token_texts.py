@@ -42,9 +42,9 @@ class TokenTexts:
         self._anchor = (
             [] if tokenizer is None else tokenizer.encode(_ANCHOR, add_special_tokens=False)
         )
-        self._before = "" if tokenizer is None else self._decode(tokenizer, self._anchor)
+        self._before = "" if tokenizer is None else self._decode_token_ids(tokenizer, self._anchor)
 
-    def of(self, token_id: int, *, as_id: bool = False) -> TokenText:
+    def get_token_text(self, token_id: int, *, as_id: bool = False) -> TokenText:
         """One token, its text as `token_id:5` where wanted or where there is no tokenizer."""
         known = self._known.get(token_id)
         if known is None:
@@ -59,16 +59,16 @@ class TokenTexts:
         tokenizer = self._tokenizer
         if tokenizer is None:
             return TokenText(f"token_id:{token_id}", None)
-        joined = self._decode(tokenizer, [*self._anchor, token_id])
+        joined = self._decode_token_ids(tokenizer, [*self._anchor, token_id])
         if joined.startswith(self._before):
             text = joined[len(self._before) :]
         else:
-            text = self._decode(tokenizer, [token_id])
+            text = self._decode_token_ids(tokenizer, [token_id])
         is_special = bool(text) and not tokenizer.decode([token_id], skip_special_tokens=True)
         return TokenText(text, _bytes_of(text, _spelling(tokenizer, token_id)), is_special)
 
     @staticmethod
-    def _decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    def _decode_token_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False)
 
 

@@ -84,7 +84,7 @@ class BatchUpdateBuilder:
         self._sort_removed()
         return self._removed.pop() if self._removed else None
 
-    def finish(self, batch_size: int) -> BatchUpdate | None:
+    def get_and_reset(self, batch_size: int) -> BatchUpdate | None:
         """The step's changes, None where there are none; the builder is empty afterwards."""
         self._sort_removed()
         update = None

@@ -389,7 +389,7 @@ class BlockPool:
         to store anyway."""
         if self.width > 1:
             count, within, least = self._whole(count), self._whole(within), self._whole(least)
-        cold = self._cold.take(count, within, least, self._uncomputed)
+        cold = self._cold.collect_cold(count, within, least, self._uncomputed)
         return self._offered(cold) if cold else []
 
     def take_fresh(self, count: int) -> list[EvictedBlock]:
@@ -415,7 +415,7 @@ class BlockPool:
             if block.block_hash is not None and block not in self._uncomputed
         ]
 
-    def names(self) -> list[bytes]:
+    def list_names(self) -> list[bytes]:
         """The names of all pages that can be found."""
         return page_keys(self._named, self.width)
 

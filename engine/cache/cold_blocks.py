@@ -36,7 +36,7 @@ class ColdBlocks:
         if self._queue.num_free - count < self._window:
             self.num_unseen += count
 
-    def take(
+    def collect_cold(
         self, count: int, within: int, least: int, uncomputed: Container[KVCacheBlock]
     ) -> list[KVCacheBlock]:
         """See `BlockPool.take_cold`; the caller marks them as offered."""

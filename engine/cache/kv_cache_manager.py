@@ -303,7 +303,7 @@ class KVCacheManager:
             if taken > 0 and taken > num_spare:
                 return None
         if hits is not None and num_hits:
-            self._begin(request_id, tables, num_computed, hits)
+            self._add_computed_blocks(request_id, tables, num_computed, hits)
         has_gaps = False
         for index, group in self._forgetful:
             if first := group.first_needed(num_computed):
@@ -336,7 +336,7 @@ class KVCacheManager:
             taken += num_free(found[first:]) - group.num_given_back(table, first)
         return taken * self._width
 
-    def _begin(
+    def _add_computed_blocks(
         self, request_id: str, tables: GroupBlocks, num_computed: int, hits: GroupBlocks
     ) -> None:
         """Hold hits, but for what is not read of them. In all groups before any of them takes new

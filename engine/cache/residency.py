@@ -47,8 +47,8 @@ class Residency:
         for block in followed:
             block_id = block.block_id
             if block.block_hash is not None:
-                self.lifetime.observe(now - self._born[block_id])
-                self.idle_before_evict.observe(now - self._used[block_id])
+                self.lifetime.observe_value(now - self._born[block_id])
+                self.idle_before_evict.observe_value(now - self._used[block_id])
             self._born[block_id] = self._used[block_id] = now
 
     def touched(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -58,7 +58,7 @@ class Residency:
             return
         now = self._clock()
         for block in followed:
-            self.reuse_gap.observe(now - self._used[block.block_id])
+            self.reuse_gap.observe_value(now - self._used[block.block_id])
             self._used[block.block_id] = now
 
     def stats(self) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class _Lossy:
         try:
             return self._stream.write(text)
         except OSError:
-            self._drop()
+            self._redirect_to_devnull()
             return len(text)
 
     def flush(self) -> None:
@@ -113,9 +113,9 @@ class _Lossy:
         try:
             self._stream.flush()
         except OSError:
-            self._drop()
+            self._redirect_to_devnull()
 
-    def _drop(self) -> None:
+    def _redirect_to_devnull(self) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), self._stream.fileno())
 
     def __getattr__(self, name: str) -> Any:

@@ -166,7 +166,7 @@ async def _serve(
     from ..text.tokenizer import Tokenizer
     from ..text.tool_calls.tool_formats import find_tool_parser
 
-    tokenizer = Tokenizer.find(config.model.path)
+    tokenizer = Tokenizer.load_if_present(config.model.path)
     if tokenizer is None:
         logger.warning(
             "%s has no tokenizer.json: the server takes and gives token ids alone, and no chats",
@@ -255,7 +255,7 @@ async def _serve_app(
             _REQUEST_SECONDS,
         )
         http.should_exit = True
-        asyncio.get_running_loop().call_later(_REQUEST_SECONDS, in_flight.end)
+        asyncio.get_running_loop().call_later(_REQUEST_SECONDS, in_flight.abort_all)
         await running
     finally:
         for task in (asking, dead, figures):

@@ -35,7 +35,7 @@ class InProcessClient(MessageClient):
         self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
         self._thread.start()
 
-    async def _send(self, message: ToCore) -> None:
+    async def _send_to_core(self, message: ToCore) -> None:
         deadline = self._event_loop.time() + SEND_SECONDS
         while True:
             self._raise_if_dead()

@@ -59,7 +59,7 @@ class LaunchedCore:
             # way to others of its group only.
             process_group=0,
         )
-        threading.Thread(target=self._wait, name="core-exit", daemon=True).start()
+        threading.Thread(target=self._await_exit, name="core-exit", daemon=True).start()
         start = CoreStart(
             config, self.to_core_endpoint, self.from_core_endpoint, log_level, log_json
         )
@@ -100,7 +100,7 @@ class LaunchedCore:
         """The sockets' directory; when they are closed."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _wait(self) -> None:
+    def _await_exit(self) -> None:
         assert self._process is not None
         self._on_exit(self._process.wait())
 

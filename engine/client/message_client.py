@@ -44,7 +44,7 @@ SEND_SECONDS = 60.0
 
 
 class MessageClient(EngineClient):
-    """Subclasses write `_send` and `_close_transport`."""
+    """Subclasses write `_send_to_core` and `_close_transport`."""
 
     def __init__(self) -> None:
         self._mailboxes: dict[str, Mailbox] = {}
@@ -68,10 +68,10 @@ class MessageClient(EngineClient):
     async def generate(self, request: AddRequest) -> AsyncGenerator[TokenOutput, None]:
         """See `EngineClient.generate`. Raises ValueError for an id that is already running."""
         request_id = request.request_id
-        mailbox = self._open(request_id)
+        mailbox = self._open_mailbox(request_id)
         finished = False
         try:
-            await self._send(request)
+            await self._send_to_core(request)
             while not finished:
                 output = await mailbox.get()
                 finished = output.finish_reason is not None
@@ -95,7 +95,7 @@ class MessageClient(EngineClient):
             mailbox = self._mailboxes.get(request_id)
             if mailbox is not None:
                 mailbox.put(TokenOutput(request_id, [], finish_reason="abort"))
-        await self._send(AbortRequests(request_ids))
+        await self._send_to_core(AbortRequests(request_ids))
 
     async def call(self, name: str, argument: str = "", timeout_seconds: float = 10.0) -> Any:
         """See `EngineClient.call`."""
@@ -105,7 +105,7 @@ class MessageClient(EngineClient):
         self._calls[call_id] = answer
         try:
             async with asyncio.timeout(timeout_seconds):
-                await self._send(Call(call_id, name, argument))
+                await self._send_to_core(Call(call_id, name, argument))
                 return await answer
         except TimeoutError:
             raise TimeoutError(
@@ -117,12 +117,12 @@ class MessageClient(EngineClient):
     async def close(self, timeout_seconds: float = 30.0) -> None:
         """See `EngineClient.close`. Requests still running end with EngineDead."""
         if self._closing is None:
-            self._closing = asyncio.ensure_future(self._close(timeout_seconds))
+            self._closing = asyncio.ensure_future(self._shutdown_and_close(timeout_seconds))
         # Shielded: a caller who gives up must not leave the core half closed.
         await asyncio.shield(self._closing)
 
     @abstractmethod
-    async def _send(self, message: ToCore) -> None:
+    async def _send_to_core(self, message: ToCore) -> None:
         """Bring a message to the core, in order. Raises EngineDead where it cannot."""
 
     @abstractmethod
@@ -160,7 +160,7 @@ class MessageClient(EngineClient):
         if self._death is not None:
             raise EngineDead(str(self._death))
 
-    def _open(self, request_id: str) -> Mailbox:
+    def _open_mailbox(self, request_id: str) -> Mailbox:
         self._raise_if_dead()
         if request_id in self._mailboxes:
             raise ValueError(f"the request id {request_id!r} is already running; use another one")
@@ -178,7 +178,7 @@ class MessageClient(EngineClient):
 
     def _send_soon(self, message: ToCore) -> None:
         """Send from where nothing may be awaited, such as a generator that is being closed."""
-        task = asyncio.ensure_future(self._send(message))
+        task = asyncio.ensure_future(self._send_to_core(message))
         self._sends.add(task)
         task.add_done_callback(self._sent)
 
@@ -187,7 +187,7 @@ class MessageClient(EngineClient):
         if not task.cancelled() and task.exception() is not None:
             logger.debug("a message did not reach the engine core: %s", task.exception())
 
-    async def _close(self, timeout_seconds: float) -> None:
+    async def _shutdown_and_close(self, timeout_seconds: float) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
         if self.is_alive:

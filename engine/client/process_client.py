@@ -51,7 +51,7 @@ class ProcessClient(MessageClient):
         self._context = zmq.asyncio.Context()
         self._to_core = self._bind(zmq.PUSH, self._core.to_core_endpoint)
         self._from_core = self._bind(zmq.PULL, self._core.from_core_endpoint)
-        self._reader = asyncio.ensure_future(self._read())
+        self._reader = asyncio.ensure_future(self._receive_messages())
         self._reader.add_done_callback(self._reader_ended)
 
     @classmethod
@@ -89,7 +89,7 @@ class ProcessClient(MessageClient):
         """The process id of the core."""
         return self._core.pid
 
-    async def _send(self, message: ToCore) -> None:
+    async def _send_to_core(self, message: ToCore) -> None:
         self._raise_if_dead()
         try:
             sending = asyncio.ensure_future(self._to_core.send(encoder.encode(message)))
@@ -122,7 +122,7 @@ class ProcessClient(MessageClient):
             logger.warning("the engine core did not end within %.0f s and is killed", seconds)
             self._core.kill()
             await self._wait_exit(_EXIT_SECONDS)
-        self._release()
+        self._release_transport()
 
     async def _wait_exit(self, seconds: float) -> bool:
         """False if the process is still there at the end of the time."""
@@ -138,7 +138,7 @@ class ProcessClient(MessageClient):
         self._die("the engine core did not start")
         await asyncio.shield(self._close_transport(_EXIT_SECONDS))
 
-    def _release(self) -> None:
+    def _release_transport(self) -> None:
         self._reader.cancel()
         self._to_core.close(linger=0)
         self._from_core.close(linger=0)
@@ -151,7 +151,7 @@ class ProcessClient(MessageClient):
         socket.bind(endpoint)
         return socket
 
-    async def _read(self) -> None:
+    async def _receive_messages(self) -> None:
         """Hand on the core's messages until cancelled."""
         while True:
             frame = await self._from_core.recv()

@@ -71,7 +71,7 @@ class CoreCalls:
         elsewhere = self._connector.prompts_elsewhere
         if request.skip_reading_prefix_cache or elsewhere is None:
             return False
-        return elsewhere.follow(self._scheduler.manager.prompt_digests(request))
+        return elsewhere.follow_blocks(self._scheduler.manager.prompt_digests(request))
 
     def _tool_called(self, argument: str) -> bool:
         """The turn of a job that ended last has called a tool: a ToolCalled in JSON."""

@@ -42,9 +42,9 @@ class CoreStats:
         """The worker took `seconds` for a step. What its prompts took, where that can be told."""
         if not step.total_num_scheduled_tokens:
             return None
-        self._step_tokens.observe(step.total_num_scheduled_tokens)
+        self._step_tokens.observe_value(step.total_num_scheduled_tokens)
         for request in step.new_requests:
-            self._max_tokens.observe(request.sampling_params.max_tokens)
+            self._max_tokens.observe_value(request.sampling_params.max_tokens)
         if result.connector_output is not None:
             # Blocks on their way out held the step up; that is no part of computing.
             seconds -= result.connector_output.store_wait_seconds

@@ -198,7 +198,7 @@ class EngineCore:
             self._identity = describe_identity(config, identity, self._groups)
             self._try_offload()
         except BaseException:
-            self._close(0.0)
+            self._drain_and_close(0.0)
             raise
 
     @property
@@ -230,13 +230,13 @@ class EngineCore:
         """Queue a request. One that cannot run ends here: its only output is returned."""
         return self._adder.add(request)
 
-    def abort(self, request_ids: Iterable[str], reason: str = ABORTED) -> None:
+    def abort_requests(self, request_ids: Iterable[str], reason: str = ABORTED) -> None:
         """End requests whose client is gone, or has what it wanted (STOPPED); unknown ids are
         ignored."""
         request_ids = list(request_ids)
         for request_id in request_ids:
-            self._held.forget(request_id)
-        self._grammars.forget(request_ids)
+            self._held.drop_answer(request_id)
+        self._grammars.cancel_waiting(request_ids)
         stopped = reason == STOPPED
         status = RequestStatus.FINISHED_STOPPED if stopped else RequestStatus.FINISHED_ABORTED
         self.scheduler.finish_requests(request_ids, status)
@@ -269,9 +269,9 @@ class EngineCore:
         back. A fault of the worker ends the requests of this step, and of those begun after it.
         Raises RuntimeError where the worker will not work again: after MAX_FAILED_STEPS in a row,
         or with a device that is lost."""
-        return self._adder.add_compiled() + self._step()
+        return self._adder.add_compiled() + self._run_step()
 
-    def _step(self) -> list[TokenOutput]:
+    def _run_step(self) -> list[TokenOutput]:
         in_flight = self._in_flight
         while not in_flight or (
             len(in_flight) < self._max_steps_in_flight and self.scheduler.has_runnable_work()
@@ -300,8 +300,10 @@ class EngineCore:
                 self._sample(in_flight[0])
             except ExecutorDied:
                 pass  # the next call says so; these tokens are still to be delivered
-        self._stats.savings.record(self.scheduler.counts)
-        return self._held.hold(outputs + self._take_ended()) + self._held.release()
+        self._stats.savings.add_counts(self.scheduler.counts)
+        return (
+            self._held.filter_outputs(outputs + self._take_ended()) + self._held.release_answers()
+        )
 
     def enter_thread(self) -> None:
         """Make the calling thread the one that steps; it may be another than the one that built
@@ -337,7 +339,7 @@ class EngineCore:
                 self.executor.start_copies(self._connector.build_meta(resident))
             except Exception as error:  # what the tiers have is still to be kept
                 logger.error("the blocks of the pool did not go to the tiers", exc_info=error)
-        self._close(deadline - time.monotonic())
+        self._drain_and_close(deadline - time.monotonic())
 
     def _build_engine(self, num_blocks: int | None) -> None:
         """Without `num_blocks`, which are over all layers, the pool is what a GPU has left beside
@@ -439,7 +441,7 @@ class EngineCore:
         if self._in_flight:
             self._sample(self._in_flight[-1])
         elif self._grammars:  # all tokens are known, so masks can be made beside the forward pass
-            self._grammars.begin(self.scheduler.choosing(output))
+            self._grammars.begin_masks(self.scheduler.choosing(output))
         began = time.monotonic()
         self._in_flight.append(StepInFlight(self.executor.dispatch(output), began))
 
@@ -470,7 +472,7 @@ class EngineCore:
         outputs = self.scheduler.fail_step(output, error)
         outputs += self._give_up_steps()
         outputs += self._take_ended()
-        outputs = self._held.hold(outputs) + self._held.release()
+        outputs = self._held.filter_outputs(outputs) + self._held.release_answers()
         self.num_failed_steps += 1
         if isinstance(error, ExecutorDied):
             raise error
@@ -498,7 +500,7 @@ class EngineCore:
             outputs += self.scheduler.give_up_step(output, result)
         return outputs
 
-    def _close(self, timeout_seconds: float) -> None:
+    def _drain_and_close(self, timeout_seconds: float) -> None:
         """Let copies end and be taken in, then close the tiers; all within the time."""
         deadline = time.monotonic() + max(0.0, timeout_seconds)
         # Copies take milliseconds. Half of the time is left to the tiers where one does not end.

@@ -86,7 +86,7 @@ class Executor(ABC):
         nothing will ever come."""
 
     @abstractmethod
-    def call(
+    def call_worker(
         self, name: str, *, meta: ConnectorMetadata | None = None, seconds: float | None = None
     ) -> ConnectorWorkerOutput | None:
         """Have the worker do something between steps, and wait for its answer: `start_copies` with
@@ -106,11 +106,11 @@ class Executor(ABC):
 
     def start_copies(self, meta: ConnectorMetadata) -> None:
         """Begin copies that belong to no step."""
-        self.call("start_copies", meta=meta)
+        self.call_worker("start_copies", meta=meta)
 
     def poll_copies(self) -> ConnectorWorkerOutput | None:
         """What the connector's worker side has finished; None without one."""
-        return self.call("poll_copies")
+        return self.call_worker("poll_copies")
 
 
 def load_runner(
@@ -150,7 +150,7 @@ def load_runner(
 def call_runner(
     runner: ModelRunner, name: str, meta: ConnectorMetadata | None, seconds: float | None
 ) -> ConnectorWorkerOutput | None:
-    """What `Executor.call` has done, where the runner lives."""
+    """What `Executor.call_worker` has done, where the runner lives."""
     if name == "start_copies" and meta is not None:
         runner.start_copies(meta)
         return None
@@ -188,7 +188,7 @@ class InProcessExecutor(Executor):
     def dispatch(self, step: SchedulerOutput) -> StepHandle:
         handle = _LocalHandle(step)
         try:
-            handle.begun = self.runner.begin(step)
+            handle.begun = self.runner.launch_step(step)
         except Exception as error:  # noqa: BLE001 - `result` raises it
             handle.error = error
         return handle
@@ -212,12 +212,12 @@ class InProcessExecutor(Executor):
         if begun is None:
             assert error is not None
             raise error
-        return self.runner.collect(begun)
+        return self.runner.collect_output(begun)
 
-    def call(
+    def call_worker(
         self, name: str, *, meta: ConnectorMetadata | None = None, seconds: float | None = None
     ) -> ConnectorWorkerOutput | None:
         return call_runner(self.runner, name, meta, seconds)
 
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> ConnectorWorkerOutput | None:
-        return self.call("shutdown", seconds=timeout_seconds)
+        return self.call_worker("shutdown", seconds=timeout_seconds)

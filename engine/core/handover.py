@@ -80,7 +80,7 @@ class HeldAnswers:
         if request.hands_over and self.handover is not None:
             self._expected[request.request_id] = request
 
-    def forget(self, request_id: str) -> None:
+    def drop_answer(self, request_id: str) -> None:
         """Its client is gone, or it has ended in another way."""
         self._first_logprobs.pop(request_id, None)
         if self._expected.pop(request_id, None) is None and request_id in self._held:
@@ -88,7 +88,7 @@ class HeldAnswers:
             if self.handover is not None:
                 self.handover.forget_hand_over(request_id)
 
-    def hold(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
+    def filter_outputs(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
         """Those of a step that go on at once."""
         if not self._expected:
             return outputs
@@ -103,13 +103,13 @@ class HeldAnswers:
             if output.finish_reason is None:
                 passing.append(output)
             elif output.finish_reason in ("stop", "length", "repetition"):
-                self._begin(output, request)
+                self._defer_output(output, request)
             else:
-                self.forget(output.request_id)
+                self.drop_answer(output.request_id)
                 passing.append(output)
         return passing
 
-    def release(self) -> list[TokenOutput]:
+    def release_answers(self) -> list[TokenOutput]:
         """Outputs whose blocks others can load by now, or never will."""
         if not self._held or self.handover is None:
             return []
@@ -127,13 +127,13 @@ class HeldAnswers:
                 held.given_when = self.manager.pool.num_fresh
                 held.is_moving, held.is_second = False, True
                 continue
-            released.append(self._end(request_id, now, is_whole=not missing))
+            released.append(self._pop_deferred(request_id, now, is_whole=not missing))
         for request_id, held in list(self._held.items()):
             if not held.is_moving and held.give_up_at <= now:
-                released.append(self._end(request_id, now, is_whole=False))
+                released.append(self._pop_deferred(request_id, now, is_whole=False))
         return released
 
-    def _begin(self, output: TokenOutput, request: Request) -> None:
+    def _defer_output(self, output: TokenOutput, request: Request) -> None:
         request_id = output.request_id
         del self._expected[request_id]
         # Of a longer answer the block that the prompt ends in holds more by now.
@@ -151,7 +151,7 @@ class HeldAnswers:
             logprobs=self._first_logprobs.pop(request.request_id, None),
         )
 
-    def _end(self, request_id: str, now: float, *, is_whole: bool) -> TokenOutput:
+    def _pop_deferred(self, request_id: str, now: float, *, is_whole: bool) -> TokenOutput:
         held = self._held.pop(request_id)
         self.counts.handed_over += 1
         self.counts.incomplete += not is_whole

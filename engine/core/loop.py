@@ -42,7 +42,7 @@ class Core(Protocol):
     num_failed_steps: int
 
     def add(self, request: AddRequest) -> list[TokenOutput]: ...
-    def abort(self, request_ids: list[str], reason: str) -> None: ...
+    def abort_requests(self, request_ids: list[str], reason: str) -> None: ...
     def call(self, name: str, argument: str) -> Any: ...
     def has_work(self) -> bool: ...
     def idle_seconds(self) -> float: ...
@@ -112,10 +112,10 @@ class CoreLoop:
             except Exception as error:
                 failed = True
                 logger.exception("the engine core failed")
-                self._tell(Fatal(f"{type(error).__name__}: {error}"))
+                self._emit_fatal(Fatal(f"{type(error).__name__}: {error}"))
         return not failed
 
-    def _tell(self, last_words: Fatal) -> None:
+    def _emit_fatal(self, last_words: Fatal) -> None:
         """The tiers are still to be written, so a client that cannot hear must not matter."""
         try:
             self._emit(last_words)
@@ -159,14 +159,14 @@ class CoreLoop:
         elif isinstance(message, AddRequest):
             outputs += self._core.add(message)
         elif isinstance(message, AbortRequests):
-            self._core.abort(message.request_ids, message.reason)
+            self._core.abort_requests(message.request_ids, message.reason)
         elif message.name == "shutdown":
             self._shutdown_call = message.call_id
             self._stopping.set()
         else:
-            self._emit(self._answer(message))
+            self._emit(self._execute_call(message))
 
-    def _answer(self, call: Call) -> Reply:
+    def _execute_call(self, call: Call) -> Reply:
         try:
             return Reply(call.call_id, json.dumps(self._core.call(call.name, call.argument)))
         except Exception as error:

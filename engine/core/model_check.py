@@ -39,7 +39,7 @@ def check_model(config: EngineConfig) -> None:
     if model.load_format != "dummy":
         check_headers(model.path)
         with StoredTensors(model.path, name_of(spec)) as stored:
-            stored.check(expected_tensors(spec, stored.names))
+            stored.check_expected(expected_tensors(spec, stored.tensor_names))
 
 
 def check_backend(config: EngineConfig) -> None:

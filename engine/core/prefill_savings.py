@@ -27,7 +27,7 @@ REUSED, POSITIONS = "reused_tokens_", "reused_positions_"
 
 
 class PromptCost(NamedTuple):
-    """What the prompts of one step took: the arguments of `PrefillRate.note`."""
+    """What the prompts of one step took: the arguments of `PrefillRate.record_prefill`."""
 
     num_tokens: int
     num_context_tokens: int
@@ -67,14 +67,14 @@ class PrefillSavings:
                 return None
             seconds = max(0.0, seconds - alone)
         cost = PromptCost(num_tokens, _context_of(step), seconds)
-        self.note(cost)
+        self.record_cost(cost)
         return cost
 
-    def note(self, cost: PromptCost) -> None:
+    def record_cost(self, cost: PromptCost) -> None:
         """Prompts took this; of steps `measure` notes it."""
-        self._rate.note(*cost)
+        self._rate.record_prefill(*cost)
 
-    def record(self, counts: Mapping[str, float]) -> None:
+    def add_counts(self, counts: Mapping[str, float]) -> None:
         """Enter what the scheduler has counted since the last call."""
         for name in counts:
             if name.startswith(REUSED):

@@ -68,19 +68,19 @@ class CoreServer:
     def run(self) -> int:
         """Run until told to stop; the exit status."""
         watch = threading.Thread(
-            target=self._watch, args=(_signal_pipe(),), name="core-watch", daemon=True
+            target=self._watch_launcher, args=(_signal_pipe(),), name="core-watch", daemon=True
         )
         watch.start()
-        reader = threading.Thread(target=self._read, name="core-input", daemon=True)
+        reader = threading.Thread(target=self._run_input_thread, name="core-input", daemon=True)
         try:
             core = self._build()
             settle_collector()
-            self._loop = CoreLoop(core, self._send)
+            self._loop = CoreLoop(core, self._send_to_client)
             reader.start()
-            self._send(core.ready())
+            self._send_to_client(core.ready())
             return 0 if self._loop.run() else EXIT_FAILED
         except Exception as error:  # noqa: BLE001 - whatever ends the core, its client is told
-            return self._fail(error)
+            return self._report_fatal(error)
         finally:
             self._ended.set()
             self._output.close()
@@ -94,18 +94,18 @@ class CoreServer:
             raise ConfigError(explain_missing_module(error)) from error
         return EngineCore(self._start.config)
 
-    def _fail(self, error: Exception) -> int:
+    def _report_fatal(self, error: Exception) -> int:
         is_config = isinstance(error, ConfigError)
         if not is_config:
             logger.error("the engine core failed", exc_info=error)
         message = str(error) if is_config else f"{type(error).__name__}: {error}"
         try:
-            self._send(Fatal(message, is_config_error=is_config))
+            self._send_to_client(Fatal(message, is_config_error=is_config))
         except (zmq.ZMQError, TimeoutError):
             logger.error("nobody is left to be told: %s", message)
         return EXIT_CONFIG if is_config else EXIT_FAILED
 
-    def _send(self, message: FromCore) -> None:
+    def _send_to_client(self, message: FromCore) -> None:
         """Wait for room. A client that reads nothing is a paused one, whose requests pause with it:
         once it has left, the end of standard input ends the wait, and it gets nothing."""
         began = time.monotonic()
@@ -118,7 +118,7 @@ class CoreServer:
             logger.warning("the client read nothing for %.0f s, and the engine waited", waited)
         self._output.send(encoder.encode(message))
 
-    def _read(self) -> None:
+    def _run_input_thread(self) -> None:
         """The input thread."""
         try:
             self._read_until_ended()
@@ -132,9 +132,9 @@ class CoreServer:
             while not self._ended.is_set():
                 if not source.poll(_POLL_MILLISECONDS):
                     continue
-                self._take(source.recv())
+                self._handle_frame(source.recv())
 
-    def _take(self, frame: bytes) -> None:
+    def _handle_frame(self, frame: bytes) -> None:
         """Hand on a message. One that cannot be read is answered, so that nobody waits for it; or
         ends the core, where it does not say who does."""
         assert self._loop is not None
@@ -158,7 +158,7 @@ class CoreServer:
             except queue.Full:
                 continue  # the step loop is behind; the sender feels it in the end
 
-    def _watch(self, signals: socket.socket) -> None:
+    def _watch_launcher(self, signals: socket.socket) -> None:
         """The watch thread: ends the loop with the launcher or at a signal, by force if need be."""
         with selectors.DefaultSelector() as selector:
             selector.register(sys.stdin.fileno(), selectors.EVENT_READ)

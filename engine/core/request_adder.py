@@ -66,7 +66,7 @@ class RequestAdder:
         self._scheduler.check_queue()
         if request.request_id in self.grammars:
             raise ValueError(f"request id {request.request_id!r} is in use; give each its own")
-        built, ticket = self._builder.build(request)
+        built, ticket = self._builder.build_with_ticket(request)
         if built.sampling_params.structured_outputs is None:
             return self._queue(request, built, ticket)
         if self._max_steps_in_flight > MOST_STEPS_WITH_GRAMMAR:
@@ -85,7 +85,7 @@ class RequestAdder:
             code = OVERLOADED if waiting.compilation.may_be_later else INVALID_GRAMMAR
             return [TokenOutput(request_id, [], "error", error=text, error_code=code)]
         outputs = self._queue(waiting.message, waiting.built, None)
-        self.grammars.follow(waiting)
+        self.grammars.activate_grammar(waiting)
         return outputs
 
     def _queue(

@@ -51,7 +51,7 @@ class RequestBuilder:
         self._takes_priority = takes_priority
         self._largest_embedding = largest_embedding
 
-    def build(self, request: AddRequest) -> tuple[Request, Ticket | None]:
+    def build_with_ticket(self, request: AddRequest) -> tuple[Request, Ticket | None]:
         """The request, and its ticket where that is of this prompt and these parameters. Raises as
         `make_request`."""
         built = self.make_request(request)

@@ -100,7 +100,7 @@ class Calibration:
                 start = far * budget.block_size
                 self._measure(count, start, self._run(count, start))
         finally:
-            self._step([], {})
+            self._execute_step([], {})
 
     def _measure(self, count: int, start: int, seconds: float) -> None:
         """Once more, since the first time pays for what is made once."""
@@ -117,12 +117,12 @@ class Calibration:
         starts = range(1, 1 + self._budget.num_groups * num_blocks, num_blocks)
         blocks = tuple([list(range(first, first + num_blocks)) for first in starts])
         began = time.monotonic()
-        self._step([NewRequestData(name, prompt, _PARAMS, blocks, start)], {name: count})
+        self._execute_step([NewRequestData(name, prompt, _PARAMS, blocks, start)], {name: count})
         seconds = time.monotonic() - began
         self._spent += seconds
         return seconds
 
-    def _step(self, new: list[NewRequestData], counts: dict[str, int]) -> None:
+    def _execute_step(self, new: list[NewRequestData], counts: dict[str, int]) -> None:
         """Run a step, and end the request of the step before."""
         ended = {f"calibration-{self._num_steps}"} if self._num_steps else set()
         self._num_steps += 1
@@ -163,7 +163,7 @@ def calibrate(
 
     began = time.monotonic()
     try:
-        Calibration(worker, budget, savings.note).prefill()
+        Calibration(worker, budget, savings.record_cost).prefill()
     except Exception:
         logger.exception("no prompt could be measured; the first requests will teach instead")
     try_loads(connector, estimates, worker, range(1, budget.num_blocks))

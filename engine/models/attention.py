@@ -121,7 +121,7 @@ class PagedAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: AttentionPlan) -> Tensor:
         """Attend `q` `[tokens, heads, head_dim]` after writing `k` and `v` `[tokens, kv heads,
         head_dim]` to the pool; `[tokens, heads * head_dim]`."""
-        self._write(k, v, layer, plan)
+        self._write_pool(k, v, layer, plan)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for chunk in plan.fresh:
             if chunk.tiles is not None:
@@ -134,10 +134,10 @@ class PagedAttention:
             for context in group.chunks:
                 self._run_tiles(q, keys, values, context.offset, context.tiles, out)
             for batch in group.decodes:
-                out[batch.rows] = self._decode(q[batch.rows], keys, values, batch)
+                out[batch.rows] = self._attend_decode(q[batch.rows], keys, values, batch)
         return out.view(len(q), -1)
 
-    def _write(self, k: Tensor, v: Tensor, layer: int, plan: AttentionPlan) -> None:
+    def _write_pool(self, k: Tensor, v: Tensor, layer: int, plan: AttentionPlan) -> None:
         if plan.written is not None:
             k, v = k[plan.written], v[plan.written]
         keys, values = self._layers[layer]
@@ -185,7 +185,7 @@ class PagedAttention:
         )
         return attended[0].transpose(0, 1)
 
-    def _decode(self, q: Tensor, keys: Tensor, values: Tensor, batch: DecodeBatch) -> Tensor:
+    def _attend_decode(self, q: Tensor, keys: Tensor, values: Tensor, batch: DecodeBatch) -> Tensor:
         """One token for each of `batch`. The query heads that share a K head stand where the rows
         of a prompt would, so K and V are read once for all of them."""
         count = len(q)

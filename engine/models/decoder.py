@@ -64,7 +64,7 @@ class AuxStates:
         self.layers = frozenset(layers)
         self.found: dict[int, Tensor] = {}  # layer -> [rows, hidden]
 
-    def look(
+    def capture_states(
         self, x: Tensor, layer: int, wanted: Tensor | None, *, is_overwritten: bool = False
     ) -> None:
         """Keep `x` `[tokens, hidden]` where it is asked for; a copy of it if it will change."""
@@ -277,7 +277,7 @@ class Decoder:
         vocabulary."""
         matrix = self._embedding
         if isinstance(matrix, PackedMatrix):
-            x = matrix.rows(token_ids)
+            x = matrix.gather_rows(token_ids)
         else:
             x = F.embedding(token_ids, matrix)
         if self._embedding_scale is not None:
@@ -317,7 +317,7 @@ class Decoder:
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             if aux is not None:
-                aux.look(x, index, wanted, is_overwritten=has_kernels)
+                aux.capture_states(x, index, wanted, is_overwritten=has_kernels)
             if of_qkv is not None:
                 rotary = rotaries[self._table_of[index]]
                 mixed = layer.attention_of_qkv(x, index, rotary, of_qkv, plan)
@@ -328,7 +328,7 @@ class Decoder:
                 x, mixed = x[wanted], mixed[wanted]
             x = layer.rest(x, mixed)
         if aux is not None:
-            aux.look(x, last + 1, None)
+            aux.capture_states(x, last + 1, None)
         return self._ops.norm(x, self._last_norm, self.spec.rms_norm_eps)
 
     def in_library(self, pools: Sequence[Tensor], views: Sequence[int]) -> CpuNetwork | None:
@@ -380,5 +380,5 @@ def _run_in_library(
     hidden, found = network.run(x, positions, plan, wanted, asked)
     if aux is not None:
         for layer, states in found.items():
-            aux.look(states, layer, None if layer == network.num_layers else wanted)
+            aux.capture_states(states, layer, None if layer == network.num_layers else wanted)
     return hidden

@@ -184,7 +184,7 @@ class EmbeddingRequestOutput:
     error: str | None = None
 
     @classmethod
-    def of(
+    def from_request_output(
         cls, answer: RequestOutput, *, normalize: bool, dimensions: int | None
     ) -> EmbeddingRequestOutput:
         """Of the answer to a request that asked for its embedding."""
@@ -208,7 +208,7 @@ class EmbeddingRequestOutput:
 
 
 class ProgressLine:
-    """`3 of 12 answers, 250 tokens/s`, written over itself while `follow` runs."""
+    """`3 of 12 answers, 250 tokens/s`, written over itself while `keep_redrawing` runs."""
 
     def __init__(self, total: int, stream: TextIO) -> None:
         self._total, self._stream = total, stream
@@ -216,14 +216,14 @@ class ProgressLine:
         self._num_answers = self._num_tokens = self._length = 0
 
     @classmethod
-    def find(cls, num_prompts: int, total: int) -> ProgressLine | None:
+    def create_for_terminal(cls, num_prompts: int, total: int) -> ProgressLine | None:
         """The line on standard error where that is a terminal and there are several prompts."""
         stream = sys.stderr
         if num_prompts < 2 or stream is None or stream.closed or not stream.isatty():
             return None
         return cls(total, stream)
 
-    def count(self, num_tokens: int) -> None:
+    def count_new_tokens(self, num_tokens: int) -> None:
         """So many tokens have come."""
         self._num_tokens += num_tokens
 
@@ -231,19 +231,19 @@ class ProgressLine:
         """One answer has ended."""
         self._num_answers += 1
 
-    async def follow(self) -> None:
+    async def keep_redrawing(self) -> None:
         """Write the line, again and again. Runs until it is cancelled; then the line ends."""
         # A terminal may go away, which is no reason to lose the answers.
         with contextlib.suppress(OSError, ValueError):
             try:
                 while True:
                     await asyncio.sleep(PROGRESS_SECONDS)
-                    self._write()
+                    self._print_line()
             finally:
                 if self._length:
-                    self._write("\n")
+                    self._print_line("\n")
 
-    def _write(self, end: str = "") -> None:
+    def _print_line(self, end: str = "") -> None:
         rate = self._num_tokens / max(time.monotonic() - self._began, 1e-9)
         line = f"{self._num_answers} of {self._total} answers, {rate:.0f} tokens/s"
         self._stream.write(f"\r{line:<{self._length}}{end}")

@@ -66,10 +66,10 @@ class PromptRunner:
             for prompt, answer in zip(prompts, answers, strict=True)
             for run in self._runs_of(prompt, answer)
         ]
-        line = ProgressLine.find(len(answers), len(runs)) if use_tqdm else None
+        line = ProgressLine.create_for_terminal(len(answers), len(runs)) if use_tqdm else None
         places = asyncio.Semaphore(self._max_at_once)  # the core refuses more than it may queue
         tasks = [asyncio.ensure_future(self._run_one(run, places, line)) for run in runs]
-        showing = [] if line is None else [asyncio.ensure_future(line.follow())]
+        showing = [] if line is None else [asyncio.ensure_future(line.keep_redrawing())]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -86,7 +86,7 @@ class PromptRunner:
         texts = TokenTexts(self._tokenizer)
 
         def text_of(token_id: int) -> str | None:
-            return None if self._tokenizer is None else texts.of(token_id).text
+            return None if self._tokenizer is None else texts.get_token_text(token_id).text
 
         for answer in answers:
             for choice in answer.outputs:
@@ -128,7 +128,7 @@ class PromptRunner:
                     async for part in parts:
                         answer.add(child, part)
                         if line is not None:
-                            line.count(len(part.token_ids))
+                            line.count_new_tokens(len(part.token_ids))
         except EngineDead:
             raise
         except Exception as error:  # such as a panic of the tokenizer

@@ -39,7 +39,7 @@ class Prefill:
     per_token: float
     per_square: float = 0.0
 
-    def seconds(self, num_tokens: int) -> float:
+    def estimate_seconds(self, num_tokens: int) -> float:
         return self.per_token * num_tokens + self.per_square * num_tokens**2
 
 
@@ -258,7 +258,7 @@ def loads(
                     tokens=tokens,
                     blocks=blocks,
                     size_bytes=blocks * layout.page_bytes * num_devices,
-                    prefill_seconds=prefill.seconds(tokens),
+                    prefill_seconds=prefill.estimate_seconds(tokens),
                     load_seconds={tier: blocks * each for tier, each in seconds.items()},
                 )
             )

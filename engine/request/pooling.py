@@ -46,7 +46,7 @@ class Dimensions:
         listed = tuple(each for each in entries if type(each) is int and each >= 1)
         return cls(config.get("is_matryoshka") is True or bool(listed), listed)
 
-    def check(self, asked: int | None, full: int) -> None:
+    def check_asked_count(self, asked: int | None, full: int) -> None:
         """Raise ValueError, which begins with the field's name, for a number that cannot be, of
         `full` that there are."""
         if asked is None or (type(asked) is int and asked == full):

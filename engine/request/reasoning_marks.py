@@ -96,7 +96,7 @@ class ThoughtTracker:
         tracker.extend(prompt[tail:].tolist())
         return tracker
 
-    def push(self, token_id: int) -> None:
+    def track_token(self, token_id: int) -> None:
         """Take in the next token."""
         if not self.is_inside:
             self._start_matched = self._start.matched_after(self._start_matched, token_id)
@@ -110,7 +110,7 @@ class ThoughtTracker:
 
     def extend(self, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
-            self.push(token_id)
+            self.track_token(token_id)
 
     def after(self, token_ids: Iterable[int]) -> ThoughtTracker:
         """A tracker of the sequence that goes on with these tokens; this one stays as it is."""
@@ -131,13 +131,13 @@ class ThoughtCounter:
         self._ended = 0  # tokens of thoughts that have ended
         self.count = 0
 
-    def take(self, token_ids: Iterable[int], *, is_last: bool = False) -> int:
+    def count_thoughts(self, token_ids: Iterable[int], *, is_last: bool = False) -> int:
         """How many more there are with these tokens; never less than 0. What may be the beginning
         of an end mark is counted once it turns out to be none."""
         before, tracker = self.count, self._tracker
         for token_id in token_ids:
             was_inside, own = tracker.is_inside, tracker.length - tracker.end_matched
-            tracker.push(token_id)
+            tracker.track_token(token_id)
             if was_inside and not tracker.is_inside:
                 self._ended += own
         self.count = self._ended + tracker.length - (0 if is_last else tracker.end_matched)

@@ -240,16 +240,16 @@ class Nodes:
         with_blocks = bool(self.of_role[Role.PREFILL])
         return find_difference(node.identity, self._reference, with_blocks=with_blocks)
 
-    async def look(self) -> None:
+    async def probe_all(self) -> None:
         """Look at every node once."""
         await asyncio.gather(*(self._look_at(node) for node in self))
         self.judge()
 
-    async def watch(self) -> None:
+    async def poll_health(self) -> None:
         """Look at all of them again and again, each on its own, until cancelled."""
-        await asyncio.gather(*(self._watch(node) for node in self))
+        await asyncio.gather(*(self._watch_node(node) for node in self))
 
-    async def _watch(self, node: Node) -> None:
+    async def _watch_node(self, node: Node) -> None:
         while True:
             await asyncio.sleep(self._health_seconds)
             await self._look_at(node)

@@ -77,9 +77,9 @@ class Proxy:
                     params = await self._prefill(request, facts, deadline)
                 if params is not None:
                     request = replace(request, body=legs.decode_body(fields, params))
-                await self._decode(request, facts, reply, deadline, follower)
+                await self._forward_decode(request, facts, reply, deadline, follower)
                 return
-        await self._decode(request, facts, reply, deadline)
+        await self._forward_decode(request, facts, reply, deadline)
 
     @asynccontextmanager
     async def _followed(self, request: NodeRequest, facts: Facts) -> AsyncIterator[Node | None]:
@@ -143,7 +143,7 @@ class Proxy:
                 body = await answer.read_whole(HELD_BYTES)
         except NodeError as error:
             leg.outcome = error.outcome
-            self._note(node, error)
+            self._handle_node_error(node, error)
             return None
         if status == 200:
             leg.outcome = "ok"
@@ -155,7 +155,7 @@ class Proxy:
         logger.info("%s answered %d to a prefill", node.name, status)
         return None
 
-    async def _decode(
+    async def _forward_decode(
         self,
         request: NodeRequest,
         facts: Facts,
@@ -178,7 +178,7 @@ class Proxy:
                 except NodeError as failure:
                     error = failure
                     leg.outcome = failure.outcome
-                    self._note(node, failure)
+                    self._handle_node_error(node, failure)
                     if reply.is_started or isinstance(failure, NodeSlow):
                         break
             raise _explain(error, is_started=reply.is_started)
@@ -240,9 +240,9 @@ class Proxy:
             leg.outcome = "gone"
             raise
         finally:
-            self._metrics.count(role, leg.outcome, time.monotonic() - began)
+            self._metrics.record_outcome(role, leg.outcome, time.monotonic() - began)
 
-    def _note(self, node: Node, error: NodeError) -> None:
+    def _handle_node_error(self, node: Node, error: NodeError) -> None:
         logger.warning("%s: %s", node.name, error)
         if isinstance(error, NodeUnreachable):
             node.mark_down(str(error))

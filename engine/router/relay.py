@@ -55,7 +55,7 @@ class Reply:
         """Send more of the body; returns when the client has room for yet more."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def end(self, data: bytes = b"") -> None:
+    async def finish_body(self, data: bytes = b"") -> None:
         """Send the last of the body."""
         self.is_ended = True
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
@@ -68,7 +68,7 @@ class Reply:
         event = b"data: " + encode_error(error) + b"\n\n"
         try:
             async with asyncio.timeout(LAST_WORDS_SECONDS):
-                await self.end(event)
+                await self.finish_body(event)
         except TimeoutError:
             logger.info("a client did not read the end of its stream; its connection is dropped")
 
@@ -102,7 +102,7 @@ async def _pass_bytes(answer: NodeAnswer, reply: Reply, headers: Headers) -> Non
         if answer.ends_by_closing and answer.content_type == "application/json":
             _check_json(held)
         await reply.start(answer.status, headers)
-    await reply.end(bytes(held))
+    await reply.finish_body(bytes(held))
 
 
 def _check_json(held: bytearray) -> None:
@@ -128,7 +128,7 @@ async def _pass_events(answer: NodeAnswer, reply: Reply, headers: Headers) -> No
         await reply.start(answer.status, headers)
     if answer.ends_by_closing and not events.is_done:
         raise NodeLost("closed the connection before the last event")
-    await reply.end(events.rest)
+    await reply.finish_body(events.rest)
 
 
 async def _next_chunk(answer: NodeAnswer, events: WholeEvents) -> bytes:

@@ -99,8 +99,8 @@ class Router:
         warning and no reason to end: they may be restarted one by one just now, and those that
         agree can answer."""
         self._ended = asyncio.get_running_loop().create_future()
-        await self.nodes.look()
-        self._watch = asyncio.create_task(self.nodes.watch())
+        await self.nodes.probe_all()
+        self._watch = asyncio.create_task(self.nodes.poll_health())
 
     def end_requests(self) -> None:
         """Have every open answer end now, with an error that says why. Idempotent."""
@@ -229,7 +229,7 @@ class Router:
             else:
                 await error_response(error)(scope, receive, send)
         finally:
-            self.metrics.count(CLIENT, outcome, time.monotonic() - began)
+            self.metrics.record_outcome(CLIENT, outcome, time.monotonic() - began)
 
     async def _forward(self, scope: Scope, receive: Receive, reply: Reply, share: _Share) -> str:
         """How the request ended."""

@@ -65,7 +65,7 @@ class RouterMetrics:
             for outcome in outcomes:
                 self._requests.labels(leg, outcome)
 
-    def count(self, leg: str, outcome: str, seconds: float | None = None) -> None:
+    def record_outcome(self, leg: str, outcome: str, seconds: float | None = None) -> None:
         """One that ended; `seconds` where it took any."""
         self._requests.labels(leg, outcome).inc()
         if seconds is not None:

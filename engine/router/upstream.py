@@ -155,7 +155,7 @@ class _Connection:
             if event is not h11.NEED_DATA:
                 assert isinstance(event, h11.Event)
                 return event
-            self._http.receive_data(await self._read())
+            self._http.receive_data(await self._read_bytes())
 
     def ready_event(self) -> h11.Event | None:
         """The next event if it is there already. What is wrong with it, `read_event` says."""
@@ -165,7 +165,7 @@ class _Connection:
             return None  # it is raised again
         return event if isinstance(event, h11.Event) else None
 
-    async def _read(self) -> bytes:
+    async def _read_bytes(self) -> bytes:
         try:
             async with asyncio.timeout(self._wait_seconds):
                 return await self._reader.read(_READ_BYTES)

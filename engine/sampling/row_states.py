@@ -66,7 +66,7 @@ class SamplingRows:
         """How many likeliest tokens are asked for, NO_LOGPROBS where nothing is."""
         return self._logprobs.values
 
-    def update(self, update: BatchUpdate) -> None:
+    def apply_batch_update(self, update: BatchUpdate) -> None:
         """Take in one step's changes: removed, added, moved."""
         for numbers in (self._temperature, self._top_k, self._top_p, self._logprobs):
             numbers.update(update)
@@ -101,21 +101,21 @@ class RowFollower(ABC):
     def update(self, update: BatchUpdate) -> None:
         """Take in one step's changes: removed, added, moved."""
         for row in update.removed:
-            self._drop(row)
+            self._clear_row(row)
         for added in update.added:
-            self._drop(added.row)
+            self._clear_row(added.row)
             self._add(added)
         for source, target in update.moved:
-            self._move(source, target)
+            self._move_row_state(source, target)
 
     @abstractmethod
     def _add(self, added: AddedRow) -> None: ...
 
     @abstractmethod
-    def _drop(self, row: int) -> None: ...
+    def _clear_row(self, row: int) -> None: ...
 
     @abstractmethod
-    def _move(self, source: int, target: int) -> None:
+    def _move_row_state(self, source: int, target: int) -> None:
         """Give what the source holds to the target, and empty the source."""
 
 
@@ -132,12 +132,12 @@ class RowValues(RowFollower, Generic[Number]):
     def _add(self, added: AddedRow) -> None:
         self.values[added.row] = self._value_of(added)
 
-    def _drop(self, row: int) -> None:
+    def _clear_row(self, row: int) -> None:
         self.values[row] = self._empty
 
-    def _move(self, source: int, target: int) -> None:
+    def _move_row_state(self, source: int, target: int) -> None:
         self.values[target] = self.values[source]
-        self._drop(source)
+        self._clear_row(source)
 
 
 class RowStates(RowFollower, Generic[State]):
@@ -171,21 +171,21 @@ class RowStates(RowFollower, Generic[State]):
 
     def discard(self, row: int) -> None:
         """Forget what a row needs no more."""
-        self._drop(row)
+        self._clear_row(row)
 
     def _add(self, added: AddedRow) -> None:
         state = self._state_of(added)
         if state is not None:
             self.put(added.row, state)
 
-    def _drop(self, row: int) -> None:
+    def _clear_row(self, row: int) -> None:
         self._states.pop(row, None)
         self._has_state[row] = False
 
-    def _move(self, source: int, target: int) -> None:
+    def _move_row_state(self, source: int, target: int) -> None:
         state = self._states.get(source)
-        self._drop(source)
-        self._drop(target)
+        self._clear_row(source)
+        self._clear_row(target)
         if state is not None:
             self.put(target, state)
 

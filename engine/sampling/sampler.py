@@ -58,7 +58,7 @@ class Sampled:
 
 
 class Sampler:
-    """The sampler of one batch; `update` it with every BatchUpdate before sampling."""
+    """The sampler of one batch; give every BatchUpdate to `apply_batch_update` before sampling."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class Sampler:
         else:
             self._generator.manual_seed(seed)
 
-    def update(self, update: BatchUpdate) -> None:
-        self._rows.update(update)
+    def apply_batch_update(self, update: BatchUpdate) -> None:
+        self._rows.apply_batch_update(update)
         self._processors.update_state(update)
 
     def failures(self, rows: IntArray) -> dict[int, str]:
@@ -114,9 +114,9 @@ class Sampler:
         that its request would get after them; raises ValueError where they do not fit. The logits
         are overwritten where a request changes them. Waits for the device once, for the answer;
         twice in the rare step in which top-p needed more candidates."""
-        return self.begin(logits, rows, mask, masked, offsets=offsets, drafts=drafts).wait()
+        return self.sample_async(logits, rows, mask, masked, offsets=offsets, drafts=drafts).wait()
 
-    def begin(
+    def sample_async(
         self,
         logits: Tensor,
         rows: IntArray,

@@ -92,7 +92,7 @@ class Admission:
             verdict = self._consider(request, step, now, only_known)
             if verdict is Verdict.NO_ROOM:
                 return False
-            queue.remove(request)
+            queue.remove_request(request)
             if verdict is Verdict.LATER:
                 later.append(request)
         return True
@@ -157,7 +157,9 @@ class Admission:
                 ):
                     overlaps = self._overlaps(match, request, hits, num_hit_tokens)
                     if not overlaps:
-                        return self._load(request, hits, num_hit_tokens, match.tokens, only_known)
+                        return self._load_external_tokens(
+                            request, hits, num_hit_tokens, match.tokens, only_known
+                        )
                     hits, num_hit_tokens = None, 0
                     self._observer.decision(request, Decision.LOADING)
         if step.budget == 0:
@@ -172,12 +174,12 @@ class Admission:
         elif num_tokens > step.budget:
             self._note_wait(request, Obstacle.BUDGET)
             return Verdict.NO_ROOM
-        while obstacle := self._begin(request, num_tokens, hits, num_hit_tokens):
+        while obstacle := self._allocate_first_slots(request, num_tokens, hits, num_hit_tokens):
             if not self._make_room(request):
                 self._note_wait(request, obstacle)
                 return Verdict.NO_ROOM
         request.num_computed_tokens += num_hit_tokens
-        self._start(request, num_tokens, step, now)
+        self._start_request(request, num_tokens, step, now)
         return Verdict.RUNS
 
     def _overlaps(
@@ -192,10 +194,10 @@ class Admission:
             and self._loads.begin_load(
                 request, hits, num_hit_tokens, match.tokens, self._keep_free(), overlapped=True
             )
-            and self._reservations.begin()
+            and self._reservations.commit_reserved()
         )
 
-    def _load(
+    def _load_external_tokens(
         self,
         request: Request,
         hits: GroupBlocks,
@@ -224,7 +226,7 @@ class Admission:
             # With nothing running, those that have loaded come first, since they can run.
             self._note_wait(request, obstacle)
             return Verdict.LATER if states.loaded and not states.running else Verdict.NO_ROOM
-        self._reservations.begin()
+        self._reservations.commit_reserved()
         self._context.counts["loads"] += 1
         self._observer.decision(request, Decision.LOADING)
         # Tokens that the load does not bring have to be computed after all.
@@ -232,7 +234,7 @@ class Admission:
         request.progress.lose(promised, "load_failed")
         return Verdict.LOADING
 
-    def _begin(
+    def _allocate_first_slots(
         self, request: Request, num_tokens: int, hits: GroupBlocks | None, num_hit_tokens: int
     ) -> Obstacle | None:
         """Take blocks for its first tokens in this step; or what is in the way, and nothing has
@@ -249,7 +251,7 @@ class Admission:
         if added is None:
             return Obstacle.ROOM
         if hits is not None:
-            self._reservations.begin()
+            self._reservations.commit_reserved()
         return None
 
     def _drives_out(self, request: Request, hits: GroupBlocks) -> bool:
@@ -284,7 +286,9 @@ class Admission:
         has_begun = any(other.num_preemptions > 0 for other in loaded)
         return not has_begun and self._make_room(request)
 
-    def _start(self, request: Request, num_tokens: int, step: StepBuilder, now: float) -> None:
+    def _start_request(
+        self, request: Request, num_tokens: int, step: StepBuilder, now: float
+    ) -> None:
         states = self._states
         if request in states.loaded:
             states.loaded.remove(request)

@@ -91,7 +91,7 @@ class ConnectorExchange:
             return bool(reports), []
         ended = RequestStatus.FINISHED_ERROR
         return bool(reports), [
-            self._writer.end(request, ended, now, LOAD_FAILED.format(failure))
+            self._writer.finish_request(request, ended, now, LOAD_FAILED.format(failure))
             for request, failure in dict(failures).items()
             if not request.is_finished
         ]

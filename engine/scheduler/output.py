@@ -32,7 +32,7 @@ class OutputWriter:
         self.num_more = 0  # tokens taken beyond one a call
         self._max_model_len = states.context.manager.max_model_len
 
-    def take(self, request: Request, token_ids: list[int], now: float) -> TokenOutput:
+    def append_tokens(self, request: Request, token_ids: list[int], now: float) -> TokenOutput:
         """Append sampled tokens up to the first that ends the request."""
         progress = request.progress
         if len(token_ids) > 1:
@@ -60,7 +60,7 @@ class OutputWriter:
             output.num_cached_tokens = 0
             if status is RequestStatus.FINISHED_STOPPED:
                 request.stop_reason = stop_reason(request, token_id)
-            self._close(output, request, status, now)
+            self._finish_output(output, request, status, now)
         return output
 
     def _take_several(self, request: Request, token_ids: list[int], now: float) -> TokenOutput:
@@ -94,10 +94,10 @@ class OutputWriter:
         if status is not None:
             if status is RequestStatus.FINISHED_STOPPED:
                 request.stop_reason = stop_reason(request, token_ids[-1])
-            self._close(output, request, status, now)
+            self._finish_output(output, request, status, now)
         return output
 
-    def end(
+    def finish_request(
         self, request: Request, status: RequestStatus, now: float, error: str | None = None
     ) -> TokenOutput:
         """End a request for another reason than its tokens."""
@@ -106,16 +106,16 @@ class OutputWriter:
             output.error_code = NOT_FINITE
         elif status is RequestStatus.FINISHED_PROCESSOR_FAILED:
             output.error_code = PROCESSOR_FAILED
-        self._close(output, request, status, now)
+        self._finish_output(output, request, status, now)
         return output
 
-    def _close(
+    def _finish_output(
         self, output: TokenOutput, request: Request, status: RequestStatus, now: float
     ) -> None:
         output.finish_reason = status.finish_reason
         output.stop_reason = request.stop_reason
         output.timings = request.timings(now)
-        self._states.end(request, status)
+        self._states.mark_finished(request, status)
 
 
 def add_figures(outputs: Iterable[TokenOutput], runner_output: ModelRunnerOutput) -> None:

@@ -149,21 +149,21 @@ class Pins:
     def arrives(self, request: Request, tool: str, now: float) -> None:
         """A request of a job has come."""
         if request.job:
-            self._ask("turn_arrives", request.job, tool, now)
+            self._call_estimator("turn_arrives", request.job, tool, now)
 
-    def take(self, request: Request, now: float) -> bool:
+    def pin_turn(self, request: Request, now: float) -> bool:
         """A turn has ended well, and holds its blocks: whether they are pinned now. If not, they
         are the caller's to give back."""
         job = request.job
         if not job or request.is_last_step:
             if job:
-                self._release(job)
+                self._unpin_job(job)
                 if self._retention is not None:
                     self._retention.job_ended(job)
             return False
-        self._ask("turn_ended", job, now)
+        self._call_estimator("turn_ended", job, now)
         self._keep_in_tiers(request)
-        self._release(job)
+        self._unpin_job(job)
         ids = self._manager.get_block_ids(request.request_id)
         num_blocks = sum(len(table) - table.count(0) for table in ids)  # 0 is the null block
         if not num_blocks or num_blocks > self._most_blocks or not self._pays(job, ""):
@@ -191,13 +191,13 @@ class Pins:
         if seconds is not None and self._retention is not None:
             self._retention.turn_expected(job, _due(seconds))
         if job in self._pins and not self._pays(job, tool):
-            self._release(job)
+            self._unpin_job(job)
             self._counts["pins_not_worth"] += 1
 
     def expire(self, now: float) -> None:
         """Give back what has been pinned for long enough."""
         while self.is_due(now):
-            self._release(next(iter(self._pins)))
+            self._unpin_job(next(iter(self._pins)))
             self._counts["pins_expired"] += 1
 
     def release_oldest(self, spare: Job = b"") -> bool:
@@ -206,7 +206,7 @@ class Pins:
         if not self._pins:
             return False
         job = next((each for each in self._pins if each != spare), spare)
-        self._release(job)
+        self._unpin_job(job)
         self._counts["pins_given_up"] += 1
         return True
 
@@ -215,7 +215,7 @@ class Pins:
         while self.release_oldest():
             pass
 
-    def _release(self, job: Job) -> None:
+    def _unpin_job(self, job: Job) -> None:
         pin = self._pins.pop(job, None)
         if pin is not None:
             self.num_blocks -= pin.num_blocks
@@ -246,14 +246,14 @@ class Pins:
 
     def _seconds(self, job: Job, tool: str) -> float | None:
         """How long the tool takes, where the estimator says something that can be."""
-        seconds = self._ask("tool_seconds", job, tool)
+        seconds = self._call_estimator("tool_seconds", job, tool)
         return seconds if seconds is not None and math.isfinite(seconds) else None
 
     def _pays(self, job: Job, tool: str) -> bool:
-        seconds = self._ask("tool_seconds", job, tool)
+        seconds = self._call_estimator("tool_seconds", job, tool)
         return seconds is None or not seconds > THRESHOLD_SECONDS
 
-    def _ask(self, name: str, *arguments: object) -> float | None:
+    def _call_estimator(self, name: str, *arguments: object) -> float | None:
         """Ask the estimator; one that fails costs the engine nothing."""
         if self._estimator is None:
             return None

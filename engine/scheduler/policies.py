@@ -48,7 +48,7 @@ class RequestQueue(ABC):
         """A request that comes back, and was let in before all that wait."""
 
     @abstractmethod
-    def remove(self, request: Request) -> bool:
+    def remove_request(self, request: Request) -> bool:
         """Take a request out, wherever it stands; whether it was there."""
 
     def add_all(self, requests: Iterable[Request]) -> None:
@@ -77,7 +77,7 @@ class FCFSQueue(RequestQueue):
     def prepend(self, request: Request) -> None:
         self._requests.appendleft(request)
 
-    def remove(self, request: Request) -> bool:
+    def remove_request(self, request: Request) -> bool:
         try:
             self._requests.remove(request)
         except ValueError:
@@ -119,7 +119,7 @@ class SortedQueue(RequestQueue):
     def prepend(self, request: Request) -> None:
         self.add(request)
 
-    def remove(self, request: Request) -> bool:
+    def remove_request(self, request: Request) -> bool:
         if self._alive.pop(request, None) is None:
             return False
         if len(self._heap) > 2 * len(self._alive) + 16:
@@ -206,14 +206,14 @@ class JobQueue(FCFSQueue):
 
     def add(self, request: Request) -> None:
         super().add(request)
-        self._note(request)
+        self._index_by_job(request)
 
     def prepend(self, request: Request) -> None:
         super().prepend(request)
-        self._note(request)
+        self._index_by_job(request)
 
-    def remove(self, request: Request) -> bool:
-        if not super().remove(request):
+    def remove_request(self, request: Request) -> bool:
+        if not super().remove_request(request):
             return False
         if request.job:
             others = self._by_job[request.job]
@@ -226,7 +226,7 @@ class JobQueue(FCFSQueue):
         """Those that belong to one of the jobs."""
         return [each for job in self._by_job.keys() & jobs.keys() for each in self._by_job[job]]
 
-    def _note(self, request: Request) -> None:
+    def _index_by_job(self, request: Request) -> None:
         if request.job:
             self._by_job.setdefault(request.job, []).append(request)
 

@@ -92,13 +92,13 @@ class Reservations:
         if not self.is_on or request.num_computed_tokens > 0:
             return True
         if self._spare is None:
-            self._spare = self._count()
+            self._spare = self._count_spare_blocks()
         self._needed = self._manager.num_to_reserve(self._tokens_of(request), hits)
         if self._needed <= self._spare:
             return True
         return not (states.running or states.loaded or states.loads.blocking)
 
-    def begin(self) -> bool:
+    def commit_reserved(self) -> bool:
         """The request that was asked for last has its first blocks. True."""
         if self._spare is not None:
             self._spare -= self._needed
@@ -109,7 +109,7 @@ class Reservations:
         """The last token is sampled but never computed, so it needs no slot."""
         return request.max_num_tokens - 1 if self._is_full else request.num_tokens
 
-    def _count(self) -> int:
+    def _count_spare_blocks(self) -> int:
         states, pool = self._states, self._manager.pool
         loading = [each for each in states.loads.blocking if not each.is_finished]
         holders = [*states.running, *states.loaded, *loading]

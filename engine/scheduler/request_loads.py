@@ -73,18 +73,18 @@ class RequestLoads:
         else:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
             request.num_external_computed_tokens = num_external_tokens
-            self.hold(request)
+            self.add_cancelled(request)
         block_ids = page_tables(added, self._manager.pool.width)
         self._connector.begin_load(request, block_ids, num_external_tokens, overlapped=overlapped)
         return True
 
-    def hold(self, request: Request) -> None:
+    def add_cancelled(self, request: Request) -> None:
         """Keep a request that runs no more until the connector reports that no copy writes to its
         blocks: a load that was cancelled is reported like any other."""
         request.progress.load = LoadKind.BLOCKING
         self.blocking.append(request)
 
-    def release(self, request: Request, report: LoadReport) -> None:
+    def pop_reported(self, request: Request, report: LoadReport) -> None:
         """End the blocking load of a request, which goes on with what came; one that has ended
         gives its blocks back."""
         request.progress.load = None
@@ -92,7 +92,7 @@ class RequestLoads:
         if request.is_finished:
             self._manager.free(request)
         else:
-            self._settle(request, report)
+            self._apply_load_report(request, report)
 
     def most_tokens(self, request: Request) -> int:
         """How many tokens a request may compute now, which without an overlapped load is all it
@@ -131,7 +131,7 @@ class RequestLoads:
             self._failures.append((request, report.failure))
         return report
 
-    def _settle(self, request: Request, report: LoadReport) -> None:
+    def _apply_load_report(self, request: Request, report: LoadReport) -> None:
         loaded = min(report.num_loaded_tokens, request.num_external_computed_tokens)
         request.status = RequestStatus.WAITING
         request.num_external_computed_tokens = loaded

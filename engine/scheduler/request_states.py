@@ -108,7 +108,7 @@ class RequestStates:
                     "a load was reported for %s, which does not wait for one", report.request_id
                 )
                 continue
-            self.loads.release(request, report)
+            self.loads.pop_reported(request, report)
             if request.is_finished:
                 del self._requests[request.request_id]
                 continue
@@ -129,7 +129,7 @@ class RequestStates:
             running.remove(request)
         if self.loads.stop_overlap(request):
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-            self.loads.hold(request)
+            self.loads.add_cancelled(request)
         else:
             self.context.manager.free(request)
             request.status = RequestStatus.PREEMPTED
@@ -186,9 +186,9 @@ class RequestStates:
         may be what is wrong. They are counted under `cause`."""
         keys = self.context.manager.drop_names(request)
         if keys:
-            self.context.connector.drop(keys, cause)
+            self.context.connector.invalidate_blocks(keys, cause)
 
-    def end(self, request: Request, status: RequestStatus) -> None:
+    def mark_finished(self, request: Request, status: RequestStatus) -> None:
         """A request is finished, in whatever state. `sweep` must follow before the next step."""
         context, request_id, before = self.context, request.request_id, request.status
         was_running = before is RequestStatus.RUNNING
@@ -206,18 +206,21 @@ class RequestStates:
         if before is RequestStatus.WAITING_FOR_REMOTE_KVS:
             return  # a copy may be writing to its blocks; they are given back when it is reported
         if was_running and self.loads.stop_overlap(request):
-            self.loads.hold(request)
+            self.loads.add_cancelled(request)
             return
         del self._requests[request_id]
         is_pinned = False
         if self.pins is not None and was_running and status in _ENDED_WELL:
-            is_pinned = self.pins.take(request, time.monotonic())
+            is_pinned = self.pins.pin_turn(request, time.monotonic())
         if not is_pinned:
             context.manager.free(request)
         if not was_running:
             if request in self.loaded:
                 self.loaded.remove(request)
-            any(queue.remove(request) for queue in (self.waiting, self.skipped, self.deferred))
+            any(
+                queue.remove_request(request)
+                for queue in (self.waiting, self.skipped, self.deferred)
+            )
 
     def tell_again(self, finished_ids: set[str], preempted_ids: set[str]) -> None:
         """The worker may not have listened: it is told once more who has ended and who was sent

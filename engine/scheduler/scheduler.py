@@ -241,7 +241,7 @@ class Scheduler:
         now = time.monotonic()
         find = self._states.find_unfinished
         outputs = [
-            self._writer.end(request, status, now, error)
+            self._writer.finish_request(request, status, now, error)
             for request_id in dict.fromkeys(request_ids)
             if (request := find(request_id)) is not None
         ]
@@ -288,7 +288,9 @@ class Scheduler:
                 only_known = self._paused is Pause.NEW
                 retry = self._admission.admit(step, now, only_known=only_known)
         meta = self._exchange.build_meta(pool.take_evicted())
-        output = step.build(states.finished_ids, states.preempted_ids, meta, self._last_failed_id)
+        output = step.build_output(
+            states.finished_ids, states.preempted_ids, meta, self._last_failed_id
+        )
         states.finished_ids, states.preempted_ids = set(), set()
         total = output.total_num_scheduled_tokens
         if total:
@@ -320,7 +322,7 @@ class Scheduler:
             self.manager.pool.commit_step(scheduler_output.step_id)
         all_current = num_departed == self._states.num_departed
         sampled, nan_ids = runner_output.sampled_token_ids, runner_output.nan_request_ids
-        take = self._writer.take
+        take = self._writer.append_tokens
         running = RequestStatus.RUNNING
         for entry in entries:
             request = entry[0]
@@ -338,7 +340,7 @@ class Scheduler:
             if token_ids and not (nan_ids and request_id in nan_ids):
                 outputs.append(take(request, token_ids, now))
                 if request.num_placeholders:
-                    self._settle(request)
+                    self._resolve_placeholder(request)
             elif error := fault_of(request, entry.end, runner_output):
                 ended = RequestStatus.FINISHED_ERROR
                 if request_id in nan_ids:
@@ -347,7 +349,7 @@ class Scheduler:
                     ended = RequestStatus.FINISHED_NOT_FINITE
                 elif request_id in runner_output.processor_errors:
                     ended = RequestStatus.FINISHED_PROCESSOR_FAILED
-                outputs.append(self._writer.end(request, ended, now, error))
+                outputs.append(self._writer.finish_request(request, ended, now, error))
                 num_ended += 1
         # One token for each of the others, but for those of whom several came.
         num_tokens = len(outputs) - num_ended + self._writer.num_more - num_more
@@ -388,7 +390,7 @@ class Scheduler:
             for entry in step.entries:
                 if entry.is_current:
                     ended = RequestStatus.FINISHED_ERROR
-                    outputs.append(self._writer.end(entry.request, ended, now, text))
+                    outputs.append(self._writer.finish_request(entry.request, ended, now, text))
                 elif entry.kind is EntryKind.STARTS and not entry.request.is_finished:
                     # Sent back since, and the worker may never have heard of it.
                     entry.request.progress.is_known = False
@@ -457,7 +459,7 @@ class Scheduler:
             **self._context.counts,
         }
 
-    def _settle(self, request: Request) -> None:
+    def _resolve_placeholder(self, request: Request) -> None:
         """A token that a later step already computes is known."""
         request.num_placeholders -= 1
         num_tokens = request.num_tokens

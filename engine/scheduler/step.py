@@ -2,8 +2,8 @@
 """The step being put together: who runs, with how many tokens, and what the worker must be told.
 
 A request the worker sees first is described in full, one it knows by the difference; one that was
-preempted and comes back replaces its table. Until `build` an entry can be taken back; then the step
-is in flight until the worker's answer comes.
+preempted and comes back replaces its table. Until `build_output` an entry can be taken back; then
+the step is in flight until the worker's answer comes.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class StepBuilder:
         goes_on = entry.kind is EntryKind.GOES_ON
         request.num_computed_tokens = entry.num_computed_tokens if goes_on else 0
 
-    def build(
+    def build_output(
         self,
         finished_ids: set[str],
         preempted_ids: set[str],

@@ -43,7 +43,7 @@ def open_backend(name: str, read: Callable[[], Vocabulary], *, forks: bool = Fal
     auto = _Auto(read(), forks)
     for each in _PACKAGES if forks else ():
         if _is_installed(each):
-            auto.open(each)
+            auto.get_backend(each)
     return auto
 
 
@@ -77,11 +77,11 @@ class _Auto(Backend):
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         return self._by_either(
-            spec, self._first_choice(spec), lambda name: self.open(name).compile(spec)
+            spec, self._first_choice(spec), lambda name: self.get_backend(name).compile(spec)
         )
 
-    def prepare(self, spec: GrammarSpec) -> None:
-        self.open(self._first_choice(spec))
+    def load_requirements(self, spec: GrammarSpec) -> None:
+        self.get_backend(self._first_choice(spec))
 
     def try_out(self, spec: GrammarSpec, *, is_second: bool = False) -> tuple[Form, Grammar]:
         """What takes xgrammar too long, llguidance may be done with at once, and counts its work
@@ -89,10 +89,10 @@ class _Auto(Backend):
         first = self._first_choice(spec)
         if is_second and _is_installed("guidance"):
             first = "guidance"
-        return self._by_either(spec, first, lambda name: self.open(name).try_out(spec))
+        return self._by_either(spec, first, lambda name: self.get_backend(name).try_out(spec))
 
     def build(self, spec: GrammarSpec, form: Form) -> Grammar:
-        return self.open(form.backend).build(spec, form)
+        return self.get_backend(form.backend).build(spec, form)
 
     def _by_either(self, spec: GrammarSpec, first: str, make: Callable[[str], Made]) -> Made:
         """By the first backend, or where that cannot, by the other."""
@@ -118,7 +118,7 @@ class _Auto(Backend):
             raise GrammarError(f"it has {why}, which needs llguidance; {_INSTALL}")
         return "xgrammar"
 
-    def open(self, name: str) -> Backend:
+    def get_backend(self, name: str) -> Backend:
         """The backend of this name, from now on."""
         with self._lock:
             if name not in self._opened:

@@ -124,7 +124,7 @@ class Backend(ABC):
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Raises GrammarError."""
 
-    def prepare(self, spec: GrammarSpec) -> None:
+    def load_requirements(self, spec: GrammarSpec) -> None:
         """Import and open what this grammar will need, if it compiles: on the thread that builds,
         while another process tries it out. Raises GrammarError."""
         return

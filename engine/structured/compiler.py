@@ -112,7 +112,7 @@ class _Builder:
         self.at: Compilation | None = None  # which it takes over
         self._thread: LimitedThread | None = None
 
-    def begin(self, compilation: Compilation) -> None:
+    def set_current(self, compilation: Compilation) -> None:
         self.at = compilation
 
     def put(self, tenant: str, job: Job, *, is_first: bool = False) -> None:
@@ -123,7 +123,7 @@ class _Builder:
     def leave_hung(self, limit: Limit) -> Compilation | None:
         """The one at which its thread hangs, which another thread replaces."""
         at = self.at
-        if at is None or self._thread is None or not self._thread.leave(limit):
+        if at is None or self._thread is None or not self._thread.abandon_if_over(limit):
             return None
         self.at = None
         self._thread = LimitedThread("stratakv-grammar", self.jobs)
@@ -131,7 +131,7 @@ class _Builder:
 
     def close(self) -> None:
         if self._thread is not None:
-            self.jobs.end(1)
+            self.jobs.stop_threads(1)
             self._thread.join(_CLOSE_SECONDS)
             self._thread = None
 
@@ -200,12 +200,12 @@ class GrammarCompiler:
                 kept.known.move_to_end(spec)
                 self.num_found += 1
                 return found
-            self._forget(tenant, spec)
+            self._pop_compilation(tenant, spec)
         waiting = self._waiting.get((tenant, spec))
         if waiting is not None:
             return waiting
         if self._shares.is_over(tenant):
-            count = self._shares.count(tenant)
+            count = self._shares.count_of(tenant)
             raise TooManyGrammars(
                 f"{count} grammars of this client wait to be compiled; send fewer at once, or try "
                 "later"
@@ -226,7 +226,7 @@ class GrammarCompiler:
         """Nobody waits for it any more: it is compiled only if that has begun."""
         self._give_up(compilation, _NOBODY)
 
-    def collect(self) -> None:
+    def poll_compilations(self) -> None:
         """Take note of what was done, and fail what takes too long here."""
         if not self._waiting:
             return
@@ -250,7 +250,7 @@ class GrammarCompiler:
                     len(self._kept[name].known) if many else self._kept[name].num_bytes
                 ),
             )
-            dropped.append(self._forget(tenant, next(iter(self._kept[tenant].known))))
+            dropped.append(self._pop_compilation(tenant, next(iter(self._kept[tenant].known))))
             num_entries, num_bytes = num_entries - 1, num_bytes - dropped[-1].num_bytes
         if dropped:
             self.free(dropped)
@@ -276,8 +276,8 @@ class GrammarCompiler:
         """End the threads and processes; a thread that hangs is left behind. Idempotent."""
         if self._processes is not None:
             self._processes.close()
-        self._quick.end(len(self._threads))
-        self._long.end(len(self._threads))
+        self._quick.stop_threads(len(self._threads))
+        self._long.stop_threads(len(self._threads))
         for thread in self._threads:
             thread.join(_CLOSE_SECONDS)
         self._threads = []
@@ -298,26 +298,26 @@ class GrammarCompiler:
 
     def _prepare(self, spec: GrammarSpec, _: LimitedThread) -> None:
         with suppress(ValueError, ImportError):  # the process that compiles says so
-            self._open().prepare(spec)
+            self._ensure_backend().load_requirements(spec)
 
     def _work(self, queue: FairQueue[Compilation], limit: Limit, *, is_second: bool) -> None:
         """On a thread, which waits for processes: until the end."""
         while (compilation := queue.get()) is not None:
-            if not self._begin(compilation):
+            if not self._claim_compilation(compilation):
                 continue
             began = None
             try:
                 if self._processes is not None:
-                    self._processes.open()  # outside every limit
+                    self._processes.start_first_process()  # outside every limit
                 began = time.monotonic()
                 self._try_out(compilation, limit, is_second)
             except Exception as caught:  # noqa: BLE001 - it is told, and logged
-                self._fail(compilation, caught)
+                self._set_error(compilation, caught)
                 self._wake()
             if began is not None:
                 queue.charge(compilation.tenant, time.monotonic() - began)
 
-    def _begin(self, compilation: Compilation) -> bool:
+    def _claim_compilation(self, compilation: Compilation) -> bool:
         """False where it is no longer wanted."""
         with self._beginning:
             compilation.has_begun = not compilation.is_done
@@ -357,12 +357,12 @@ class GrammarCompiler:
                 if len([each for each in some if not each.is_gone]) >= most:
                     idle = [each for each in some if each.is_idle(_UNUSED_SECONDS)]
                     if not idle:
-                        grammar.end()
+                        grammar.end_process()
                         raise NotNow(
                             f"{len(some)} grammars that take long are followed already; try "
                             "later, or make it simpler"
                         )
-                    min(idle, key=lambda each: each.used).end()
+                    min(idle, key=lambda each: each.used).end_process()
             self._apart = [weakref.ref(each) for each in (*there, grammar)]
         return grammar
 
@@ -378,7 +378,7 @@ class GrammarCompiler:
                 return grammar, words, time.thread_time() - began
             return grammar, words, 0.0
 
-        if self._begin(compilation):
+        if self._claim_compilation(compilation):
             self._run_here(compilation, make, thread)
 
     def _run_here(
@@ -387,8 +387,10 @@ class GrammarCompiler:
         """On the builder's thread."""
         made, error, began = None, None, 0.0
         try:
-            backend = self._open()  # reading a vocabulary and importing count for no limit
-            if not thread.next_piece(partial(self._builder.begin, compilation)):
+            backend = (
+                self._ensure_backend()
+            )  # reading a vocabulary and importing count for no limit
+            if not thread.next_piece(partial(self._builder.set_current, compilation)):
                 return
             began = time.monotonic()
             # Not before: an import holds locks that steps may want.
@@ -408,20 +410,20 @@ class GrammarCompiler:
         def note() -> None:
             self._builder.at = None
             if error is not None:
-                self._fail(compilation, error)
+                self._set_error(compilation, error)
             elif made is not None:
                 _note_made(compilation, made)
 
         if thread.next_piece(note):
             self._wake()
 
-    def _open(self) -> Backend:
+    def _ensure_backend(self) -> Backend:
         """On the builder's thread."""
         if self._backend is None:
             self._backend = self._open_backend()
         return self._backend
 
-    def _fail(self, compilation: Compilation, caught: Exception) -> None:
+    def _set_error(self, compilation: Compilation, caught: Exception) -> None:
         text = str(caught) or type(caught).__name__
         if not isinstance(caught, ValueError | ImportError):  # GrammarError, NoVocabulary
             logger.error("a grammar's backend failed", exc_info=caught)
@@ -439,7 +441,7 @@ class GrammarCompiler:
         for queue in (self._quick, self._long):
             queue.discard(compilation.tenant, compilation)
         del self._waiting[compilation.tenant, compilation.spec]
-        self._shares.remove(compilation.tenant)
+        self._shares.remove_tenant(compilation.tenant)
         return True
 
     def _displace(self, tenant: str) -> None:
@@ -451,7 +453,7 @@ class GrammarCompiler:
     def _take_note(self, key: tuple[str, GrammarSpec], compilation: Compilation) -> None:
         """Of one that is done."""
         del self._waiting[key]
-        self._shares.remove(compilation.tenant)
+        self._shares.remove_tenant(compilation.tenant)
         self.num_compiled += compilation.grammar is not None
         self.num_failed += compilation.grammar is None
         if not compilation.may_be_later:
@@ -459,7 +461,7 @@ class GrammarCompiler:
             kept.known[compilation.spec] = compilation
             kept.num_bytes += compilation.num_bytes
 
-    def _forget(self, tenant: str, spec: GrammarSpec) -> Compilation:
+    def _pop_compilation(self, tenant: str, spec: GrammarSpec) -> Compilation:
         kept = self._kept[tenant]
         compilation = kept.known.pop(spec)
         kept.num_bytes -= compilation.num_bytes

@@ -165,16 +165,16 @@ class _GuidanceMatcher(Matcher):
         # `consume_token` would break the matcher for good with a wrong one.
         if token_id not in self._end_ids and self._matcher.try_consume_tokens([token_id]) == 1:
             return True
-        self._check()
+        self._raise_matcher_error()
         return False
 
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens)
-        self._check()
+        self._raise_matcher_error()
 
     def fill(self, words: Words) -> None:
         if self._matcher.is_stopped():  # it has come to its end, or to one of its limits
-            self._check()
+            self._raise_matcher_error()
             words[:] = 0
             for token in self._end_ids:
                 words[token // BITS] |= np.uint32(1 << token % BITS).astype(np.int32)
@@ -183,9 +183,9 @@ class _GuidanceMatcher(Matcher):
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, self._num_mask_bytes)
         else:  # one token more than the model has
             words[:] = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(words)]
-        self._check()
+        self._raise_matcher_error()
 
-    def _check(self) -> None:
+    def _raise_matcher_error(self) -> None:
         if self._matcher.is_error():
             raise GrammarError(_plain(self._matcher.get_error()))
 

@@ -146,7 +146,7 @@ class GrammarManager:
     @property
     def is_due(self) -> bool:
         """Whether `take_compiled` would have something, or a request need sit out no longer."""
-        self._compiler.collect()
+        self._compiler.poll_compilations()
         if self._ahead.is_due:
             return True
         return any(waiting.compilation.is_done for waiting in self._waiting.values())
@@ -170,7 +170,7 @@ class GrammarManager:
         tenant = message.tenant
         if self._shares.is_over(tenant):
             raise TooManyGrammars(
-                f"{self._shares.count(tenant)} requests of this client wait for grammars; send "
+                f"{self._shares.count_of(tenant)} requests of this client wait for grammars; send "
                 "fewer at once, or try later"
             )
         waiting = Waiting(message, built, self._compiler.ask(asked.spec, tenant))
@@ -188,18 +188,18 @@ class GrammarManager:
         done = [each for each in self._waiting.values() if each.compilation.is_done]
         for waiting in done:
             del self._waiting[waiting.message.request_id]
-            self._shares.remove(waiting.message.tenant)
+            self._shares.remove_tenant(waiting.message.tenant)
         return done
 
-    def forget(self, request_ids: Iterable[str]) -> None:
+    def cancel_waiting(self, request_ids: Iterable[str]) -> None:
         """Nobody wants these any more, if they still wait."""
         for request_id in request_ids:
             gone = self._waiting.pop(request_id, None)
             if gone is not None:
-                self._shares.remove(gone.message.tenant)
+                self._shares.remove_tenant(gone.message.tenant)
                 self._give_up(gone)
 
-    def follow(self, waiting: Waiting) -> None:
+    def activate_grammar(self, waiting: Waiting) -> None:
         """Its request may run: from now on its answer follows its grammar."""
         built, grammar = waiting.built, waiting.compilation.grammar
         assert grammar is not None
@@ -242,7 +242,7 @@ class GrammarManager:
                 held.add(name)
         return held
 
-    def begin(
+    def begin_masks(
         self, requests: Iterable[Request], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
     ) -> None:
         """Start on the masks of those that choose a token in a step, all tokens before it being
@@ -274,30 +274,31 @@ class GrammarManager:
             for name in [n for n, each in self._followed.items() if each.request.is_finished]:
                 self._let_go(name)
         if jobs:
-            self._maker.begin(jobs)
+            self._maker.start_jobs(jobs)
         if self._thinking or jobs:
             self._has_begun = True
             if self._maker.is_done:  # now, and not behind a forward pass, which empties the caches
-                self._made = self._collect()
+                self._made = self._collect_masks()
 
     @property
     def has_begun(self) -> bool:
-        """Whether `begin` has found something to do for the step whose masks are asked for next."""
+        """Whether `begin_masks` has found something to do for the step whose masks are asked for
+        next."""
         return self._has_begun
 
     def masks(
         self, requests: Iterable[Request], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
     ) -> Masks:
-        """Those of a step, as `begin` was told, which is done here where it was not. In the mask a
-        request with k drafts has 1 + k rows one after the other. Requests that are `ended` are not
-        in it."""
+        """Those of a step, as `begin_masks` was told, which is done here where it was not. In the
+        mask a request with k drafts has 1 + k rows one after the other. Requests that are `ended`
+        are not in it."""
         if not self._has_begun:
-            self.begin(requests, drafts)
-        made = self._made if self._made is not None else self._collect()
+            self.begin_masks(requests, drafts)
+        made = self._made if self._made is not None else self._collect_masks()
         self._has_begun, self._made = False, None
         return made
 
-    def _collect(self) -> Masks:
+    def _collect_masks(self) -> Masks:
         """As `masks`, of what has begun."""
         thinking, self._thinking = self._thinking, []
         ids = [each.request.request_id for each, num_rows in thinking for _ in range(num_rows)]
@@ -305,7 +306,7 @@ class GrammarManager:
         if not self._maker.has_begun:
             return Masks(None if free is None else TokenMask(ids, free), [])
         followed, self._begun = self._begun, []
-        jobs, rows, num_rows = self._maker.collect()
+        jobs, rows, num_rows = self._maker.wait_for_masks()
         words = rows.unsigned[:num_rows].copy()  # the rows are used again
         lost: list[int] = []  # rows
         names_behind: list[str] = []

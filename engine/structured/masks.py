@@ -60,10 +60,10 @@ class MaskMaker:
 
     @property
     def is_done(self) -> bool:
-        """Whether `collect` would not have to wait."""
+        """Whether `wait_for_masks` would not have to wait."""
         return self._batch is None or self._batch.wait(0.0)
 
-    def begin(self, jobs: Sequence[MaskJob]) -> None:
+    def start_jobs(self, jobs: Sequence[MaskJob]) -> None:
         """Do the quick ones of these jobs, at least one, of which none is under way, and have the
         thread start on the others."""
         starts: Sequence[int] = range(len(jobs))
@@ -85,15 +85,15 @@ class MaskMaker:
             self._run(batch)
         batch.run(quick)
 
-    def collect(self) -> tuple[Sequence[MaskJob], Rows, int]:
+    def wait_for_masks(self) -> tuple[Sequence[MaskJob], Rows, int]:
         """Wait for the thread: the jobs, the rows of all in their order, and how many these are of
         those that there are. They mean nothing where a job has an error, and after the next
-        `begin`."""
+        `start_jobs`."""
         batch = self._batch
         assert batch is not None
         self._batch = None
         while not batch.wait(_POLL_SECONDS):
-            if self._thread is not None and self._thread.leave(self._limit):
+            if self._thread is not None and self._thread.abandon_if_over(self._limit):
                 self._thread = None
                 self._on_hang(batch.jobs[batch.places[batch.at]].follower.grammar)
                 batch = batch.without_hung_one()

@@ -80,7 +80,7 @@ class AheadMaker:
         follower.ahead = AheadRow(
             MaskJob(follower, new), Rows(1, self._num_words), is_later=is_known
         )
-        self._begin(follower.ahead)
+        self._enqueue_row(follower.ahead)
         return False
 
     def take_note(self) -> None:
@@ -95,7 +95,7 @@ class AheadMaker:
         self.num_made += len(self._open) - len(left)
         self._open = left
         here = self._lanes.get(None)
-        if left and here is not None and here.thread.leave(self._limit):
+        if left and here is not None and here.thread.abandon_if_over(self._limit):
             del self._lanes[None]
             hung = here.at
             assert hung is not None
@@ -104,18 +104,18 @@ class AheadMaker:
             rest = [each for each in left if each is not hung and each.lane is None]
             self._open = [each for each in left if each.lane is not None]
             for ahead in rest:
-                self._begin(ahead)
+                self._enqueue_row(ahead)
 
     def close(self) -> None:
         """End the threads, unless one hangs. Idempotent."""
         self._open.clear()
         lanes, self._lanes = list(self._lanes.values()), {}
         for lane in lanes:
-            lane.jobs.end()
+            lane.jobs.stop_next()
         for lane in lanes:
             lane.thread.join(CLOSE_SECONDS)
 
-    def _begin(self, ahead: AheadRow) -> None:
+    def _enqueue_row(self, ahead: AheadRow) -> None:
         self._open.append(ahead)
         lane = self._lanes.get(ahead.lane)
         if lane is None:
@@ -131,7 +131,7 @@ class AheadMaker:
             return
         lane.num_open -= 1
         if not lane.num_open and ahead.lane is not None:
-            lane.jobs.end()
+            lane.jobs.stop_next()
             del self._lanes[ahead.lane]
 
     def _make(self, lane: _Lane, ahead: AheadRow, thread: LimitedThread) -> None:
@@ -187,7 +187,7 @@ class _Turns:
         self._first.charge(tenant, seconds)
         self._later.charge(tenant, seconds)
 
-    def end(self) -> None:
+    def stop_next(self) -> None:
         """Whoever gets a job next is told to end, instead of the jobs that are left."""
         self._has_ended = True
         self._count.put(False)

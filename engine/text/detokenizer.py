@@ -47,7 +47,8 @@ class HidingDecoder:
 class IncrementalDetokenizer:
     """The text of one growing sequence.
 
-    Joined, the results of `push` and `finish` are the text that the output adds to the prompt's.
+    Joined, the results of `push_tokens` and `decode_rest` are the text that the output adds to the
+    prompt's.
     """
 
     __slots__ = ("_decoder", "_given", "_ids", "_read", "_skip_special_tokens")
@@ -63,21 +64,21 @@ class IncrementalDetokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._ids = self._context_of(prompt_token_ids)
         self._read = len(self._ids)
-        self._given = self._decode(self._ids)  # what of the window's text is already out
+        self._given = self._decode_ids(self._ids)  # what of the window's text is already out
 
-    def push(self, token_ids: Sequence[int]) -> str:
+    def push_tokens(self, token_ids: Sequence[int]) -> str:
         """Take tokens; the whole characters that they complete."""
         if not token_ids:
             return ""
         before = len(self._ids)
         self._ids.extend(token_ids)
-        text = self._decode(self._ids)
+        text = self._decode_ids(self._ids)
         if not text.endswith(REPLACEMENT):
             return self._advance(text)
         if len(token_ids) > 1:
             # One at a time no whole character is passed over, however many came at once.
             del self._ids[before:]
-            return "".join([self.push([token]) for token in token_ids])
+            return "".join([self.push_tokens([token]) for token in token_ids])
         if len(self._ids) - self._read > _MAX_PENDING_TOKENS:
             return self._shorten(text)
         # Byte tokens of some vocabularies turn into replacement characters together, also those
@@ -88,9 +89,9 @@ class IncrementalDetokenizer:
         self._given = stable
         return stable[len(given) :]
 
-    def finish(self) -> str:
+    def decode_rest(self) -> str:
         """The rest of the text; a half character comes out as U+FFFD."""
-        return self._advance(self._decode(self._ids))
+        return self._advance(self._decode_ids(self._ids))
 
     def _context_of(self, prompt_token_ids: Sequence[int]) -> list[int]:
         """The prompt's last tokens, from the beginning of a character on: where bytes are tokens,
@@ -101,7 +102,7 @@ class IncrementalDetokenizer:
             end = max(0, len(longest) - unfinished)
             for size in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MAX_HELD_CHARACTERS + 1):
                 start = max(0, len(longest) - size)
-                if REPLACEMENT not in self._decode(longest[start:end]):
+                if REPLACEMENT not in self._decode_ids(longest[start:end]):
                     return longest[end:] if unfinished else longest[start:]
         return longest[-_CONTEXT_TOKENS:]
 
@@ -109,7 +110,7 @@ class IncrementalDetokenizer:
         """Give out all of the window's text and let go of the tokens before the newest ones."""
         new = text[len(self._given_of(text)) :]
         newest = self._ids[self._read :]
-        alone = self._decode(newest)
+        alone = self._decode_ids(newest)
         # Tokens without a text (special ones) tell nothing of how the next one joins, and the rest
         # of a character would spoil the bytes after it.
         joins = alone and not alone.startswith(REPLACEMENT)
@@ -125,7 +126,7 @@ class IncrementalDetokenizer:
         new = _without_held_tail(text)[len(self._given_of(text)) :]
         self._ids = self._ids[-_HELD_TOKENS:]
         self._read = 0
-        self._given = _without_held_tail(self._decode(self._ids))
+        self._given = _without_held_tail(self._decode_ids(self._ids))
         return new
 
     def _given_of(self, text: str) -> str:
@@ -138,7 +139,7 @@ class IncrementalDetokenizer:
             given = given[:-1]
         return given
 
-    def _decode(self, ids: list[int]) -> str:
+    def _decode_ids(self, ids: list[int]) -> str:
         if not ids:
             return ""
         return self._decoder.decode(ids, skip_special_tokens=self._skip_special_tokens)

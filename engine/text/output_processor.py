@@ -31,7 +31,7 @@ _GOES_ON = TokenOutput(request_id="", new_token_ids=[])
 
 class StopStrings:
     """Looks for the stop strings of one request in text that arrives in pieces. Joined, the results
-    of `push` and `finish` are the text up to the first stop string.
+    of `push_tokens` and `decode_rest` are the text up to the first stop string.
 
     Only text that may be the beginning of a stop string is held back, so a match never begins in
     text that was given out.
@@ -48,7 +48,7 @@ class StopStrings:
         self._begun = [0] * len(self._stops)
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
+    def filter_text(self, text: str) -> str:
         """Take text; what of it is certain. After a match `matched` is set and nothing follows."""
         if self.matched is not None:
             return ""
@@ -68,7 +68,7 @@ class StopStrings:
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
-    def finish(self) -> str:
+    def flush_held(self) -> str:
         """The held text, which turned out to be no stop string."""
         held, self._held = self._held, ""
         return held
@@ -166,25 +166,27 @@ class OutputProcessor:
         if self._looks_for_stops:
             self._take_until_stop(output, result)
         else:
-            self._take(output.new_token_ids, output, result)
+            self._append_tokens(output.new_token_ids, output, result)
         if output.logprobs is not None:
             result.logprobs = output.logprobs[: len(result.token_ids)]
         if self._thoughts is not None:
             is_last = result.finish_reason is not None
             split = self._thoughts.split(result.text, is_last=is_last)
             result.reasoning, result.text = split
-            result.num_reasoning_tokens = self._thoughts.count(result.token_ids, is_last=is_last)
+            result.num_reasoning_tokens = self._thoughts.count_reasoning_tokens(
+                result.token_ids, is_last=is_last
+            )
         return result
 
-    def _take(self, token_ids: list[int], output: TokenOutput, result: TextOutput) -> None:
+    def _append_tokens(self, token_ids: list[int], output: TokenOutput, result: TextOutput) -> None:
         """Add tokens and their text."""
         result.token_ids.extend(token_ids)
         self._num_tokens += len(token_ids)
         if self._detokenizer is None:
             return
-        text = self._detokenizer.push(self._shown(token_ids, output))
+        text = self._detokenizer.push_tokens(self._shown(token_ids, output))
         if output.finish_reason is not None:
-            text += self._detokenizer.finish()
+            text += self._detokenizer.decode_rest()
         result.text += text
 
     def _take_until_stop(self, output: TokenOutput, result: TextOutput) -> None:
@@ -193,7 +195,7 @@ class OutputProcessor:
         for index, token in enumerate(output.new_token_ids):
             piece = TextOutput()
             # Only the last token may be one that ended the request.
-            self._take([token], output if index == last else _GOES_ON, piece)
+            self._append_tokens([token], output if index == last else _GOES_ON, piece)
             result.token_ids.append(token)
             self._add_checked(piece.text, result)
             if self._stops.matched is not None:
@@ -203,8 +205,8 @@ class OutputProcessor:
                 return
         if output.finish_reason is not None:
             if last < 0 and self._detokenizer is not None:
-                self._add_checked(self._detokenizer.finish(), result)
-            result.text += self._stops.finish()
+                self._add_checked(self._detokenizer.decode_rest(), result)
+            result.text += self._stops.flush_held()
 
     def _timings_now(self) -> dict[str, float] | None:
         """The timings that the core would report if the request ended here."""
@@ -219,7 +221,7 @@ class OutputProcessor:
         if self._num_tokens < self._params.min_tokens:
             result.text += text
         else:
-            result.text += self._stops.push(text)
+            result.text += self._stops.filter_text(text)
 
     def _shown(self, token_ids: list[int], output: TokenOutput) -> list[int]:
         """The tokens that have a place in the text: not the one that ended the request."""

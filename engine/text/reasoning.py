@@ -167,7 +167,7 @@ class ReasoningSplitter:
         self._held = ""
         self.is_inside = is_inside
 
-    def push(self, text: str) -> SplitText:
+    def split_text(self, text: str) -> SplitText:
         """Take text; what of it is certain."""
         sides: dict[bool, list[str]] = {True: [], False: []}
         rest = self._held + text
@@ -180,7 +180,7 @@ class ReasoningSplitter:
         sides[self.is_inside].append(rest[: len(rest) - keep])
         return SplitText("".join(sides[True]), "".join(sides[False]))
 
-    def finish(self) -> SplitText:
+    def flush_text(self) -> SplitText:
         """The held text, which turned out to be no mark."""
         held, self._held = self._held, ""
         return SplitText(held, "") if self.is_inside else SplitText("", held)
@@ -227,9 +227,9 @@ class Thoughts:
 
     def split(self, text: str, *, is_last: bool) -> SplitText:
         """Both sides of the next piece of text."""
-        reasoning, content = self._splitter.push(text)
+        reasoning, content = self._splitter.split_text(text)
         if is_last:
-            rest = self._splitter.finish()
+            rest = self._splitter.flush_text()
             reasoning, content = reasoning + rest.reasoning, content + rest.content
         if not self._included:
             return SplitText("", content)
@@ -240,6 +240,6 @@ class Thoughts:
             reasoning, self._kept = self._kept, ""
         return SplitText(reasoning, content)
 
-    def count(self, token_ids: Iterable[int], *, is_last: bool) -> int:
+    def count_reasoning_tokens(self, token_ids: Iterable[int], *, is_last: bool) -> int:
         """How many more tokens are known to belong to thoughts."""
-        return self._counter.take(token_ids, is_last=is_last)
+        return self._counter.count_thoughts(token_ids, is_last=is_last)

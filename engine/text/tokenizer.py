@@ -59,7 +59,7 @@ class Tokenizer:
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
         """The tokenizer of a Hugging Face directory; raises ConfigError where it has none."""
-        tokenizer = cls.find(directory)
+        tokenizer = cls.load_if_present(directory)
         if tokenizer is None:
             raise ConfigError(
                 f"{directory} holds no {TOKENIZER}; save the model's fast tokenizer there"
@@ -67,7 +67,7 @@ class Tokenizer:
         return tokenizer
 
     @classmethod
-    def find(cls, directory: Path) -> Tokenizer | None:
+    def load_if_present(cls, directory: Path) -> Tokenizer | None:
         """The same, and None for a directory without one; raises ConfigError for a damaged one."""
         path = directory / TOKENIZER
         if not is_there(path):

@@ -134,7 +134,7 @@ class StepTrace(Observer):
             and not (made.new_ids or made.resumed_ids or made.preempted_ids)
         ):
             self._going_on = None
-            self._writer.put(partial(self._decisions.record, made, self._now()))
+            self._writer.put(partial(self._decisions.encode_decision, made, self._now()))
             return
         # Two such steps that follow each other and have as many requests have the same: whoever
         # joins the running ones is new or resumed in that step. So this step's dictionary is given
@@ -164,7 +164,7 @@ class _Decisions:
         self._known: dict[str, int] | None = None
         self._encoded = _Ids(msgspec.Raw(b"[]"), msgspec.Raw(b"{}"))
 
-    def record(self, made: StepMade, now: float) -> EncodedDecision:
+    def encode_decision(self, made: StepMade, now: float) -> EncodedDecision:
         """Of any step."""
         others = {*made.new_ids, *made.resumed_ids}
         running = [each for each in made.num_tokens if each not in others]

@@ -122,7 +122,7 @@ class Stories:
         self._blocker: tuple[str, str] = ("", "")  # (obstacle, request) that ends rounds
         self._now = 0.0
 
-    def take(self, record: Record) -> Story | None:
+    def add_record(self, record: Record) -> Story | None:
         """A story that this record ends."""
         if isinstance(record, StartRecord):
             self.__init__()  # type: ignore[misc]  # another engine, or the same one once more
@@ -211,6 +211,6 @@ def stories_of(records: Iterable[Record]) -> Iterator[Story]:
     """All stories, the ended ones in the order of their ends."""
     stories = Stories()
     for record in records:
-        if (ended := stories.take(record)) is not None:
+        if (ended := stories.add_record(record)) is not None:
             yield ended
     yield from stories.close()

@@ -46,7 +46,7 @@ def write_timeline(records: Iterable[Record], file: IO[str]) -> int:
                     },
                 }
             )  # fmt: skip
-        if (story := stories.take(record)) is not None:
+        if (story := stories.add_record(record)) is not None:
             track += 1
             _write_story(story, track, write)
     for story in stories.close():

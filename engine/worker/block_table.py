@@ -93,14 +93,14 @@ class BlockTable:
         self._changed = {}
         return np.concatenate(rows), np.concatenate(places), np.concatenate(blocks)
 
-    def row(self, row: int) -> BlockArray:
+    def view_row(self, row: int) -> BlockArray:
         """A view of a row's entries."""
         return self.array[row, : self.num_entries[row]]
 
     def block_ids(self, row: int) -> list[int]:
         """A row's blocks as they were given, as a list."""
         step = self._entries_per_block
-        ids: list[int] = (self.row(row)[::step] // step).tolist()
+        ids: list[int] = (self.view_row(row)[::step] // step).tolist()
         return ids
 
     def slot_mapping(self, rows: npt.NDArray[np.integer], positions: IntArray) -> IntArray:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The persistent batch: running requests in dense rows, changed by differences from step to step.
 
-A step removes first, then adds, then calls `finish`, which closes the holes by moving the last rows
-and returns the BatchUpdate. sampling state follows through the BatchUpdate.
+A step removes first, then adds, then calls `condense_rows`, which closes the holes by moving the
+last rows and returns the BatchUpdate. sampling state follows through the BatchUpdate.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ExpectedTokens(NamedTuple):
 
 
 class InputBatch:
-    """Rows `0 … len(batch)-1` are in use after `finish`.
+    """Rows `0 … len(batch)-1` are in use after `condense_rows`.
 
     A token that is expected counts among those of its row, but its value is not known: until it has
     come, `expected_index` says which of the expected ones it is.
@@ -83,7 +83,7 @@ class InputBatch:
     def __len__(self) -> int:
         return len(self.row_of)
 
-    def remove(self, request_id: str) -> None:
+    def remove_request(self, request_id: str) -> None:
         """Empty the request's row; a request that is not in the batch is ignored."""
         row = self.row_of.pop(request_id, None)
         if row is not None:
@@ -161,16 +161,16 @@ class InputBatch:
         """The tokens that were expected will not come; the requests must leave the batch."""
         self.expected_index.fill(_KNOWN)
 
-    def finish(self) -> BatchUpdate | None:
+    def condense_rows(self) -> BatchUpdate | None:
         """Close the holes; what changed since the last call, None for nothing."""
         size = len(self)
         while (hole := self._builder.peek_removed()) is not None and hole < size:
             while self.requests[self._end - 1] is None:
                 self._end -= 1
             self._builder.pop_removed()
-            self._move(self._end - 1, hole)
+            self._move_request(self._end - 1, hole)
         self._end = size
-        update = self._builder.finish(size)
+        update = self._builder.get_and_reset(size)
         self._num_updates += update is not None
         return update
 
@@ -213,7 +213,7 @@ class InputBatch:
         self._end += 1
         return self._end - 1
 
-    def _move(self, source: int, target: int) -> None:
+    def _move_request(self, source: int, target: int) -> None:
         request = self.requests[source]
         if request is None:
             raise ValueError(f"row {source} of the batch is empty")
@@ -252,7 +252,7 @@ class PromptEmbeds:
             )
         self._embeds[new.request_id] = embeds
 
-    def forget(self, request_id: str) -> None:
+    def remove_embeds(self, request_id: str) -> None:
         """A request has ended; one that brought none is ignored."""
         self._embeds.pop(request_id, None)
 

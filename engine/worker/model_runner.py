@@ -205,9 +205,9 @@ class ModelRunner:
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """One step as a whole."""
-        step = self.begin(output)
+        step = self.launch_step(output)
         self.sample(step)
-        return self.collect(step)
+        return self.collect_output(step)
 
     def enter_thread(self) -> None:
         """Make the calling thread the one that steps. Another one may call all the same."""
@@ -215,10 +215,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     @_in_queue
-    def begin(self, output: SchedulerOutput) -> BegunStep:
+    def launch_step(self, output: SchedulerOutput) -> BegunStep:
         """The copies of a step, its changes of the batch and its forward pass. The step before must
         have been sampled. Raises what goes wrong with the whole step, after which only steps
-        whose `last_failed_id` says so are computed; see also `StepBatch.follow`."""
+        whose `last_failed_id` says so are computed; see also `StepBatch.apply_step`."""
         # First of all: whatever fails below, copies that were promised begin, and are reported.
         self._connector.start_step(output.connector_meta or NOTHING_TO_MOVE)
         due = self._due
@@ -239,7 +239,7 @@ class ModelRunner:
     @_in_queue
     def sample(self, step: BegunStep, mask: TokenMask | None = None) -> None:
         """Have the tokens of a step chosen, where `mask` says among which; all requests that it
-        names choose one. Waits for those of the step before. Raises as `begin` does."""
+        names choose one. Waits for those of the step before. Raises as `launch_step` does."""
         self._take_tokens()
         self._check_follows(step.output)
         try:
@@ -252,14 +252,14 @@ class ModelRunner:
             raise
 
     def is_done(self, step: BegunStep) -> bool:
-        """Whether `collect` need not wait."""
+        """Whether `collect_output` need not wait."""
         return step.sampled is None or step.sampled.choice.is_done
 
     @torch.inference_mode()
     @_in_queue
-    def collect(self, step: BegunStep) -> ModelRunnerOutput:
+    def collect_output(self, step: BegunStep) -> ModelRunnerOutput:
         """Wait for the tokens of a step that was sampled. Requests whose logits are not finite are
-        named and get no token; the others are not affected. Raises as `begin` does."""
+        named and get no token; the others are not affected. Raises as `launch_step` does."""
         if step is self._due:
             self._take_tokens()
         if step.error is not None:
@@ -284,10 +284,10 @@ class ModelRunner:
 
     def _update_batch(self, output: SchedulerOutput) -> None:
         for request_id in output.finished_request_ids:
-            self._prompt_logprobs.forget(request_id)
-            self._pooling.forget(request_id)
-            self._prompt_embeds.forget(request_id)
-        self._steps.follow(output, self._sampler.update)
+            self._prompt_logprobs.remove_logprobs(request_id)
+            self._pooling.remove_pooling(request_id)
+            self._prompt_embeds.remove_embeds(request_id)
+        self._steps.apply_step(output, self._sampler.apply_batch_update)
         for new in output.new_requests:
             self._prompt_logprobs.add(self._steps.requests[new.request_id])
             self._pooling.add(self._steps.requests[new.request_id])
@@ -308,15 +308,20 @@ class ModelRunner:
         ready = computed + counts == batch.num_tokens[rows]
         last = wanted = (np.cumsum(counts) - 1)[ready]
         prompts = self._prompt_logprobs
-        pieces = prompts.plan(batch, rows, computed, counts) if prompts.is_active else []
-        pooled = self._pooling.plan(batch, rows, computed, counts)
+        pieces = (
+            prompts.plan_prompt_pieces(batch, rows, computed, counts) if prompts.is_active else []
+        )
+        pooled = self._pooling.plan_pooled_pieces(batch, rows, computed, counts)
         if pieces or pooled:
-            asked = [*[piece.rows for piece in pieces], *[piece.rows for piece in pooled]]
+            asked = [
+                *[piece.hidden_rows for piece in pieces],
+                *[piece.hidden_rows for piece in pooled],
+            ]
             wanted = np.concatenate([last, *asked])
         embeds = None
         if self._prompt_embeds:
             embeds = self._prompt_embeds.rows_of(batch, rows, computed, counts)
-        launch = self._forward.prepare(
+        launch = self._forward.prepare_step(
             StepInputs(
                 tables.tables,
                 rows,
@@ -341,8 +346,8 @@ class ModelRunner:
             step.hidden, step.rows = hidden[: len(last)], rows[ready]
         behind = hidden[len(last) :]
         if prompts.is_active:
-            behind = behind[prompts.collect(pieces, behind) :]
-        self._pooling.collect(pooled, behind)
+            behind = behind[prompts.add_hidden_states(pieces, behind) :]
+        self._pooling.add_hidden_states(pooled, behind)
 
     def _scheduled_rows(self, scheduled: dict[str, int]) -> tuple[IntArray, IntArray]:
         """Rows in the order of the step, and their token counts."""
@@ -392,12 +397,12 @@ class ModelRunner:
                     # Of no logits it would not show whether they are finite.
                     wanted = of_any if of_any.any() else None
         logits = self.model.logits(hidden, wanted)
-        choice = self._sampler.begin(logits, rows, mask, masked)
+        choice = self._sampler.sample_async(logits, rows, mask, masked)
         return SampledStep(choice, self.batch.expect_tokens(rows))
 
     def _take_tokens(self) -> None:
         """The tokens of the step that was sampled last, to the batch and to its result. What goes
-        wrong is kept for `collect`."""
+        wrong is kept for `collect_output`."""
         due, self._due = self._due, None
         if due is None:
             return
@@ -408,7 +413,7 @@ class ModelRunner:
                 if self._prompt_logprobs.is_active:
                     self._prompt_logprobs.deliver(requests, due.result)
                 self._pooling.deliver(requests, due.result)
-        except Exception as error:  # noqa: BLE001 - `collect` raises it
+        except Exception as error:  # noqa: BLE001 - `collect_output` raises it
             due.error = error
             self.batch.forget_expected()
             self._last_failed_id = due.output.step_id

@@ -48,12 +48,13 @@ class PooledPiece(NamedTuple):
     first_row: int  # of `start` among the tokens of the step
 
     @property
-    def rows(self) -> IntArray:
+    def hidden_rows(self) -> IntArray:
         return np.arange(self.first_row, self.first_row + self.stop - self.start)
 
 
 class PoolingCollector:
-    """The wishes that are open. In every step `plan`, then `collect`, then `deliver`."""
+    """The wishes that are open. In every step `plan_pooled_pieces`, then `add_hidden_states`, then
+    `deliver`."""
 
     def __init__(self) -> None:
         self._wishes: dict[str, PoolingWish] = {}
@@ -63,11 +64,11 @@ class PoolingCollector:
         if request.pooling and not request.output_token_ids:
             self._wishes[request.request_id] = PoolingWish(request)
 
-    def forget(self, request_id: str) -> None:
+    def remove_pooling(self, request_id: str) -> None:
         """A request has ended; one that never asked is ignored."""
         self._wishes.pop(request_id, None)
 
-    def plan(
+    def plan_pooled_pieces(
         self, batch: InputBatch, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> list[PooledPiece]:
         """The rows that are wanted of a step which computes `counts` tokens of each of these rows
@@ -96,7 +97,7 @@ class PoolingCollector:
                 pieces.append(PooledPiece(wish, start, stop, first_row))
         return pieces
 
-    def collect(self, pieces: Sequence[PooledPiece], hidden: Tensor) -> None:
+    def add_hidden_states(self, pieces: Sequence[PooledPiece], hidden: Tensor) -> None:
         """Take in the hidden states of the pieces' rows, one piece after the other."""
         offset = 0
         for wish, start, stop, _ in pieces:

@@ -50,12 +50,13 @@ class PromptPiece(NamedTuple):
     first_row: int  # of `start` among the tokens of the step
 
     @property
-    def rows(self) -> IntArray:
+    def hidden_rows(self) -> IntArray:
         return np.arange(self.first_row, self.first_row + self.stop - self.start)
 
 
 class PromptLogprobsCollector:
-    """The wishes that are open. In every step `plan`, then `collect`, then `deliver`."""
+    """The wishes that are open. In every step `plan_prompt_pieces`, then `add_hidden_states`, then
+    `deliver`."""
 
     def __init__(self, logits: Callable[[Tensor], Tensor]) -> None:
         """`logits` makes `[rows, vocab]` of hidden states `[rows, hidden]`."""
@@ -74,11 +75,11 @@ class PromptLogprobsCollector:
             entries: PromptLogprobs = [None] * len(request.prompt_token_ids)
             self._wishes[request.request_id] = PromptWish(request, count, entries)
 
-    def forget(self, request_id: str) -> None:
+    def remove_logprobs(self, request_id: str) -> None:
         """A request has ended; one that never asked is ignored."""
         self._wishes.pop(request_id, None)
 
-    def plan(
+    def plan_prompt_pieces(
         self, batch: InputBatch, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> list[PromptPiece]:
         """The work for the open wishes in a step that computes `counts` tokens of each of these
@@ -96,7 +97,7 @@ class PromptLogprobsCollector:
                 pieces.append(PromptPiece(wish, start, stop, int(first_rows[index])))
         return pieces
 
-    def collect(self, pieces: Sequence[PromptPiece], hidden: Tensor) -> int:
+    def add_hidden_states(self, pieces: Sequence[PromptPiece], hidden: Tensor) -> int:
         """Take in the hidden states of the pieces' rows, one piece after the other; how many
         these are."""
         offset = 0

@@ -27,7 +27,7 @@ class StepBatch:
         # While it is: what is to be in the batch of requests that no failed step had.
         self._held: list[HeldRow] | None = None
 
-    def follow(self, output: SchedulerOutput, take: Callable[[BatchUpdate], None]) -> None:
+    def apply_step(self, output: SchedulerOutput, take: Callable[[BatchUpdate], None]) -> None:
         """Take in a step; `take` is given what it changed in the rows, unless that is nothing.
         Raises what goes wrong; the step's requests must then be among those that the next step
         calls finished, and those that it sent back be sent back again."""
@@ -38,10 +38,10 @@ class StepBatch:
             self._held = [row for row in held if row.request.request_id not in gone]
             self.batch.refill(self._held)
         for request_id in output.finished_request_ids:
-            self.batch.remove(request_id)
+            self.batch.remove_request(request_id)
             self.requests.pop(request_id, None)
         for request_id in output.preempted_request_ids:
-            self.batch.remove(request_id)
+            self.batch.remove_request(request_id)
         for new in output.new_requests:
             request = self.requests[new.request_id] = WorkerRequest(
                 new.request_id,
@@ -53,7 +53,7 @@ class StepBatch:
             )
             self.batch.add(request, new.block_ids, new.num_computed_tokens)
         self._follow_cached(output.cached_requests)
-        update = self.batch.finish()
+        update = self.batch.condense_rows()
         if update is not None:
             take(update)
         self._is_dirty, self._held = False, None

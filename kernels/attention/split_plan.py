@@ -111,7 +111,7 @@ class PlanArray:
         array[self._requests + total : self._splits] = NO_REQUEST
         array[self._splits : self._splits + total] = np.arange(total) - np.repeat(firsts, counts)
 
-    def plan(self, there: Tensor, num_requests: int) -> SplitPlan:
+    def view_plan(self, there: Tensor, num_requests: int) -> SplitPlan:
         """The plan of the first so many requests, in `there` `[num_words]`."""
         items = self._planner.num_items(num_requests)
         return SplitPlan(

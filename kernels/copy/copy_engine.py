@@ -48,7 +48,7 @@ class CudaError(RuntimeError):
         self.code = code
 
     @classmethod
-    def of(cls, library: Any, code: int, what: str) -> CudaError:
+    def from_code(cls, library: Any, code: int, what: str) -> CudaError:
         """The failure `code` of `library`, which forgets it: torch would find it after its next
         kernel and blame that."""
         name = library.cudaGetErrorName(code).decode()
@@ -188,7 +188,9 @@ class CudaRuntime:
             stream,
         )
         if code:
-            raise CudaError.of(self._library, code, f"cudaMemcpyBatchAsync of {batch.count} copies")
+            raise CudaError.from_code(
+                self._library, code, f"cudaMemcpyBatchAsync of {batch.count} copies"
+            )
 
     def register_host(self, address: int, num_bytes: int) -> None:
         """Page-lock memory that exists, so that the device can reach it.
@@ -201,7 +203,7 @@ class CudaRuntime:
             )
         code = self._library.cudaHostRegister(address, num_bytes, 0)
         if code:
-            raise CudaError.of(
+            raise CudaError.from_code(
                 self._library, code, f"cudaHostRegister of {num_bytes} bytes at {address:#x}"
             )
 
@@ -209,7 +211,7 @@ class CudaRuntime:
         """Undo `register_host`; no copy may use the memory any more. Raises CudaError."""
         code = self._library.cudaHostUnregister(address)
         if code:
-            raise CudaError.of(self._library, code, f"cudaHostUnregister of {address:#x}")
+            raise CudaError.from_code(self._library, code, f"cudaHostUnregister of {address:#x}")
 
 
 def _version(ask: Callable[[Any], int]) -> int:

@@ -31,7 +31,7 @@ def memory_in_huge_pages(num_bytes: int) -> torch.Tensor:
     have some as well, since they share them; a shared piece is freed with the last of them."""
     if num_bytes > _PIECE_BYTES // 2:
         return _aligned(num_bytes)
-    return _SHARED.take(num_bytes)
+    return _SHARED.allocate_bytes(num_bytes)
 
 
 def _aligned(num_bytes: int) -> torch.Tensor:
@@ -46,7 +46,7 @@ class _SharedPiece:
         self._lock = threading.Lock()
         self._free = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, num_bytes: int) -> torch.Tensor:
+    def allocate_bytes(self, num_bytes: int) -> torch.Tensor:
         with self._lock:
             if len(self._free) < num_bytes:
                 self._free = _aligned(_PIECE_BYTES)

@@ -129,7 +129,7 @@ class PackedMatrix:
             raise RuntimeError("the workspace of a product was measured too small")
         return out
 
-    def rows(self, ids: Tensor) -> Tensor:
+    def gather_rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` (int64 `[n]`) of the matrix as they were given, `[n, ins]`; not of a pair. A
         row's numbers lie a panel apart, which costs some 6 ns each: right for a step's embeddings,
         so that a matrix that is also the output's is there once. Raises IndexError for an id that

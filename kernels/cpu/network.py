@@ -188,7 +188,7 @@ class CpuNetwork:
                 f"{x.dtype} {list(x.shape)} and {len(steps)}"
             )
         states = tuple(states)
-        self._check(num_tokens, positions, steps, wanted, states)
+        self._check_inputs(num_tokens, positions, steps, wanted, states)
         x, positions = x.contiguous(), positions.contiguous()
         num_wanted = num_tokens if wanted is None else len(wanted)
         result = torch.empty((num_wanted, self._hidden), dtype=self._dtype)
@@ -228,7 +228,7 @@ class CpuNetwork:
             raise ValueError(f"expected {_WRONG[wrong]}, got others")
         return result, found
 
-    def _check(
+    def _check_inputs(
         self,
         num_tokens: int,
         positions: Tensor,

@@ -151,11 +151,11 @@ class CpuAttentionStep:
         shape and strides that the step was laid down for; last axes are contiguous. Raises
         KernelRefused for others."""
         step = self._step
-        self._check("pool", pool, self.pool[1])
+        self._check_tensor("pool", pool, self.pool[1])
         if pool.stride() != self.pool[2]:
             raise KernelRefused(f"expected a pool of strides {self.pool[2]}, got {pool.stride()}")
-        self._check("q", q, self._of_rows)
-        self._check("out", out, self._of_rows)
+        self._check_tensor("q", q, self._of_rows)
+        self._check_tensor("out", out, self._of_rows)
         step.q, step.out = q.data_ptr(), out.data_ptr()
         step.q_row, step.q_head, _ = q.stride()
         step.out_row, step.out_head, _ = out.stride()
@@ -165,15 +165,15 @@ class CpuAttentionStep:
             step.k = None
         else:
             k, v = written
-            self._check("k", k, self._of_written)
-            self._check("v", v, self._of_written)
+            self._check_tensor("k", k, self._of_written)
+            self._check_tensor("v", v, self._of_written)
             step.k, step.v = k.data_ptr(), v.data_ptr()
             step.k_row, step.k_head, _ = k.stride()
             step.v_row, step.v_head, _ = v.stride()
         if self._library.attend(self._address, self._threads):
             raise RuntimeError("the workspace of a step was measured too small")
 
-    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    def _check_tensor(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         """Raises KernelRefused for another shape or type, or a last axis with gaps."""
         dtype = self.pool[0]
         if tensor.shape != shape or tensor.dtype != dtype or tensor.stride(-1) != 1:

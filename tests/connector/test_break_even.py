@@ -164,7 +164,7 @@ def test_the_first_request_is_decided_on_as_later_ones_are(
     rig: CalibrationRig, seconds_a_token: float, expected: MatchKind
 ) -> None:
     """Without the trial it would be loaded, whatever computing takes."""
-    rig.side._economics.prefill.note(512, 512 * 511 // 2, 512 * seconds_a_token)
+    rig.side._economics.prefill.record_prefill(512, 512 * 511 // 2, 512 * seconds_a_token)
     while rig.begin():
         rig.end()
     rig.put(*range(1, 11))
@@ -178,7 +178,7 @@ def test_the_line_says_what_is_estimated_and_where_loading_pays() -> None:
     assert in_words(economics) == (
         "prefill not measured, cpu loads 4 GB/s (not measured), ssd loads 1 GB/s (not measured)"
     )
-    economics.prefill.note(1000, 0, 0.1)
+    economics.prefill.record_prefill(1000, 0, 0.1)
     economics.links["cpu"].believe(10**9, 0.5)
     economics.links["ssd"].believe(10**9, 1000.0)
     assert in_words(economics) == (

@@ -23,7 +23,7 @@ def learn(rig: Rig, *, prefill: float, cpu: float = 1e-5, ssd: float = 1e-5) -> 
         rig.side._links[name].fixed_seconds = seconds
         rig.side._links[name].seconds_per_byte = 1e-12
     for _ in range(200):
-        rig.side._economics.prefill.note(100, 100 * 50, 100 * prefill)
+        rig.side._economics.prefill.record_prefill(100, 100 * 50, 100 * prefill)
 
 
 def test_what_is_quicker_to_compute_is_not_offered(rig: Rig) -> None:
@@ -73,7 +73,7 @@ def test_a_load_slower_than_computing_is_given_up_and_not_offered_again(rig: Rig
     assert rig.side.get_matched_tokens(asks, 0).tokens == 12
     began = time.monotonic()
     rig.side.begin_load(asks, [[20, 21, 22]], 12, overlapped=False)
-    before = rig.side._links["ssd"].seconds(1)
+    before = rig.side._links["ssd"].estimate_transfer(1)
     rig.wait()  # woken by the alarm, since the disk is silent
     waited = time.monotonic() - began
     assert 8 * 5e-3 <= waited < 0.4
@@ -82,14 +82,16 @@ def test_a_load_slower_than_computing_is_given_up_and_not_offered_again(rig: Rig
     (report,) = rig.work(meta)
     assert (report.num_loaded_tokens, report.is_whole) == (4, False)
     assert rig.side.stats()["failures"] == {"slow": 1}
-    assert rig.side._links["ssd"].seconds(1) > before, "it is not known how slow, but that it is"
+    assert rig.side._links["ssd"].estimate_transfer(1) > before, (
+        "it is not known how slow, but that it is"
+    )
     assert rig.side.get_matched_tokens(asks, 0) == NONE
     # What comes late is there for the next.
     while len(rig.side._read_times):
         assert time.monotonic() < began + WAIT_SECONDS
         rig.side.has_pending_work()
     assert rig.slab.stats().pinned_blocks == 0
-    assert rig.side._links["ssd"].seconds(1) > 2 * before
+    assert rig.side._links["ssd"].estimate_transfer(1) > 2 * before
     assert rig.side.get_matched_tokens(request("b", 1, 2, 3), 0).tokens == 12
 
 
@@ -99,12 +101,12 @@ def test_a_load_given_up_with_nothing_there_is_reported_without_a_copy(rig: Rig)
     rig.slow_reads(0.2)
     asks = request("a", 1)
     rig.side.request_queued(asks)  # what is given up is a read that began here
-    before = rig.side._links["ssd"].seconds(1)
+    before = rig.side._links["ssd"].estimate_transfer(1)
     assert rig.side.get_matched_tokens(asks, 0).tokens == 4
     rig.side.begin_load(asks, [[20]], 4, overlapped=False)
     rig.wait()
     assert not rig.side.build_meta([])
-    assert rig.side._links["ssd"].seconds(1) > 2 * before
+    assert rig.side._links["ssd"].estimate_transfer(1) > 2 * before
     (report,) = rig.side.update_from_worker(ConnectorWorkerOutput())
     assert report.num_loaded_tokens == 0
     assert rig.side.stats()["failures"] == {"slow": 1}
@@ -138,12 +140,12 @@ def test_reads_ahead_teach_how_slow_a_store_is(rig: Rig) -> None:
     asks = request("a", 1, 2)
     rig.side.request_queued(asks)
     began = time.monotonic()
-    before = rig.side._links["ssd"].seconds(1)
+    before = rig.side._links["ssd"].estimate_transfer(1)
     while len(rig.side._read_times):
         assert time.monotonic() < began + WAIT_SECONDS
         rig.side.has_pending_work()
         time.sleep(0.001)
-    assert rig.side._links["ssd"].seconds(1) > before
+    assert rig.side._links["ssd"].estimate_transfer(1) > before
     rig.side.request_finished("a")
     assert rig.slab.stats().pinned_blocks == 0
 
@@ -154,11 +156,11 @@ def test_copies_teach_how_slow_the_slab_is(rig: Rig) -> None:
     rig.side.get_matched_tokens(asks, 0)
     rig.side.begin_load(asks, [[20]], 4, overlapped=False)
     (job,) = rig.side.build_meta([]).loads
-    before = rig.side._links["cpu"].seconds(1)
+    before = rig.side._links["cpu"].estimate_transfer(1)
     rig.signal.note_ended(rig.signal.ended + 1)
     output = ConnectorWorkerOutput(finished_loads=[job.job_id], load_copy_seconds=1.0)
     assert len(rig.side.update_from_worker(output)) == 1
-    assert rig.side._links["cpu"].seconds(1) > 2 * before
+    assert rig.side._links["cpu"].estimate_transfer(1) > 2 * before
 
 
 def test_estimates_are_shown(rig: Rig) -> None:

@@ -37,7 +37,7 @@ def economics(
     for name, (fixed, block) in {"cpu": cpu, "ssd": ssd}.items():
         set_link(made, name, fixed, block)
     if prefill is not None:
-        made.prefill.note(1000, 1000 * 500, 1000 * prefill)
+        made.prefill.record_prefill(1000, 1000 * 500, 1000 * prefill)
     return made
 
 
@@ -56,58 +56,58 @@ def test_until_a_prompt_was_measured_everything_is_loaded() -> None:
 def test_long_prefixes_are_loaded_and_short_ones_computed() -> None:
     made = economics()
     # Of n blocks: 1.6 ms n to compute, 1 ms + 0.01 ms n to copy.
-    assert made.plan(0, ["cpu"] * 100) == Plan(100)
-    assert made.plan(0, ["cpu"]) == Plan(1)
-    assert economics(prefill=4e-5).plan(0, ["cpu"]) == Plan(0)
-    assert economics(prefill=4e-5).plan(0, ["cpu"] * 2) == Plan(2)
+    assert made.plan_loads(0, ["cpu"] * 100) == Plan(100)
+    assert made.plan_loads(0, ["cpu"]) == Plan(1)
+    assert economics(prefill=4e-5).plan_loads(0, ["cpu"]) == Plan(0)
+    assert economics(prefill=4e-5).plan_loads(0, ["cpu"] * 2) == Plan(2)
 
 
 def test_the_quick_part_of_a_prefix_is_loaded_without_the_slow_one() -> None:
     made = economics(ssd=(1.0, 0.01))
-    assert made.plan(0, ["cpu"] * 50 + ["ssd"] * 50) == Plan(50)
-    assert made.plan(0, ["ssd"] * 5 + ["cpu"] * 50) == Plan(0)
-    assert economics().plan(0, ["cpu"] * 50 + ["ssd"] * 50) == Plan(100)
+    assert made.plan_loads(0, ["cpu"] * 50 + ["ssd"] * 50) == Plan(50)
+    assert made.plan_loads(0, ["ssd"] * 5 + ["cpu"] * 50) == Plan(0)
+    assert economics().plan_loads(0, ["cpu"] * 50 + ["ssd"] * 50) == Plan(100)
     # Many changes of tier: all or nothing.
-    assert made.plan(0, ["cpu", "ssd"] * 20) == Plan(0)
-    assert economics().plan(0, ["cpu", "ssd"] * 20) == Plan(40)
+    assert made.plan_loads(0, ["cpu", "ssd"] * 20) == Plan(0)
+    assert economics().plan_loads(0, ["cpu", "ssd"] * 20) == Plan(40)
 
 
 def test_what_is_queued_before_it_counts() -> None:
     made = economics()
-    assert made.plan(0, ["ssd"] * 20) == Plan(20)
+    assert made.plan_loads(0, ["ssd"] * 20) == Plan(20)
     made.queued = {"ssd": 1000}
-    assert made.plan(0, ["ssd"] * 20) == Plan(0)
+    assert made.plan_loads(0, ["ssd"] * 20) == Plan(0)
 
 
 def test_what_is_read_ahead_for_it_does_not_wait_for_itself() -> None:
     made = economics()
     made.queued = {"ssd": 1000}
-    assert made.plan(0, ["ssd"] * 20, num_read_ahead={"ssd": 20}) == Plan(0)
-    assert made.plan(0, ["ssd"] * 20, num_read_ahead={"ssd": 1000}) == Plan(20)
+    assert made.plan_loads(0, ["ssd"] * 20, num_read_ahead={"ssd": 20}) == Plan(0)
+    assert made.plan_loads(0, ["ssd"] * 20, num_read_ahead={"ssd": 1000}) == Plan(20)
     made.queued = {}
-    assert made.plan(0, ["ssd"] * 20, num_read_ahead={"ssd": 20}) == Plan(20)
+    assert made.plan_loads(0, ["ssd"] * 20, num_read_ahead={"ssd": 20}) == Plan(20)
 
 
 def test_a_load_costs_nothing_while_others_are_computed() -> None:
     """10 blocks take 16 ms to compute and 40 ms to load, so it pays once 24 ms are queued."""
     made = economics(cpu=(0.0, 0.0), ssd=(0.0, 4e-3))
     tiers = ["ssd"] * 10
-    assert made.plan(0, tiers, num_queued_tokens=200) == Plan(0)
-    assert made.plan(0, tiers, num_queued_tokens=300) == Plan(10)
+    assert made.plan_loads(0, tiers, num_queued_tokens=200) == Plan(0)
+    assert made.plan_loads(0, tiers, num_queued_tokens=300) == Plan(10)
     assert made.decide(0, tiers, num_queued_tokens=10_000) == Plan(10)
     assert made.max_wait_seconds(0, 10) == pytest.approx(16e-3)
     assert made.max_wait_seconds(0, 10, num_queued_tokens=300) == pytest.approx(46e-3)
     unknown = economics(prefill=None)
-    assert unknown.plan(0, tiers, num_queued_tokens=300) == Plan(10)
+    assert unknown.plan_loads(0, tiers, num_queued_tokens=300) == Plan(10)
 
 
 def test_tokens_that_cost_more_are_worth_more() -> None:
     made = economics(ssd=(6e-3, 1e-5))
     for start in (0, 4000) * 50:
         positions = 100 * start + 100 * 99 // 2
-        made.prefill.note(100, positions, 100 * 1e-5 + 1e-8 * positions)
-    assert made.plan(0, ["ssd"] * 10) == Plan(0)
-    assert made.plan(6000, ["ssd"] * 10) == Plan(10)
+        made.prefill.record_prefill(100, positions, 100 * 1e-5 + 1e-8 * positions)
+    assert made.plan_loads(0, ["ssd"] * 10) == Plan(0)
+    assert made.plan_loads(6000, ["ssd"] * 10) == Plan(10)
 
 
 def test_near_break_even_the_last_choice_stands() -> None:
@@ -151,7 +151,7 @@ def test_a_tier_slows_down_a_hundred_times_and_recovers() -> None:
             read = factor * (2e-3 + 1e-4 * plan.num_blocks)
             max_wait_seconds = made.max_wait_seconds(0, plan.num_blocks) or math.inf
             if plan.num_blocks:
-                made.links["ssd"].note(plan.num_blocks * BLOCK_BYTES, read, read)
+                made.links["ssd"].record_transfer(plan.num_blocks * BLOCK_BYTES, read, read)
                 copied = plan.num_blocks if read <= max_wait_seconds else 0
                 spent = min(read, max_wait_seconds) + compute * (60 - copied) / 60
                 lost += max(0.0, spent - min(compute, factor * 8e-3))
@@ -178,23 +178,25 @@ def test_nobody_waits_longer_than_computing_takes() -> None:
 def test_both_at_once_where_it_wins_by_a_margin_for_one_alone() -> None:
     # 1.6 ms a block either way: they meet in the middle.
     made = economics(cpu=(0.0, 0.0), ssd=(0.0, 1.6e-3))
-    plan = made.plan(0, ["ssd"] * 100, num_sharing=1)
+    plan = made.plan_loads(0, ["ssd"] * 100, num_sharing=1)
     assert plan.num_blocks == 100
     assert 48 <= plan.compute_blocks <= 52
-    assert made.plan(0, ["ssd"] * 100, num_sharing=0).compute_blocks == 0
+    assert made.plan_loads(0, ["ssd"] * 100, num_sharing=0).compute_blocks == 0
     # Two and a half times slower it still saves two sevenths, nine times less than the margin.
-    slow = economics(cpu=(0.0, 0.0), ssd=(0.0, 2.5 * 1.6e-3)).plan(0, ["ssd"] * 100, num_sharing=1)
+    slow = economics(cpu=(0.0, 0.0), ssd=(0.0, 2.5 * 1.6e-3)).plan_loads(
+        0, ["ssd"] * 100, num_sharing=1
+    )
     assert 69 <= slow.compute_blocks <= 75
     made = economics(cpu=(0.0, 0.0), ssd=(0.0, 9 * 1.6e-3))
-    assert made.plan(0, ["ssd"] * 100, num_sharing=1) == Plan(0)
-    assert economics().plan(0, ["cpu"] * 100, num_sharing=1) == Plan(100)
+    assert made.plan_loads(0, ["ssd"] * 100, num_sharing=1) == Plan(0)
+    assert economics().plan_loads(0, ["cpu"] * 100, num_sharing=1) == Plan(100)
 
 
 @pytest.mark.parametrize(("num_sharing", "meets_at"), [(1, 50), (2, 33), (3, 25), (5, 0)])
 def test_those_that_share_the_engine_compute_less_each(num_sharing: int, meets_at: int) -> None:
     """Of five it would save each too little."""
     made = economics(cpu=(0.0, 0.0), ssd=(0.0, 1.6e-3))
-    plan = made.plan(0, ["ssd"] * 100, num_sharing=num_sharing)
+    plan = made.plan_loads(0, ["ssd"] * 100, num_sharing=num_sharing)
     assert abs(plan.compute_blocks - meets_at) <= (2 if meets_at else 0)
 
 

@@ -192,7 +192,7 @@ def test_a_hit_needs_the_blocks_of_every_group(engine: Engine, which: int) -> No
     first = engine.run("first", PROMPT)
     engine.run("other", list(range(100, 150)))
     hierarchy = engine.side._hierarchy
-    hierarchy.drop([pack_key(first.block_hashes[3], group)])
+    hierarchy.forget_blocks([pack_key(first.block_hashes[3], group)])
     match = engine.side.get_matched_tokens(Request("asks", PROMPT, SamplingParams(),
                                                    block_hasher=HASHER), 0)  # fmt: skip
     assert match.tokens == 3 * SIZE

@@ -246,12 +246,12 @@ def test_lmcache_keeps_nothing_of_a_model_that_changes(
 ) -> None:
     monkeypatch.setattr(model_names, "FIRST_SECONDS", 60.0)
     models = ModelNames(None)
-    assert models.find(str(folder)) == name_of(folder)
+    assert models.resolve_name(str(folder)) == name_of(folder)
     os.utime(folder / "model-1.safetensors", ns=(0, 0))
-    assert models.find(str(folder)) == name_of(folder), "it is looked at once a second"
+    assert models.resolve_name(str(folder)) == name_of(folder), "it is looked at once a second"
     monkeypatch.setattr(model_names, "CHECK_SECONDS", 0.0)
-    assert models.find(str(folder)) is None
-    assert models.find(str(folder)) is None, "and not under the new name either"
+    assert models.resolve_name(str(folder)) is None
+    assert models.resolve_name(str(folder)) is None, "and not under the new name either"
     [reason] = models.refused
     assert "have changed since they were hashed" in reason and reason in caplog.text
 
@@ -266,10 +266,10 @@ def test_lmcache_waits_for_no_large_model(folder: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "preadv", wait)
     models = ModelNames(None)
-    assert models.find(str(folder)) is None, "a miss, and no wait"
+    assert models.resolve_name(str(folder)) is None, "a miss, and no wait"
     go_on.set()
     models._models[str(folder)].ready.wait(60)
-    assert models.find(str(folder)) == name_of(folder)
+    assert models.resolve_name(str(folder)) == name_of(folder)
 
 
 def test_lmcache_says_why_a_model_is_not_kept(
@@ -282,7 +282,7 @@ def test_lmcache_says_why_a_model_is_not_kept(
     monkeypatch.setattr(model_names, "MOST_MODELS", 2)
     monkeypatch.setattr(os, "preadv", fail)
     models = ModelNames(None)
-    assert models.find(str(folder)) is None
+    assert models.resolve_name(str(folder)) is None
     assert "Input/output error" in models.refused[0]
-    assert models.find("org/name") == "org/name"
-    assert models.find("org/third") is None, "only so many"
+    assert models.resolve_name("org/name") == "org/name"
+    assert models.resolve_name("org/third") is None, "only so many"

@@ -225,7 +225,7 @@ def test_blocks_that_are_forgotten_while_they_are_loaded_bring_nothing(rig: Rig,
     assert rig.side.get_matched_tokens(asks, 0).tokens == 8
     rig.side.begin_load(asks, [[20, 21, 22]], 8, overlapped=False)
     meta = rig.side.build_meta([]) if at == "copying" else None
-    rig.side.drop([digest(2) + b"\x00\x00"], "nan")
+    rig.side.invalidate_blocks([digest(2) + b"\x00\x00"], "nan")
     reports = rig.work(meta) if meta is not None else []
     (report,) = reports + rig.work(rig.side.build_meta([]))
     assert report.num_loaded_tokens == 0 and not report.is_whole, report
@@ -251,7 +251,7 @@ def test_what_only_a_disk_has_is_read_while_its_request_waits(rig: Rig) -> None:
     assert rig.hierarchy.traffic()["ssd"].active_promotions == 1
     ticket = rig.side.requests["a"].read_ahead
     assert ticket is not None
-    while not ticket.done():
+    while not ticket.is_complete():
         rig.wait_for_wakeup()
     assert rig.side.get_matched_tokens(asks, 0) == (8, MatchKind.LOAD)
     rig.side.begin_load(asks, [[20, 21]], 8, overlapped=False)
@@ -345,13 +345,13 @@ def test_only_a_step_for_which_something_may_wait_looks_at_loads(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[Loads] = []
-    collect = Loads.collect
+    collect = Loads.poll_reads
 
     def note(loads: Loads) -> None:
         looked.append(loads)
         collect(loads)
 
-    monkeypatch.setattr(Loads, "collect", note)
+    monkeypatch.setattr(Loads, "poll_reads", note)
     rig.side.request_queued(request("a", 1, 2))
     for block in range(3):
         rig.work(rig.side.build_meta([evicted(block, block)]))
@@ -444,8 +444,10 @@ def test_an_answer_is_kept_until_something_changes(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_up = []
-    find = rig.hierarchy.find
-    monkeypatch.setattr(rig.hierarchy, "find", lambda keys: looked_up.append(1) or find(keys))
+    find = rig.hierarchy.find_prefix
+    monkeypatch.setattr(
+        rig.hierarchy, "find_prefix", lambda keys: looked_up.append(1) or find(keys)
+    )
     asks = request("a", 1, 2)
     for _ in range(5):
         assert rig.side.get_matched_tokens(asks, 0).tokens == 0

@@ -29,7 +29,7 @@ class GatedDevice(CpuCopyDevice):
     def __init__(self) -> None:
         super().__init__()
         self.writer = CpuEvent()
-        self.writer.end()
+        self.writer.mark_done()
         self.refuse = False
 
     def writer_event(self) -> Event:
@@ -91,7 +91,7 @@ class Rig:
 def rig() -> Iterator[Rig]:
     rig = Rig()
     yield rig
-    rig.device.writer.end()
+    rig.device.writer.mark_done()
     rig.worker.shutdown()
     rig.worker.shutdown()
     assert not rig.worker.poll(), "a job was reported twice"
@@ -108,7 +108,7 @@ def test_an_empty_step_asks_nothing_of_the_device(rig: Rig) -> None:
 def test_blocks_have_left_the_pool_before_the_forward_pass(rig: Rig) -> None:
     before = [rig.block(i) for i in range(3)]
     rig.device.writer = CpuEvent()
-    threading.Timer(0.05, rig.device.writer.end).start()
+    threading.Timer(0.05, rig.device.writer.mark_done).start()
     rig.worker.start_step(ConnectorMetadata(stores=[CopyJob(1, [0, 1, 2], [5, 6, 7])]))
     assert not rig.worker.poll()
     rig.worker.wait_before_forward()
@@ -123,7 +123,7 @@ def test_what_copies_cost_is_reported_once(rig: Rig, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("stratakv.connector.device.cpu._copy_runs", slow)
     rig.device.writer = CpuEvent()
-    threading.Timer(1.0, rig.device.writer.end).start()
+    threading.Timer(1.0, rig.device.writer.mark_done).start()
     rig.worker.start_step(
         ConnectorMetadata(stores=[CopyJob(1, [0], [0])], loads=[CopyJob(2, [1], [1])])
     )
@@ -151,7 +151,7 @@ def test_a_load_into_a_block_that_is_stored_in_the_same_step(rig: Rig) -> None:
         ConnectorMetadata(stores=[CopyJob(1, [0], [0])], loads=[CopyJob(2, [0], [1])])
     )
     assert rig.block(0) == old
-    rig.device.writer.end()
+    rig.device.writer.mark_done()
     output = rig.poll_until(2)
     assert (output.finished_stores, output.finished_loads) == ([1], [2])
     assert (rig.slot(0), rig.block(0)) == (old, new)
@@ -165,7 +165,7 @@ def test_a_load_waits_for_stores_of_earlier_steps_too(rig: Rig) -> None:
     rig.worker.start_step(ConnectorMetadata(loads=[CopyJob(2, [0], [1])]))
     time.sleep(0.02)
     assert rig.block(0) == old
-    slow.end()
+    slow.mark_done()
     rig.poll_until(2)
     assert rig.slot(0) == old
 
@@ -176,7 +176,7 @@ def test_a_load_waits_for_the_last_writer(rig: Rig) -> None:
     rig.worker.start_step(ConnectorMetadata(loads=[CopyJob(1, [0], [1])]))
     time.sleep(0.02)
     assert rig.block(0) == old
-    rig.device.writer.end()
+    rig.device.writer.mark_done()
     rig.poll_until(1)
 
 
@@ -218,7 +218,7 @@ def test_a_store_that_was_overtaken_by_the_pass_is_no_store(rig: Rig) -> None:
     rig.worker.wait_before_forward()
     assert MOST_SECONDS <= time.monotonic() - began < WAIT_SECONDS
     assert not rig.worker.poll()
-    rig.device.writer.end()
+    rig.device.writer.mark_done()
     assert rig.poll_until(1) == ConnectorWorkerOutput(failed_stores=[1])
 
 

@@ -46,19 +46,19 @@ CRITICAL = [
 class IgnoresTheWriter(OffloadWorker):
     """Stores and loads without waiting for the pass before them."""
 
-    def _start(
+    def _submit_copy(
         self, stream: Stream, job: CopyJob, after: list[Event], *, is_held: bool = False
     ) -> None:
-        super()._start(stream, job, after[1:], is_held=is_held)
+        super()._submit_copy(stream, job, after[1:], is_held=is_held)
 
 
 class LoadsBesideStores(OffloadWorker):
     """Loads into a block while it is still being stored."""
 
-    def _start(
+    def _submit_copy(
         self, stream: Stream, job: CopyJob, after: list[Event], *, is_held: bool = False
     ) -> None:
-        super()._start(stream, job, after[:1], is_held=is_held)
+        super()._submit_copy(stream, job, after[:1], is_held=is_held)
 
 
 class WaitsForNothing(OffloadWorker):

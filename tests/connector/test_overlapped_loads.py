@@ -127,7 +127,7 @@ def test_blocks_that_are_forgotten_meanwhile_leave_all_to_the_front(rig: Rig) ->
     assert rig.side.overlapped_loads.load_state("a", 4)[1] < 32, "a piece has landed"
     meta = rig.side.build_meta([])
     assert meta.loads, "others are on their way"
-    rig.side.drop([digest(3) + b"\x00\x00"], "nan")
+    rig.side.invalidate_blocks([digest(3) + b"\x00\x00"], "nan")
     rig.work(meta)
     assert rig.side.overlapped_loads.load_state("a", 4)[1] == 32
     assert not rig.side.build_meta([]).loads
@@ -141,7 +141,7 @@ def test_spoilt_pieces_do_not_land(rig: Rig) -> None:
     begin(rig, 8)
     meta = rig.side.build_meta([])
     assert blocks(meta.loads)[0] == [27]
-    rig.side.drop([digest(3) + b"\x00\x00"], "nan")
+    rig.side.invalidate_blocks([digest(3) + b"\x00\x00"], "nan")
     rig.work(meta)
     assert rig.side.overlapped_loads.load_state("a", 4)[1] == 32
     report = rig.side.overlapped_loads.end_load("a")

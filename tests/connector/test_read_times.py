@@ -29,21 +29,21 @@ class Watch:
     def begin(self, tiers: dict[bytes, str]) -> LoadTicket:
         slots = [0 if tier == "cpu" else None for tier in tiers.values()]
         ticket = LoadTicket(list(tiers), slots, list(tiers.values()), waiting=slots.count(None))
-        self.times.watch(ticket)
+        self.times.track_load(ticket)
         return ticket
 
     def end(self, ticket: LoadTicket, came: bool = True) -> None:
         ticket.slots = [1 if came else slot for slot in ticket.slots]
         ticket.waiting = 0
-        self.times.collect()
+        self.times.record_ended_loads()
 
     def look(self, seconds: float) -> None:
         """Some time passes, and somebody looks."""
         self.now += seconds
-        self.times.collect()
+        self.times.record_ended_loads()
 
     def seconds(self, name: str) -> float:
-        return self.links[name].seconds(BLOCK_BYTES)
+        return self.links[name].estimate_transfer(BLOCK_BYTES)
 
 
 @pytest.fixture

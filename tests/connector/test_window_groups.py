@@ -74,11 +74,11 @@ def test_a_window_that_lost_a_block_is_a_shorter_hit() -> None:
 
     hierarchy, digests = engine.side._hierarchy, first.block_hashes
     assert match() == 8
-    hierarchy.drop([pack_key(digests[index], 1) for index in range(4)])
+    hierarchy.forget_blocks([pack_key(digests[index], 1) for index in range(4)])
     assert match() == 8  # the windows before are of no use to this one
-    hierarchy.drop([pack_key(digests[6], 1)])
+    hierarchy.forget_blocks([pack_key(digests[6], 1)])
     assert match() == 6
-    hierarchy.drop([pack_key(digests[5], 0)])
+    hierarchy.forget_blocks([pack_key(digests[5], 0)])
     assert match() == 0  # a hit of 5 needs blocks 3 and 4 of the window
     engine.run("again", PROMPT)
     engine.close()
@@ -100,7 +100,7 @@ def test_after_a_load_that_lacks_a_block_a_shorter_hit_is_loaded(
     begin = hierarchy.begin_load
 
     def begin_load(*args: object) -> object:
-        hierarchy.drop([pack_key(first.block_hashes[position], group)])
+        hierarchy.forget_blocks([pack_key(first.block_hashes[position], group)])
         return begin(*args)  # type: ignore[arg-type]
 
     hierarchy.begin_load = begin_load  # type: ignore[method-assign, assignment]
@@ -146,7 +146,9 @@ def test_random_prompts_and_losses(trial: int) -> None:
         if rng.random() < 0.6:
             engine.run_all()
             slab = engine.side._hierarchy._slab
-            engine.side._hierarchy.drop(rng.sample(sorted(slab.keys()), len(slab.keys()) // 8))
+            engine.side._hierarchy.forget_blocks(
+                rng.sample(sorted(slab.keys()), len(slab.keys()) // 8)
+            )
     engine.run_all()
     engine.close()
     assert engine.manager.pool.is_idle
@@ -178,7 +180,7 @@ def test_found_lengths_are_those_of_a_search_through_all(rng: random.Random) -> 
 
         parts = Parts(SIZE, seen_by(attention))
         every = parts.keys_of(digests)
-        prefix = parts.find(hierarchy, first, every, most_tokens)
+        prefix = parts.find_longest_hit(hierarchy, first, every, most_tokens)
         expected = next(n for n in range(num_blocks, -1, -1) if is_hit(n))
         # Where a chunk begins nothing is attended to, and a load has to bring something.
         while expected and not parts.needed(first, expected, most_tokens):

@@ -33,7 +33,7 @@ def laid_down(
     words = PlanArray(planner, room)
     array = np.full(planner.num_words(room), 7, np.int32)
     words.lay_down(array, planner.tiles(np.array(lengths), window))
-    return words.plan(torch.from_numpy(array), len(lengths))
+    return words.view_plan(torch.from_numpy(array), len(lengths))
 
 
 def programs(planner: SplitPlanner, plan: SplitPlan, tiles: list[int]) -> list[int]:

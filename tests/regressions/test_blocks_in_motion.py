@@ -70,7 +70,7 @@ def fill(hierarchy: Hierarchy, slab: CpuSlab, keys: Sequence[bytes]) -> None:
 def contents(hierarchy: Hierarchy, slab: CpuSlab, keys: Sequence[bytes]) -> list[bytes | None]:
     """What a load of blocks that the slab has brings."""
     ticket = hierarchy.begin_load(keys)
-    assert ticket.done()
+    assert ticket.is_complete()
     found = [None if s is None else bytes(slab.buffer(s)[:SIZE]) for s in ticket.slots]
     hierarchy.end_load(ticket)
     return found
@@ -103,7 +103,7 @@ def test_a_busy_server_beside_one_that_has_begun_to_write() -> None:
                     fill(hierarchy, slab, others)
             loads = [server.loads._queue for server in store._servers]
             wait_until(lambda: not any(queue._bytes for queue in loads))
-            wait_until(lambda: hierarchy.poll() or (first.done() and second.done()))
+            wait_until(lambda: hierarchy.poll() or (first.is_complete() and second.is_complete()))
             hierarchy.end_load(first)
             hierarchy.end_load(second)
             known = slab.keys()
@@ -160,7 +160,7 @@ def held() -> Iterator[TenantStoreOverHeldDisk]:
 
 def check_gone(held: TenantStoreOverHeldDisk, key: bytes) -> None:
     """Nobody finds the block, in memory or below, now or later."""
-    (stored,) = KeySalt(SECRET, "tenant").stored([key])
+    (stored,) = KeySalt(SECRET, "tenant").salt_keys([key])
     wait_until(lambda: not held.slab.stats().pinned_blocks)
     assert held.tenant_store.lookup([key]) == [State.MISS]
     assert held.slab.lookup([stored]) == [Answer.MISS]
@@ -177,7 +177,7 @@ def test_deleting_a_block_that_is_being_written_down(held: TenantStoreOverHeldDi
         held.keep([key])
     wait_until(lambda: held.slab.stats().pinned_blocks)
     (first, *_) = held.store.written
-    salted = KeySalt(SECRET, "tenant").stored(keys)
+    salted = KeySalt(SECRET, "tenant").salt_keys(keys)
     key = keys[salted.index(first)]
     assert held.tenant_store.drop([key]) == 1
     assert held.tenant_store.lookup([key]) == [State.MISS]
@@ -189,7 +189,7 @@ def test_deleting_a_block_that_is_being_written_down(held: TenantStoreOverHeldDi
 def test_deleting_a_block_that_is_being_promoted(held: TenantStoreOverHeldDisk) -> None:
     """It arrived after it had been deleted, and was there for the next who asked."""
     (key,) = make_keys(1)
-    (stored,) = KeySalt(SECRET, "tenant").stored([key])
+    (stored,) = KeySalt(SECRET, "tenant").salt_keys([key])
     proof = proof_of(key, memoryview(content(key)), TINY)
     buffer = memoryview(bytearray(content(key)))
     held.store.store([stored], [buffer], [proof]).result(WAIT_SECONDS)
@@ -268,7 +268,7 @@ def test_a_tier_whose_answers_are_no_futures() -> None:
     )
     assert not hierarchy.prefetch_lookup(keys)
     load = hierarchy.begin_load(keys[:2])
-    assert load.done() and load.slots == [None, None]
+    assert load.is_complete() and load.slots == [None, None]
     hierarchy.end_load(load)
     fill(hierarchy, slab, keys[2:6])
     hierarchy.poll()
@@ -312,7 +312,7 @@ def test_forgetting_a_record_that_is_being_read() -> None:
     index.publish([entry])
     assert index.pin([key]) == [entry]
     assert index.forget_key(key)
-    index.release(index.take_leaving())
+    index.free_entries(index.take_leaving())
     assert index.take_dropped(0) == []
     index.unpin(entry)
     assert index.take_dropped(0) == [slot]
@@ -323,7 +323,7 @@ def test_a_block_that_is_being_promoted_for_another(held: TenantStoreOverHeldDis
     """Two engines with one prompt: the second was told that the disk had nothing, while it read the
     block for the first."""
     (key,) = make_keys(1)
-    (stored,) = KeySalt(SECRET, "tenant").stored([key])
+    (stored,) = KeySalt(SECRET, "tenant").salt_keys([key])
     proof = proof_of(key, memoryview(content(key)), TINY)
     buffer = memoryview(bytearray(content(key)))
     held.store.store([stored], [buffer], [proof]).result(WAIT_SECONDS)

@@ -215,7 +215,8 @@ def test_e02_a_poisoned_prefix_heals_on_every_engine(
 
 
 def test_e02_a_block_in_use_is_forgotten_when_it_is_given_back() -> None:
-    """`drop` down to every store: what is pinned, what is being filled, what is being written."""
+    """`forget_blocks` down to every store: what is pinned, what is being filled, what is being
+    written."""
     slab = small_slab(LAYOUT, 8)
     store = MemoryStore(LAYOUT, 100 * LAYOUT.page_bytes, name="ssd")
     store.is_shared = True  # written at once
@@ -227,7 +228,7 @@ def test_e02_a_block_in_use_is_forgotten_when_it_is_given_back() -> None:
     slab.forget([below])
     load = hierarchy.begin_load([pinned])
     store_ticket = hierarchy.begin_store([filling])
-    hierarchy.drop(keys)
+    hierarchy.forget_blocks(keys)
     assert hierarchy.lookup(keys) == [Answer.MISS] * 3
     assert store.lookup(keys) == [Answer.MISS] * 3
     hierarchy.end_store(store_ticket, ok=True)
@@ -302,7 +303,7 @@ def test_e04_a_batch_update_that_breaks_off(
             outputs = core.step()
         core.add(request("gone", prompt_of(3), max_tokens=30))
         core.step()
-        core.abort(["gone"])
+        core.abort_requests(["gone"])
         assert core.add(request("bad", prompt_of(3))) == []
 
         def fail(self: MultiGroupBlockTable, block_ids: Any, row: int) -> None:
@@ -328,12 +329,12 @@ def test_e04_requests_that_the_failed_step_had_not_keep_what_is_theirs() -> None
     make = _worker_request
     for number, name in enumerate("abc"):
         batch.add(make(name, number), ([2 * number + 1, 2 * number + 2],), number)
-    batch.finish()
-    batch.remove("a")
+    batch.condense_rows()
+    batch.remove_request("a")
     batch.add(make("late", 9), ([7],), 0)  # breaks off here
     held = [row for row in batch.held_rows() if row.request.request_id != "late"]
     batch.refill(held)
-    update = batch.finish()
+    update = batch.condense_rows()
     assert update is not None
     assert (update.batch_size, sorted(batch.row_of.values())) == (2, [0, 1])
     assert {*update.removed, *(added.row for added in update.added)} == {0, 1, 2, 3}

@@ -81,7 +81,7 @@ def test_e07_a_request_that_the_core_cannot_read(tiny_model: Path) -> None:
 
     async def live() -> None:
         async with process_client(tiny_model, max_model_len=256) as client:
-            mailbox = client._open("unreadable")
+            mailbox = client._open_mailbox("unreadable")
             frame = ["add", "unreadable", "no bytes", {"of": "another version"}]
             await client._to_core.send(encoder.encode(frame))
             async with asyncio.timeout(WAIT_SECONDS):
@@ -141,7 +141,7 @@ def test_e07_a_front_that_stops_reading_pauses_its_requests(
     def send() -> None:
         try:
             for _ in range(50):
-                server._send(Outputs([big]))
+                server._send_to_client(Outputs([big]))
                 sent[0] += 1
         except BaseException as error:
             failed.append(error)
@@ -196,7 +196,7 @@ def test_e07_a_send_around_the_death_of_a_core(long_model: Path) -> None:
 
 def test_e07_a_stop_string_is_an_end_of_its_own(tiny_model: Path) -> None:
     """It counted as aborted in the core, and its phases were in no histogram."""
-    tokenizer = Tokenizer.find(tiny_model)
+    tokenizer = Tokenizer.load_if_present(tiny_model)
     assert tokenizer is not None
 
     async def live() -> tuple[dict[str, Any], Metrics]:
@@ -206,9 +206,9 @@ def test_e07_a_stop_string_is_an_end_of_its_own(tiny_model: Path) -> None:
             told = [output async for output in generate_text(client, asks("a", 40), tokenizer)]
             text = "".join(output.text for output in told)
             stop = next(text[i : i + 2] for i in range(4, len(text)) if text[i : i + 2].isascii())
-            watch = metrics.watch(time.monotonic(), 20)
+            watch = metrics.track_request(time.monotonic(), 20)
             async for output in generate_text(client, asks("b", 60, stop=(stop,)), tokenizer):
-                watch.observe(output)
+                watch.record_output(output)
             watch.close()
             assert output.finish_reason == "stop"
             deadline = time.monotonic() + WAIT_SECONDS

@@ -94,7 +94,7 @@ def test_y04_the_cache_servers_metrics() -> None:
         await endpoint.start(listens_on, 0)
         line = b"" if host is None else b"Host: " + host + b"\r\n"
         try:
-            answer = await endpoint._answer(b"GET /metrics HTTP/1.1\r\n" + line + b"\r\n")
+            answer = await endpoint._handle_request(b"GET /metrics HTTP/1.1\r\n" + line + b"\r\n")
         finally:
             await endpoint.close()
         return answer.partition(b" ")[2][:3]

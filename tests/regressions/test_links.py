@@ -156,13 +156,13 @@ def test_w02_an_engine_that_serves_takes_renewed_files(
         first = served_certificate(server.port)
         new.issue("server")
         cert.write_text("half of a file")
-        server.call(renewed.look())
-        server.call(renewed.look())
+        server.call(renewed.reload_changed())
+        server.call(renewed.reload_changed())
         assert caplog.text.count("those before") == 1
         assert served_certificate(server.port) == first
         new.issue("server")
         token.write_text("the-second-token-of-all")
-        server.call(renewed.look())
+        server.call(renewed.reload_changed())
         second = served_certificate(server.port)
         assert second != first
         credentials = Credentials(ca_file=new.trusted(), token_file=token)
@@ -191,4 +191,4 @@ def served_certificate(port: int) -> bytes | None:
 
 def test_w02_flags_that_do_not_go_together(tmp_path: Path) -> None:
     with pytest.raises(TierConfigError, match="go together"):
-        ServedFiles(tls_cert="cert").check()
+        ServedFiles(tls_cert="cert").check_flags()

@@ -74,7 +74,7 @@ def test_203883_a_refused_block_that_is_in_another_store_only() -> None:
         for _ in range(3):
             hierarchy.poll()
     held = hierarchy.begin_load(others)
-    assert hierarchy.find([wanted]).tiers == ["net"]
+    assert hierarchy.find_prefix([wanted]).tiers == ["net"]
     hierarchy.end_load(hierarchy.begin_load([wanted]))  # there is no room for it
     for write_back in hierarchy._write_backs._all:
         assert wanted not in write_back._dirty
@@ -107,7 +107,7 @@ def test_few_requests_to_a_store_that_hangs() -> None:
         for number in range(10):
             began = clock.now
             ticket = hierarchy.begin_load([pack_key(bytes([number]) * 32)])
-            while not ticket.done():
+            while not ticket.is_complete():
                 clock.advance(0.1)
                 hierarchy.poll()
             hierarchy.end_load(ticket)
@@ -127,7 +127,7 @@ def test_reads_of_a_store_that_cannot_be_written_to() -> None:
         hierarchy.end_store(hierarchy.begin_store([pack_key(bytes([number]) * 32)]), ok=True)
         hierarchy.poll()
     assert hierarchy.traffic()["ssd"].write_breaker == "open"
-    assert hierarchy.find([pack_key(bytes([3]) * 32)]).tiers == ["ssd"]
+    assert hierarchy.find_prefix([pack_key(bytes([3]) * 32)]).tiers == ["ssd"]
     assert hierarchy.close(1.0)
 
 

@@ -31,10 +31,10 @@ def test_w10_two_causes_that_alternate_are_told_once_each(
     link: Any = SimpleNamespace(address="grpc://there:1", _told=set())
     link._is_news = lambda what: ServerLink._is_news(link, what)
     for number in range(200):
-        ServerLink._tell(link, Retry.LATER, ("no route", "refused")[number % 2])
+        ServerLink._warn_not_used(link, Retry.LATER, ("no route", "refused")[number % 2])
     assert len(caplog.records) == 2
     for number in range(1000):
-        ServerLink._tell(link, Retry.LATER, f"text {number}")
+        ServerLink._warn_not_used(link, Retry.LATER, f"text {number}")
     assert len(link._told) <= 32
 
 

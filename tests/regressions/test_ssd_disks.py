@@ -238,7 +238,7 @@ def test_t07_what_was_being_written_is_forgotten_too(path: Path) -> None:
     assert store.wait_forgotten(SECONDS)
     for future in futures[75:]:
         assert future.result(SECONDS) == [Stored.KEPT]
-    rows = {row.key for row in store._opened.index_file.rows()}
+    rows = {row.key for row in store._opened.index_file.iter_rows()}
     assert not rows & set(keys[:75])
     more = make_keys(100, "more")
     futures = [store.store([key], filled_buffers([key], SMALL)) for key in more]
@@ -249,7 +249,7 @@ def test_t07_what_was_being_written_is_forgotten_too(path: Path) -> None:
         future.result(SECONDS)
     wait_until(lambda: not store._state.index.has_leaving)
     assert store.lookup(keys + more) == [Answer.MISS] * 250
-    assert all(row.generation <= cleared_up_to for row in store._opened.index_file.rows())
+    assert all(row.generation <= cleared_up_to for row in store._opened.index_file.iter_rows())
     store.close(SECONDS)
 
 
@@ -281,9 +281,9 @@ def test_t07_a_room_answers_when_it_is_durable(tmp_path: Path) -> None:
     store = watched.opened
     assert store is not None and store.stats().blocks
     assert tenant_store.drop(keys[:10]) == 10
-    rows = list(store._opened.index_file.rows())
+    rows = list(store._opened.index_file.iter_rows())
     known = {row.key for row in rows}
-    assert known and not known & set(tenant_store._salt.stored(keys[:10]))
+    assert known and not known & set(tenant_store._salt.salt_keys(keys[:10]))
     tenant_store.clear()
     note = opening.read_note(next(tmp_path.glob("*/identity")).parent)
     assert note.cleared_up_to >= max(row.generation for row in rows)
@@ -301,7 +301,7 @@ def test_t07_a_reset_of_the_engine_answers_when_it_is_durable(path: Path) -> Non
     assert isinstance(watched, ReopeningStore)
     store = watched.opened
     assert store is not None and all(put(store, make_keys(20)))
-    last = max(row.generation for row in store._opened.index_file.rows())
+    last = max(row.generation for row in store._opened.index_file.iter_rows())
     scheduler.reset()
     assert opening.read_note(path).cleared_up_to >= last
     scheduler.shutdown(SECONDS)

@@ -79,7 +79,7 @@ def test_u05_no_cache_server_is_told_as_well(
 
 def test_u05_estimates_of_what_is_up_stay() -> None:
     economics = Economics(["cpu", "ssd"], 16, 1000)
-    economics.prefill.note(1000, 0, 0.1)
+    economics.prefill.record_prefill(1000, 0, 0.1)
     assert in_words(economics, ["ssd"]).startswith("prefill 10,000 tokens/s, cpu loads 4 GB/s")
     assert in_words(economics, ["ssd"]).endswith("(cpu)")
 

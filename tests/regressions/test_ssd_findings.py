@@ -113,7 +113,7 @@ def test_t03_stores_without_memory_for_pages_are_refused(
     assert not store._writer.queue.num_blocks
 
 
-@pytest.mark.parametrize("name", ["turn", "take", "_finish"])
+@pytest.mark.parametrize("name", ["turn", "submit_runs", "_finish"])
 def test_t03_an_io_thread_that_fails_ends_what_it_has_in_hand(
     open_store: Callable[..., SsdStore], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -123,10 +123,10 @@ def test_t03_an_io_thread_that_fails_ends_what_it_has_in_hand(
     real, failures = getattr(IoLane, name), [MemoryError("as asked")]
 
     def fail(queue: IoLane, *arguments: Any) -> Any:
-        result = real(queue, *arguments) if name == "take" else None
+        result = real(queue, *arguments) if name == "submit_runs" else None
         if failures:
             raise failures.pop()
-        return real(queue, *arguments) if name != "take" else result
+        return real(queue, *arguments) if name != "submit_runs" else result
 
     monkeypatch.setattr(IoLane, name, fail)
     found = ends(store.load(keys, make_buffers(60, SMALL)))
@@ -276,8 +276,8 @@ from stratakv.tiers.ssd.folder import scan
 def wait(rows):
     time.sleep(0.15)
     real(rows)
-real, scan._BATCH = scan.RowStream.flush, 1
-scan.RowStream.flush = wait
+real, scan._BATCH = scan.RowStream.write_pending, 1
+scan.RowStream.write_pending = wait
 sys.exit(scan.main(sys.argv[1:]))
 """
 HUNG_SCAN = "import time; time.sleep(600)"
@@ -356,5 +356,5 @@ def test_t13_another_format_is_a_cold_start(
     store.close(SECONDS)
     assert len(caplog.messages) == 1
     rows = IndexFile(path / "index", 0)
-    assert len(list(rows.rows())) == 3
+    assert len(list(rows.iter_rows())) == 3
     rows.close()

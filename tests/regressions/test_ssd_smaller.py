@@ -34,7 +34,7 @@ def open_store(path: Path, slots: int = SLOTS) -> SsdStore:
 def rows_of(path: Path) -> list[Row]:
     index = IndexFile(path / "index", 0)
     try:
-        return list(index.rows())
+        return list(index.iter_rows())
     finally:
         index.close()
 
@@ -83,7 +83,7 @@ def test_rows_beyond_the_end_go_in_several_commits(
     index.put([Row(slot, key, 1, 1 + slot) for slot, key in enumerate(keys)])
     for end in (11, 10, 4, 0):
         index.delete_from(end)
-        assert [row.slot for row in index.rows()] == list(range(end))
+        assert [row.slot for row in index.iter_rows()] == list(range(end))
     index.close()
 
 

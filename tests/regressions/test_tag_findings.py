@@ -50,7 +50,7 @@ def committed(slab: CpuSlab) -> list[bytes]:
 
 def stored(plane: Plane, key: bytes) -> bytes:
     """The key under which a tenant store keeps a block."""
-    return plane.tenant_store._salt.stored([key])[0]
+    return plane.tenant_store._salt.salt_keys([key])[0]
 
 
 def wait_until(what: object) -> None:
@@ -137,7 +137,7 @@ def test_t01_late_writer(tmp_path: Path) -> None:
     plane = plane_over(tmp_path, slots=8)
     late = plane.connect("memory")
     assert isinstance(late, MemoryConnection)
-    asked = late._ask(Verb.RESERVE, late_keys, time.monotonic() + 0.05)
+    asked = late._build_request(Verb.RESERVE, late_keys, time.monotonic() + 0.05)
     late._connection.send([asked.words], time.monotonic() + WAIT_SECONDS)
     reserved = late._take_reserved(asked, 4, time.monotonic() + WAIT_SECONDS)
     targets = [late._slot(slot) for slot in reserved.slots]
@@ -171,7 +171,7 @@ def test_t01_late_writer_that_says_so() -> None:
     late = plane.connect("memory")
     assert isinstance(late, MemoryConnection)
     keys = make_keys(4)
-    asked = late._ask(Verb.RESERVE, keys, time.monotonic() + 0.05)
+    asked = late._build_request(Verb.RESERVE, keys, time.monotonic() + 0.05)
     late._connection.send([asked.words], time.monotonic() + WAIT_SECONDS)
     reserved = late._take_reserved(asked, 4, time.monotonic() + WAIT_SECONDS)
     wait_until(lambda: plane.tenant_store.lookup(keys) == [State.MISS] * 4)
@@ -210,7 +210,7 @@ def test_t01_block_with_the_tag_of_another() -> None:
         slab, [store], wakeup=lambda: None, options=HierarchyOptions(tagger=Tagger(layout_id, SIZE))
     )
     ticket = hierarchy.begin_load(keys)
-    while not ticket.done():
+    while not ticket.is_complete():
         hierarchy.poll()
     assert ticket.slots == [None, None]
     assert hierarchy.stats()["other"].errors["wrong_tag"] == 2

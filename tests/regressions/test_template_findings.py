@@ -428,7 +428,7 @@ def test_y07_a_process_that_was_forked_or_ended_is_not_asked() -> None:
         assert rendered(PLAIN, USER) == "<user>a question"
         assert found not in process._idle
         found.owner = os.getpid()
-        found.end()
+        found.kill_process()
 
 
 @pytest.mark.parametrize("value", [10**30, float("inf"), "\ud83d half", {"deep": [[None]]}])

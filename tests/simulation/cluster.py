@@ -419,7 +419,7 @@ class Cluster:
     def _abort(self, asked: Asked) -> None:
         if asked.node is None or asked.node.asked.pop(asked.request_id, None) is None:
             return  # between two engines
-        asked.node.core.abort([asked.request_id])
+        asked.node.core.abort_requests([asked.request_id])
         asked.node.is_awake = True
 
     def _lost(self, asked: Asked) -> None:

@@ -74,7 +74,7 @@ class _NoStats:
     def note_step(self, *_facts: Any) -> None:
         pass
 
-    def record(self, _counts: Any) -> None:
+    def add_counts(self, _counts: Any) -> None:
         pass
 
 
@@ -113,7 +113,7 @@ class SimCore(EngineCore):
         choice = rng.choice([Choice.AUTO, Choice.AUTO, Choice.LOAD, Choice.LOAD])
         prefill = PrefillRate()
         if seconds := rng.choice([None, 0.01, 0.05]):  # a token, as it once was
-            prefill.note(1, 0, seconds)
+            prefill.record_prefill(1, 0, seconds)
         side = OffloadScheduler(
             ConnectorContext(hierarchy, Parts(SIZE), signal, choice=choice, prefill=prefill)
         )

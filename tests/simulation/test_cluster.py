@@ -114,7 +114,7 @@ def release_what_is_given(self: HeldAnswers) -> list[Any]:
     going = [request_id for request_id, held in self._held.items() if held.is_moving]
     for request_id in going:
         self.handover.forget_hand_over(request_id)
-    ended = [self._end(request_id, 0.0, is_whole=True) for request_id in going]
+    ended = [self._pop_deferred(request_id, 0.0, is_whole=True) for request_id in going]
     return ended + release(self)
 
 
@@ -145,8 +145,8 @@ def wait_for_nobody(self: PrefillWaits, offload: RequestOffload, end: End) -> No
 
 
 schedule = Scheduler.schedule
-release = HeldAnswers.release
-end_wait = PrefillWaits.end
+release = HeldAnswers.release_answers
+end_wait = PrefillWaits.end_wait
 get_matched_tokens = OffloadScheduler.get_matched_tokens
 
 
@@ -155,12 +155,12 @@ get_matched_tokens = OffloadScheduler.get_matched_tokens
     [
         (Scheduler, "schedule", name_too_early, "was given wrong bytes"),
         (Hierarchy, "lease", ask_nobody, "was released too early"),
-        (HeldAnswers, "release", release_what_is_given, "was released too early"),
-        (HeldAnswers, "forget", hold_for_ever, "that nobody waits for"),
+        (HeldAnswers, "release_answers", release_what_is_given, "was released too early"),
+        (HeldAnswers, "drop_answer", hold_for_ever, "that nobody waits for"),
         (request_builder, "fits", fits_always, "^r"),
         (OffloadScheduler, "get_matched_tokens", take_for_whole, ""),
-        (WaitLimit, "end", wait_for_all, "is awaited too long"),
-        (PrefillWaits, "end", wait_for_nobody, "awaits what nobody wants"),
+        (WaitLimit, "decide_end", wait_for_all, "is awaited too long"),
+        (PrefillWaits, "end_wait", wait_for_nobody, "awaits what nobody wants"),
     ],
 )
 def test_a_planted_bug_is_found(

@@ -184,10 +184,10 @@ def report_a_failure(*fields: Any, **named: Any) -> LoadReport:
     return LoadReport(*fields, **{**named, "is_cancelled": False})
 
 
-drop = Hierarchy.drop
-follow = StepBatch.follow
+drop = Hierarchy.forget_blocks
+follow = StepBatch.apply_step
 start_step = OffloadWorker.start_step
-end_promotion = Promotions._end
+end_promotion = Promotions._finish_promotion
 arrived = Promotions._arrived
 update_from_worker = OffloadScheduler.update_from_worker
 
@@ -205,14 +205,14 @@ def live_until_found(bug: Callable[..., Any], seed: int) -> None:
     [
         (OffloadWorker, "wait_before_forward", wait_for_nothing),
         (OffloadWorker, "start_step", ignore_overtaken),
-        (Promotions, "_end", believe_every_read),
+        (Promotions, "_finish_promotion", believe_every_read),
         (Promotions, "_arrived", publish_torn_reads),
         (Hierarchy, "end_load", forget_to_unpin),
         (CopySignal, "wake", wake_nobody),
         (OffloadScheduler, "update_from_worker", keep_reports),
-        (OffloadScheduler, "drop", drop_nothing),
-        (OffloadWorker, "_fail", report_nothing),
-        (StepBatch, "follow", go_on_dirty),
+        (OffloadScheduler, "invalidate_blocks", drop_nothing),
+        (OffloadWorker, "_report_failed_job", report_nothing),
+        (StepBatch, "apply_step", go_on_dirty),
         (loads, "LoadReport", report_a_failure),
     ],
 )
@@ -227,6 +227,6 @@ def test_a_planted_bug_is_found(
 def test_a_torn_copy_ahead_is_found(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two parts keep it from a tier, each for itself: neither does here."""
     monkeypatch.setattr(Outgoing, "names_dropped", keep_copies)
-    monkeypatch.setattr(Hierarchy, "drop", drop_what_is_there)
+    monkeypatch.setattr(Hierarchy, "forget_blocks", drop_what_is_there)
     with pytest.raises(AssertionError, match="wrong bytes"):
         live_until_found(keep_copies, seed)

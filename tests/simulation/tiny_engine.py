@@ -198,7 +198,7 @@ class TinyEngine(Engine):
     def begin(self, output: SchedulerOutput) -> None:
         """The part of a step that comes before anything can fail."""
         self.parts.worker.start_step(output.connector_meta or ConnectorMetadata())
-        self._steps.follow(output, self._rows.take)
+        self._steps.apply_step(output, self._rows.take)
         self.follow(output)
         self._check_batch()
 

@@ -326,7 +326,7 @@ class World:
         if counts:
             context = sum(count * count // 2 for count in counts)
             seconds = sum(counts) * self._token_seconds
-            self.engine.parts.side._economics.prefill.note(sum(counts), context, seconds)
+            self.engine.parts.side._economics.prefill.record_prefill(sum(counts), context, seconds)
 
     def _check_books(self) -> None:
         assert not self.wrong, self.wrong

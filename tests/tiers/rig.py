@@ -124,7 +124,7 @@ class Rig:
     def finish(self, ticket: LoadTicket) -> list[int]:
         """Wait for a load, check what it brought, end it; the indices that are there."""
         deadline = time.monotonic() + WAIT_SECONDS
-        while not ticket.done():
+        while not ticket.is_complete():
             assert self.woken.wait(deadline - time.monotonic()), "no wake-up came"
             self.woken.clear()
             self.hierarchy.poll()
@@ -141,7 +141,7 @@ class Rig:
         return self.finish(ticket)
 
     def tiers(self, *numbers: int) -> list[str]:
-        return self.hierarchy.find(keys(*numbers)).tiers
+        return self.hierarchy.find_prefix(keys(*numbers)).tiers
 
     def errors(self) -> dict[str, int]:
         return self.hierarchy.stats()["ssd"].errors

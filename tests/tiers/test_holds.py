@@ -53,14 +53,14 @@ def test_names_are_held_as_long_as_some_hold_says(seed: int) -> None:
             wanted = rng.sample(keys, rng.randrange(8))
             until = now + rng.choice([-1.0, 0.0, 1.0, 5.0])
             before = {key for hold, _ in live for key in hold.keys}
-            hold = holds.hold(wanted, until, now)
+            hold = holds.create_hold(wanted, until, now)
             assert list(hold.keys) == wanted[: len(hold.keys)]
             if len(hold.keys) < len(wanted):
                 assert wanted[len(hold.keys)] not in before
                 assert len(before.union(hold.keys)) == 12
             live.append((hold, until))
         elif action < 0.7 and live:
-            holds.release(rng.choice(live)[0])
+            holds.end_hold(rng.choice(live)[0])
         else:
             now += rng.random()
             holds.expire(now)
@@ -117,9 +117,9 @@ def test_the_disk_evicts_others_until_the_time_is_over(policy: str | None, clock
         index.choose_by(policy_factory(policy)(10))
     keys = make_keys(10)
     index.publish([Entry(key, slot, 1) for key, slot in zip(keys, index.allocate(10), strict=True)])
-    assert index.hold([*keys[:3], b"?" * 32, keys[5]], clock.now + 5.0, clock.now) == 3
+    assert index.retain_keys([*keys[:3], b"?" * 32, keys[5]], clock.now + 5.0, clock.now) == 3
     victims = {index._keys[slot] for slot in index._victims(10)}
     assert victims == set(keys[3:])
-    assert index.hold(keys, clock.now + 5.0, clock.now) == 5, "half of the slots"
+    assert index.retain_keys(keys, clock.now + 5.0, clock.now) == 5, "half of the slots"
     clock.now += 5.0
     assert len(index._victims(10)) == 10

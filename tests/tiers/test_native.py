@@ -88,7 +88,11 @@ def test_records_are_those_of_python_and_damage_is_told() -> None:
     assert records.make(run, scratch.address, scratch.laid.buffer_info()[0]) == [2]
     made = [bytes(header[:128]) for header in scratch.headers]
     fields = list(zip(keys, generations, tags, payloads, digests, strict=True))
-    assert made == [headers.encode(*fields[1]), bytes(128), headers.encode(*fields[3])]
+    assert made == [
+        headers.encode_headers(*fields[1]),
+        bytes(128),
+        headers.encode_headers(*fields[3]),
+    ]
     assert list(scratch.laid[1::2]) == [4096, size] * len(run)
     for place, address in zip(run, scratch.laid[2::4], strict=True):
         assert ctypes.string_at(address, size) == payloads[place]

@@ -58,12 +58,12 @@ def test_headers_that_share_what_is_the_same(rng: random.Random, seal: Seal | No
     for generation in (0, 1, 2**32, 2**64 - 1):
         key, tag = rng.randbytes(40), rng.randbytes(16)
         header = RecordHeader(key, layout_id, len(payload), generation, tag=tag, seal=seal)
-        made = headers.encode(key, generation, tag, payload, digest)
+        made = headers.encode_headers(key, generation, tag, payload, digest)
         assert made == encode_header(header, payload, digest)
         assert check_record(made, payload, header) is None
     for key, tag in ((rng.randbytes(39), bytes(16)), (rng.randbytes(40), bytes(17))):
         with pytest.raises(ValueError, match="a 40-byte key"):
-            headers.encode(key, 1, tag, payload, digest)
+            headers.encode_headers(key, 1, tag, payload, digest)
 
 
 def test_a_sealed_record_is_accepted_under_its_key_only() -> None:

@@ -42,10 +42,10 @@ def test_what_they_are_made_of() -> None:
 @pytest.mark.parametrize("tag_key", [None, TAG_KEY], ids=["plain", "keyed"])
 def test_a_payload_in_parts(tag_key: bytes | None) -> None:
     tagger = Tagger(LAYOUT_ID, 2048, tag_key)
-    hasher = tagger.begin(KEY)
+    hasher = tagger.create_hasher(KEY)
     for start in range(0, len(PAYLOAD), 100):
         hasher.update(memoryview(PAYLOAD)[start : start + 100])
-    assert tagger.end(KEY, hasher) == tagger.prove(KEY, PAYLOAD)
+    assert tagger.finish_proof(KEY, hasher) == tagger.prove(KEY, PAYLOAD)
 
 
 @pytest.mark.parametrize("tag_key", [None, TAG_KEY], ids=["plain", "keyed"])

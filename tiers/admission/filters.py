@@ -70,14 +70,14 @@ class WhileUsed(AdmissionFilter):
     def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
         if not self.is_sampling:
             self._offered = 0
-            self._count(len(keys))
+            self._decay_counts(len(keys))
             return [True] * len(keys)
         first, self._offered = self._offered, self._offered + len(keys)
         verdicts = [place // self._stretch % SAMPLE == 0 for place in range(first, self._offered)]
-        self._count(sum(verdicts))
+        self._decay_counts(sum(verdicts))
         return verdicts
 
-    def _count(self, written: int) -> None:
+    def _decay_counts(self, written: int) -> None:
         kept = math.exp(-written / self._turnover)
         self._written = self._written * kept + written
         self._used *= kept

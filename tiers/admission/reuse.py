@@ -66,7 +66,7 @@ class ReuseFilter(AdmissionFilter):
         self._now: float | None = None
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:
-        self._history.observe(chain, now)
+        self._history.record_prompt(chain, now)
 
     def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
         self._pass_time(now)

@@ -47,7 +47,7 @@ class Health:
             },
         )
 
-    def drain(self) -> None:
+    def enter_graceful_shutdown(self) -> None:
         """NOT_SERVING from now on. Ends the streams of watchers once they know."""
         self._is_serving = False
         self._changed.set()

@@ -34,10 +34,10 @@ class KeySalt:
         self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
 
-    def stored(self, keys: Sequence[bytes]) -> list[bytes]:
+    def salt_keys(self, keys: Sequence[bytes]) -> list[bytes]:
         """The 40-byte stored keys of 40-byte keys. Takes as long for any of them."""
         if self._maker is not None:
-            return cut_keys(self._maker.names(b"".join(keys), len(keys)))
+            return cut_keys(self._maker.hmac_keys(b"".join(keys), len(keys)))
         inner, outer = self._inner, self._outer
         result = []
         for key in keys:

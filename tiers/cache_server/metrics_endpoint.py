@@ -59,7 +59,7 @@ class MetricsEndpoint:
         try:
             async with asyncio.timeout(_SECONDS):
                 head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(await self._answer(head))
+                writer.write(await self._handle_request(head))
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
@@ -69,7 +69,7 @@ class MetricsEndpoint:
         finally:
             self._connections.discard(task)
 
-    async def _answer(self, head: bytes) -> bytes:
+    async def _handle_request(self, head: bytes) -> bytes:
         method, _, rest = head.partition(b" ")
         path = rest.partition(b" ")[0].partition(b"?")[0]
         if path != b"/metrics":

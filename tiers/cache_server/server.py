@@ -118,9 +118,9 @@ class CacheServer:
 
     async def start(self) -> None:
         """Listen and serve. On an error nothing is left running."""
-        self._check()
+        self._check_settings()
         try:
-            await self._start()
+            await self._start_services()
         except BaseException:
             await self.drain(0.0)
             raise
@@ -134,9 +134,9 @@ class CacheServer:
         end = time.monotonic() + seconds
         for task in self._looking:
             task.cancel()
-        self._guard.drain()
+        self._guard.refuse_new_calls()
         if self._health is not None:
-            self._health.drain()
+            self._health.enter_graceful_shutdown()
         if self._service is not None:
             self._service.watches.end_all()
         # Calls that come now are still answered, with UNAVAILABLE: grpc's own stop would let some
@@ -205,7 +205,7 @@ class CacheServer:
             left.append(f"{', '.join(changed)} changed, which the next start takes up")
         return left
 
-    def _check(self) -> None:
+    def _check_settings(self) -> None:
         settings = self.settings
         _check_exposure(settings)
         if settings.metrics_port is not None:
@@ -216,7 +216,7 @@ class CacheServer:
         if settings.metrics_port is not None:
             check_free(settings.metrics_host, settings.metrics_port, "--metrics-port")
 
-    async def _start(self) -> None:
+    async def _start_services(self) -> None:
         settings = self.settings
         self._tls = None if settings.tls is None else LiveTls(settings.tls)
         credentials = None if self._tls is None else self._tls.credentials()

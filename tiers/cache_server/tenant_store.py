@@ -112,17 +112,17 @@ class TenantStore(ServedStore):
         return [memory[start : start + page_bytes] for start in starts]
 
     def lookup(self, keys: Sequence[bytes], *, asked: bool = False) -> list[State]:
-        stored = self._salt.stored(keys)
+        stored = self._salt.salt_keys(keys)
         with self._changed:
             self._check_open()
             if asked and self._observes:
-                self._hierarchy.observe(stored)
+                self._hierarchy.announce_prompt(stored)
             answers = self._hierarchy.lookup(stored)
         return _states_of(answers)
 
     def begin_load(self, keys: Sequence[bytes]) -> ReadLease:
         """Pin what the slab has of these blocks and begin to read the rest. Waits for nothing."""
-        stored = self._salt.stored(keys)
+        stored = self._salt.salt_keys(keys)
         with self._changed:
             self._check_open()
             known = [
@@ -138,9 +138,9 @@ class TenantStore(ServedStore):
     def wait_loaded(self, read_lease: ReadLease, deadline: float) -> None:
         with self._changed:
             self._changed.wait_for(
-                lambda: read_lease.ticket.done() or self._closed, deadline - time.monotonic()
+                lambda: read_lease.ticket.is_complete() or self._closed, deadline - time.monotonic()
             )
-            if not read_lease.ticket.done():
+            if not read_lease.ticket.is_complete():
                 return
             places = dict(zip(read_lease.ticket.keys, read_lease.ticket.slots, strict=True))
             read_lease.slots = [places.get(key) for key in read_lease.stored]
@@ -159,7 +159,7 @@ class TenantStore(ServedStore):
         ]
 
     def begin_store(self, keys: Sequence[bytes]) -> WriteLease:
-        stored = self._salt.stored(keys)
+        stored = self._salt.salt_keys(keys)
         with self._changed:
             self._check_open()
             answers = dict(zip(stored, self._hierarchy.lookup(stored), strict=True))
@@ -265,7 +265,7 @@ class TenantStore(ServedStore):
         with self._changed:
             self._check_open()
             self._leases.check_room(owner)
-            new = sum(key not in self._pins for key in self._salt.stored(keys))
+            new = sum(key not in self._pins for key in self._salt.salt_keys(keys))
             if len(self._pins) + new > LEASED_SHARE * self._slab.num_slots:
                 raise TooMuch(
                     f"leases hold {len(self._pins)} of {self._slab.num_slots} blocks already, and "
@@ -298,7 +298,7 @@ class TenantStore(ServedStore):
         return len(self._leases)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        stored = self._salt.stored(keys)
+        stored = self._salt.salt_keys(keys)
         with self._changed:
             self._check_open()
             self._slab.touch(stored)
@@ -306,12 +306,12 @@ class TenantStore(ServedStore):
                 store.touch(stored)
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        stored = self._salt.stored(keys)
+        stored = self._salt.salt_keys(keys)
         with self._changed:
             self._check_open()
             self._leases.expire()
             before = self._hierarchy.lookup(stored)
-            self._hierarchy.drop([key for key in stored if key not in self._pins])
+            self._hierarchy.forget_blocks([key for key in stored if key not in self._pins])
             self._hierarchy.poll()
             after = self._hierarchy.lookup(stored)
             gone = [

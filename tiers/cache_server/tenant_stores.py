@@ -147,7 +147,7 @@ class TenantStores(ServedStores):
 
     def attach(self, name: str, layout: BlockLayout) -> TenantStore:
         with self._lock:
-            place = self._place(name)
+            place = self._find_place(name)
             if place.layout is not None and place.layout != layout:
                 raise WrongLayout(
                     f"the blocks here are {place.layout} and the caller's are {layout}"
@@ -159,11 +159,11 @@ class TenantStores(ServedStores):
 
     def ready(self, name: str) -> TenantStore:
         with self._lock:
-            return _ready(self._place(name))
+            return _ready(self._find_place(name))
 
     def layout(self, name: str) -> BlockLayout | None:
         with self._lock:
-            return self._place(name).layout
+            return self._find_place(name).layout
 
     def open_tenant_stores(self) -> dict[str, TenantStore]:
         with self._lock:
@@ -201,7 +201,7 @@ class TenantStores(ServedStores):
             thread.join(max(0.0, deadline - time.monotonic()) + 1.0)
         return len(closed) == len(threads) and all(closed)
 
-    def _place(self, name: str) -> _Place:
+    def _find_place(self, name: str) -> _Place:
         if self._closed:
             raise TierClosed("the server is going down")
         place = self._places.get(name)
@@ -284,7 +284,7 @@ class TenantStores(ServedStores):
         if not self._ssd_paths or not quota.ssd_bytes:
             return []
         # With another secret nothing in the store could be found, so it is another namespace.
-        (namespace,) = KeySalt(self._settings.secret, name).stored((bytes(40),))
+        (namespace,) = KeySalt(self._settings.secret, name).salt_keys((bytes(40),))
         folders = ",".join(str(store_folder(path, name)) for path in self._ssd_paths)
         ssd = replace(self._settings.ssd, path=Path(folders), capacity_bytes=quota.ssd_bytes)
 

@@ -113,14 +113,14 @@ class TenantStoreWatch:
                 self.told[key] = None
             while len(self.told) > self.max_told:
                 del self.told[next(iter(self.told))]
-        self._tell(stored=keys)
+        self._notify_watchers(stored=keys)
 
     def removed(self, keys: Sequence[bytes]) -> None:
         """Called by the tenant store, as its listener."""
         with self.lock:
             for key in keys:
                 self.told.pop(key, None)
-        self._tell(removed=keys)
+        self._notify_watchers(removed=keys)
 
     def cleared(self) -> None:
         """Called by the tenant store, as its listener."""
@@ -146,7 +146,7 @@ class TenantStoreWatch:
         if gone:
             self.removed(gone)
 
-    def _tell(self, stored: Sequence[bytes] = (), removed: Sequence[bytes] = ()) -> None:
+    def _notify_watchers(self, stored: Sequence[bytes] = (), removed: Sequence[bytes] = ()) -> None:
         for watcher in self.watchers:
             for part in _parts(stored):
                 watcher.tell(Happening(stored=part))

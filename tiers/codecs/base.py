@@ -31,12 +31,12 @@ class Codec(ABC):
     is_lossless: bool
 
     def __init__(self, layout: BlockLayout) -> None:
-        self.check(layout)
+        self.validate_layout(layout)
         self.layout = layout
 
     @classmethod
     @abstractmethod
-    def check(cls, layout: BlockLayout) -> None:
+    def validate_layout(cls, layout: BlockLayout) -> None:
         """Raises TierConfigError, with what to do, for a layout that the codec is not for."""
 
     @abstractmethod

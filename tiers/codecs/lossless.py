@@ -41,7 +41,7 @@ class LosslessCodec(Codec):
         self._tools = threading.local()  # a compressor belongs to one thread
 
     @classmethod
-    def check(cls, layout: BlockLayout) -> None:
+    def validate_layout(cls, layout: BlockLayout) -> None:
         """Every layout is fit."""
 
     def encode(self, payload: memoryview, out: memoryview) -> int | None:

@@ -100,7 +100,7 @@ class Breaker:
             self._late_in_row = 0
         else:
             self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
-            self._wait(self._clock())
+            self._schedule_probe(self._clock())
 
     def succeeded(self) -> None:
         """The store did what it was asked, in time."""
@@ -108,39 +108,39 @@ class Breaker:
 
     def failed(self) -> None:
         """The store raised, or what it answered made no sense."""
-        self._count(self._failures)
+        self._record_fault(self._failures)
 
     def was_late(self) -> None:
         """The store missed a deadline."""
         self._late_in_row += 1
-        self._count(self._late)
+        self._record_fault(self._late)
         if self._late_in_row >= LATE_ANSWERS:
             self.hung()
 
     def hung(self) -> None:
         """The store missed a deadline that only a store that hangs can miss."""
         if self.allows:
-            self._open(self._clock())
+            self._open_circuit(self._clock())
 
     def answered_late(self) -> None:
         """What was late has ended at last: the store may be back, so probe at once."""
         if not self.allows:
             self._probe_at = self._clock()
 
-    def _count(self, times: deque[float]) -> None:
+    def _record_fault(self, times: deque[float]) -> None:
         if not self.allows:
             return  # it was asked before
         now = self._clock()
         times.append(now)
         if len(times) == times.maxlen and now - times[0] <= WINDOW_SECONDS:
-            self._open(now)
+            self._open_circuit(now)
 
-    def _open(self, now: float) -> None:
+    def _open_circuit(self, now: float) -> None:
         self.times_opened += 1
         self.allows = False
-        self._wait(now)
+        self._schedule_probe(now)
         self._failures.clear()
         self._late.clear()
 
-    def _wait(self, now: float) -> None:
+    def _schedule_probe(self, now: float) -> None:
         self._probe_at = now + self._pause * (0.75 + 0.5 * self._jitter())

@@ -12,7 +12,7 @@ Whatever goes wrong in a store is a miss with a counted reason; nothing is raise
 A caller may rely on this:
 - no method but `flush` and `close` waits for a disk or a socket;
 - `wakeup` is called, from any thread, when `poll` may have something to do;
-- slots of a load stay as they are from `LoadTicket.done()` to `end_load`.
+- slots of a load stay as they are from `LoadTicket.is_complete()` to `end_load`.
 A caller must do this:
 - call every method from one thread, `poll` after each wake-up;
 - end each ticket exactly once.
@@ -96,7 +96,7 @@ class Hierarchy:
 
     @property
     def hears_of_others(self) -> bool:
-        """Whether there is a store that other engines fill, of which `watch` tells."""
+        """Whether there is a store that other engines fill, of which `watch_stores` tells."""
         return any(store.is_shared or store.is_read_only for store in self._stores)
 
     @property
@@ -113,7 +113,7 @@ class Hierarchy:
 
     @property
     def version(self) -> int:
-        """Changes whenever a ticket, or the answer of `find`, may have changed."""
+        """Changes whenever a ticket, or the answer of `find_prefix`, may have changed."""
         return self._mailbox.version
 
     @property
@@ -123,14 +123,14 @@ class Hierarchy:
 
     @property
     def learns(self) -> bool:
-        """Whether `observe` is of use to anybody."""
+        """Whether `announce_prompt` is of use to anybody."""
         return (
             self._slab.learns
             or (self.has_stores and self._admission.learns)
             or any(store.tier.learns for store in self._stores)
         )
 
-    def observe(self, chain: Sequence[bytes]) -> None:
+    def announce_prompt(self, chain: Sequence[bytes]) -> None:
         """A prompt arrived whose blocks are `chain`, head first, wherever they are. What it says
         of the future is for policies, of slab and stores, and the admission filter to learn."""
         now = time.monotonic()
@@ -148,9 +148,9 @@ class Hierarchy:
         is_open = [store.prefetch_lookup(keys, context) for store in self._stores]
         return any(is_open)
 
-    def find(self, keys: Sequence[bytes]) -> Prefix:
+    def find_prefix(self, keys: Sequence[bytes]) -> Prefix:
         """The longest run of leading keys that are in some tier. Changes nothing."""
-        prefix = self._look_up.find(keys)
+        prefix = self._look_up.match_prefix(keys)
         if not all(store.breaker.allows for store in self._stores):
             self._mailbox.is_due = True  # a store that failed to answer is to be probed
         return prefix
@@ -216,13 +216,13 @@ class Hierarchy:
 
     def poll(self) -> bool:
         """Take in completions, give up what is late, write back and probe what is due. True if
-        anything that a ticket or `find` could show has changed."""
+        anything that a ticket or `find_prefix` could show has changed."""
         now = time.monotonic()
         if not self._mailbox.is_due and now < self._poll_at:
             return False
         self._mailbox.is_due, self._poll_at = False, now + POLL_SECONDS
         before = self.version
-        self._mailbox.take()
+        self._mailbox.run_delivered()
         if self._promotions:
             self._promotions.give_up_late()
         if not self._write_backs.pump(reading=bool(self._promotions)):
@@ -234,16 +234,16 @@ class Hierarchy:
     def flush(self, timeout_seconds: float) -> bool:
         """Write back everything the stores lack, the most recently used first; False if something
         could not be. Waits, so it is for shutdown only; not for a store that takes nothing."""
-        return self._write_backs.flush(timeout_seconds, self._mailbox)
+        return self._write_backs.write_missing(timeout_seconds, self._mailbox)
 
-    def drop(self, keys: Sequence[bytes]) -> None:
+    def forget_blocks(self, keys: Sequence[bytes]) -> None:
         """Forget blocks in every tier. What is pinned now is forgotten at once and its slot freed
         when it is given back, what is on its way is forgotten when it arrives."""
         self._mailbox.is_due = True
         self._slab.forget(keys)
         self._mailbox.version += 1
-        self._promotions.drop(keys)
-        self._write_backs.drop(keys)
+        self._promotions.drop_promotions(keys)
+        self._write_backs.discard_dirty(keys)
         for store in self._stores:
             store.drop(keys)
 
@@ -277,7 +277,7 @@ class Hierarchy:
         answers = store.lookup(keys)
         missing = [i for i, answer in enumerate(answers) if answer is Answer.MISS]
         in_slab = self._slab.lookup([keys[i] for i in missing])
-        write_back = self._write_backs.of(index)
+        write_back = self._write_backs.get_write_back(index)
         # Behind an open breaker nobody waits, but what is written is what it is probed with.
         is_waiting = store.breaker.allows and store.write_breaker.allows
         again = []
@@ -293,7 +293,7 @@ class Hierarchy:
             write_back.added(again)
         return answers
 
-    def watch(self, hear: Callable[[Sequence[bytes]], bool]) -> None:
+    def watch_stores(self, hear: Callable[[Sequence[bytes]], bool]) -> None:
         """Have the stores that others fill hear of blocks that they store. `hear` is told of those
         that the slab does not have, in a call of `poll`, and says whether `version` is to change
         with them."""
@@ -320,7 +320,7 @@ class Hierarchy:
 
     def hold(self, keys: Sequence[bytes], seconds: float) -> Hold:
         """Keep blocks of this engine, given head first, in the slab for so long, those on their way
-        in too; `release` ends it sooner."""
+        in too; `release_hold` ends it sooner."""
         return self._slab.hold(keys, seconds)
 
     def ask_stores(self, keys: Sequence[bytes], seconds: float) -> None:
@@ -329,7 +329,7 @@ class Hierarchy:
         for store in self._stores:
             store.lease(keys, seconds, _ignore)
 
-    def release(self, hold: Hold) -> None:
+    def release_hold(self, hold: Hold) -> None:
         """End a hold before its time. It may have ended by itself."""
         self._slab.release(hold)
 
@@ -356,10 +356,10 @@ class Hierarchy:
             # Its share of the time, so that one that hangs leaves something for the next.
             left = max(0.0, deadline - time.monotonic()) / (len(self._stores) - place)
             store.attempt(partial(store.tier.close, left))
-        self._mailbox.take()
+        self._mailbox.run_delivered()
         while self._is_used() and (left := deadline - time.monotonic()) > 0:
             self._mailbox.wait(left)
-            self._mailbox.take()
+            self._mailbox.run_delivered()
         if not self._is_used():
             self._slab.close()
         return not self._is_used()

@@ -37,7 +37,7 @@ class LookUp:
         self._stores = stores
         self._promotions = promotions
 
-    def find(self, keys: Sequence[bytes]) -> Prefix:
+    def match_prefix(self, keys: Sequence[bytes]) -> Prefix:
         """The longest run of leading keys that are in some tier."""
         tiers: list[str] = []
         size = FIRST_BLOCKS

@@ -25,10 +25,10 @@ MISSED = "missed"  # the store had not what it had said, or it was damaged
 
 @dataclass(slots=True, eq=False)
 class LoadTicket:
-    """A load. Once `done()`, `slots[i]` is the pinned slot of `keys[i]`, or None where the block
-    could not be had: missing, damaged, late, or no room (which takes all that follow). `begun` are
-    the leading blocks that were there and for which there was room; `fault` says what befell one
-    of those that did not come, where something did."""
+    """A load. Once `is_complete()`, `slots[i]` is the pinned slot of `keys[i]`, or None where the
+    block could not be had: missing, damaged, late, or no room (which takes all that follow).
+    `begun` are the leading blocks that were there and for which there was room; `fault` says what
+    befell one of those that did not come, where something did."""
 
     keys: list[bytes]
     slots: list[int | None]
@@ -39,7 +39,7 @@ class LoadTicket:
     fault: str | None = None
     context: RequestContext = NO_CONTEXT
 
-    def done(self) -> bool:
+    def is_complete(self) -> bool:
         return self.waiting == 0
 
 
@@ -135,7 +135,7 @@ class Promotions:
         for promotion in self._promotions:
             promotion.wanted = False
 
-    def drop(self, keys: Sequence[bytes]) -> None:
+    def drop_promotions(self, keys: Sequence[bytes]) -> None:
         """No load joins for these blocks any more. The slab does not publish them."""
         for key in keys:
             promotion = self._by_key.get(key)
@@ -173,7 +173,7 @@ class Promotions:
                 if slot is not None and i < end and places[i] is store
             }
             if chosen:
-                self._start(store, ticket, list(chosen), list(chosen.values()))
+                self._start_promotion(store, ticket, list(chosen), list(chosen.values()))
 
     def _cut(self, ticket: LoadTicket, end: int, reserved: dict[int, int | None]) -> None:
         """Give back pins and reservations from `end` on."""
@@ -184,7 +184,7 @@ class Promotions:
         ticket.slots[end:] = [None] * len(beyond)
         ticket.begun = end
 
-    def _start(
+    def _start_promotion(
         self, store: GuardedStore, ticket: LoadTicket, indices: Sequence[int], slots: Sequence[int]
     ) -> None:
         """Read the ticket's blocks at `indices` into the reserved `slots`."""
@@ -204,7 +204,7 @@ class Promotions:
         except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
             store.count_fault(error)
             store.traffic.promotion_failures += 1
-            self._end(promotion, [None] * len(keys), name_of(error))
+            self._finish_promotion(promotion, [None] * len(keys), name_of(error))
             return
         store.mailbox.wake_at(promotion.deadline)
         deliver = store.mailbox.deliver
@@ -227,8 +227,8 @@ class Promotions:
         else:
             if not promotion.late:
                 store.breaker.succeeded()
-            store.traffic.promotion_seconds.observe(time.monotonic() - promotion.began)
-        self._end(promotion, proofs, fault)
+            store.traffic.promotion_seconds.observe_value(time.monotonic() - promotion.began)
+        self._finish_promotion(promotion, proofs, fault)
 
     def _tagged(self, promotion: Promotion, proofs: list[Proof | None]) -> list[Proof | None]:
         """`proofs`, with None for a block whose tag does not fit its name and bytes. The store
@@ -247,7 +247,7 @@ class Promotions:
         promotion.store.drop(sorted(wrong))
         return [None if k in wrong else p for k, p in zip(promotion.keys, proofs, strict=True)]
 
-    def _end(self, promotion: Promotion, proofs: Proofs, fault: str = MISSED) -> None:
+    def _finish_promotion(self, promotion: Promotion, proofs: Proofs, fault: str = MISSED) -> None:
         """Publish what has come and pin it for those who wait. `fault`: why the rest did not."""
         ok = [promotion.wanted and proof is not None for proof in proofs]
         store = promotion.store

@@ -144,7 +144,7 @@ class WriteBack:
             and self._is_due
             and (size := self._writes.room(self._batch, allowed))
         ):
-            is_taken = self._write(list(islice(self._dirty, size)))
+            is_taken = self._write_batch(list(islice(self._dirty, size)))
         if self._dirty:
             self._store.write_breaker.announce_probe(self._store.mailbox)
         return is_taken
@@ -155,7 +155,7 @@ class WriteBack:
         while self._dirty and (size := self._writes.room(self._batch, BATCHES_IN_FLIGHT)):
             newest = list(islice(reversed(self._dirty), size))
             # The slab is about to go, so there is no second chance for the filter to give.
-            if not self._write(newest, filtered=False):
+            if not self._write_batch(newest, filtered=False):
                 break
         return self.pending and not self._writes.has_stalled
 
@@ -177,12 +177,12 @@ class WriteBack:
         answers = self._store.lookup(newest_first)
         self.added([k for k, a in zip(newest_first, answers, strict=True) if self._may_lack(a)])
 
-    def drop(self, keys: Sequence[bytes]) -> None:
+    def discard_dirty(self, keys: Sequence[bytes]) -> None:
         """Write none of these blocks; what is being written of them is dropped on its arrival."""
         for key in keys:
             self._dirty.pop(key, None)
             self._refused.discard(key)
-        self._writes.drop(keys)
+        self._writes.drop_on_arrival(keys)
 
     def clear(self) -> None:
         """Forget all; what is being written is dropped from the store when it arrives."""
@@ -220,7 +220,7 @@ class WriteBack:
             self._num_next = 0
         return self._is_urgent
 
-    def _write(self, keys: list[bytes], *, filtered: bool = True) -> bool:
+    def _write_batch(self, keys: list[bytes], *, filtered: bool = True) -> bool:
         """Start one batch, unless so much of it need not be written that it waits for more. False
         where the store is busy; the blocks stay marked then."""
         answers = self._store.lookup(keys)
@@ -291,7 +291,7 @@ class WriteBacks:
         self._all = [WriteBack(slab, store, options) for store in stores]
         self._spared = self._is_awaited if options.keeps_unwritten and stores else None
 
-    def of(self, place: int) -> WriteBack:
+    def get_write_back(self, place: int) -> WriteBack:
         """That of the store at this place."""
         return self._all[place]
 
@@ -349,7 +349,7 @@ class WriteBacks:
         taken = [write_back.pump(reading=reading) for write_back in self._all]
         return all(taken)
 
-    def flush(self, timeout_seconds: float, mailbox: Mailbox) -> bool:
+    def write_missing(self, timeout_seconds: float, mailbox: Mailbox) -> bool:
         """Write down every block of the slab that a store lacks; see `Hierarchy.flush`."""
         deadline = time.monotonic() + timeout_seconds
         for write_back in self._all:
@@ -359,7 +359,7 @@ class WriteBacks:
             if left <= 0:
                 break
             mailbox.wait(min(left, LOOK_SECONDS if self.in_flight else RETRY_SECONDS))
-            mailbox.take()
+            mailbox.run_delivered()
             for store in self._stores:
                 store.probe_when_due()
         return all(write_back.is_flushed for write_back in self._all)
@@ -368,10 +368,10 @@ class WriteBacks:
         going_on = [write_back.flush_some() for write_back in self._all]
         return any(going_on)
 
-    def drop(self, keys: Sequence[bytes]) -> None:
+    def discard_dirty(self, keys: Sequence[bytes]) -> None:
         """Write none of these blocks."""
         for write_back in self._all:
-            write_back.drop(keys)
+            write_back.discard_dirty(keys)
 
     def clear(self) -> None:
         """Forget all."""

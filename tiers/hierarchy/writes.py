@@ -103,11 +103,11 @@ class Writes:
             return False
         except Exception as error:  # noqa: BLE001 - any fault of a store is counted, none spreads
             self._slab.unpin(keys)
-            self._fail(batch, error)
+            self._fail_batch(batch, error)
             return True
         self._batches.append(batch)
         self._store.traffic.active_cascades += 1
-        self._watch()
+        self._set_alarm()
         deliver = self._store.mailbox.deliver
         when_done(lambda done: deliver(lambda: self._ended(batch, done)))
         return True
@@ -123,14 +123,14 @@ class Writes:
                 self._store.traffic.cascade_failures += 1
                 self._store.traffic.late_write_blocks += len(batch.keys)
                 self._store.count_fault(LATE_WRITE, writing=True)
-        self._watch()
+        self._set_alarm()
 
     def drop_all(self) -> None:
         """Have everything that is being written dropped when it has arrived."""
         for batch in self._batches:
             batch.is_wanted = False
 
-    def drop(self, keys: Sequence[bytes]) -> None:
+    def drop_on_arrival(self, keys: Sequence[bytes]) -> None:
         """Have those of these blocks that are being written dropped when they have arrived."""
         for batch in self._batches:
             batch.dropped.update(set(keys).intersection(batch.keys))
@@ -150,7 +150,7 @@ class Writes:
         most = OPEN_STALL_SECONDS if self.is_broken else STALL_SECONDS
         return time.monotonic() - self._taken_at >= most
 
-    def _watch(self) -> None:
+    def _set_alarm(self) -> None:
         """Have an alarm set for the next deadline, unless one comes before: most batches end long
         before theirs, and each alarm wakes two threads."""
         if self._alarm_at <= time.monotonic():
@@ -171,7 +171,7 @@ class Writes:
             outcomes = future.result(timeout=0)
             check_answers(outcomes, batch.keys)
         except Exception as error:  # noqa: BLE001 - as above
-            self._fail(batch, error)
+            self._fail_batch(batch, error)
             return
         self._end_probe(batch, answered=True)
         self._taken_at = time.monotonic()
@@ -187,7 +187,7 @@ class Writes:
         if unwanted:
             self._store.drop(unwanted)
 
-    def _fail(self, batch: Batch, error: Exception) -> None:
+    def _fail_batch(self, batch: Batch, error: Exception) -> None:
         self._store.traffic.cascade_failures += not batch.is_late  # a late one has been counted
         self._store.count_fault(error, len(batch.keys), writing=True)
         self._end_probe(batch, answered=False)

@@ -59,7 +59,7 @@ class DigestCache:
         parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         return cls(Path(parent) / "stratakv" / "digests" if os.path.isabs(parent) else None)
 
-    def find(self, state: FileState, file_system: int = 0) -> bytes | None:
+    def load_digest(self, state: FileState, file_system: int = 0) -> bytes | None:
         """The digest of a file in this state; None where none is remembered, or the entry is
         damaged or may be another user's. `file_system` is its number (`f_fsid`), and `trusts` has
         allowed the file."""

@@ -45,7 +45,7 @@ class FileDigest(NamedTuple):
     def check_unchanged(self) -> None:
         """Raise ConfigError where the file is no longer the one that was hashed."""
         try:
-            state = FileState.of(os.stat(self.path))
+            state = FileState.from_stat(os.stat(self.path))
         except OSError as error:
             raise _unreadable(self.path, error) from error
         if state != self.state:
@@ -71,7 +71,7 @@ def digest_files(
             if state.device not in trusted:
                 trusted[state.device] = cache.trusts(path)
             if trusted[state.device]:
-                digest = cache.find(state, os.fstatvfs(descriptor).f_fsid)
+                digest = cache.load_digest(state, os.fstatvfs(descriptor).f_fsid)
         if digest is None:
             unknown.append((path, trusted[state.device]))
             told.total_bytes += state.size
@@ -119,7 +119,7 @@ def _digest_file(
         for length, digest in _in_order(pool, descriptor, starts, state.size):
             hasher.update(digest)
             told.add(length)
-        if FileState.of(os.fstat(descriptor)) != state:
+        if FileState.from_stat(os.fstat(descriptor)) != state:
             raise _changed(path)
     digest = hasher.digest()
     if may_remember:
@@ -136,7 +136,7 @@ def _write_back(descriptor: int) -> tuple[bool, FileState]:
         os.fsync(descriptor)
     except OSError:
         is_written = False
-    return is_written, FileState.of(os.fstat(descriptor))
+    return is_written, FileState.from_stat(os.fstat(descriptor))
 
 
 def _in_order(
@@ -181,7 +181,7 @@ def _opened(path: Path) -> Iterator[tuple[int, FileState]]:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(0, "it is no ordinary file")
-            yield descriptor, FileState.of(status)
+            yield descriptor, FileState.from_stat(status)
         finally:
             os.close(descriptor)
     except OSError as error:

@@ -18,7 +18,7 @@ class FileState(NamedTuple):
     ctime_ns: int
 
     @classmethod
-    def of(cls, status: os.stat_result) -> FileState:
+    def from_stat(cls, status: os.stat_result) -> FileState:
         """The state that `os.stat` reports."""
         return cls(
             status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
@@ -28,6 +28,6 @@ class FileState(NamedTuple):
 def state_of(path: Path) -> FileState | None:
     """The state of the file at `path`; None where it cannot be looked at."""
     try:
-        return FileState.of(os.stat(path))
+        return FileState.from_stat(os.stat(path))
     except OSError:
         return None

@@ -177,7 +177,7 @@ class ProvenRecords:
         assert found is not None
         start, stop = run.start, run.stop
         marks = slice(start * _DIGEST_BYTES, stop * _DIGEST_BYTES)
-        places, generations = self._held.of(start, stop), self._generations[start:stop]
+        places, generations = self._held.slice_addresses(start, stop), self._generations[start:stop]
         damaged = _Written(count)
         found.make_records(
             places.buffer_info()[0], count, self._held.size, self._head,
@@ -295,7 +295,7 @@ class _Places:
         self.size = payloads[0].nbytes if payloads else 0
         assert all(payload.nbytes == self.size for payload in payloads)
 
-    def of(self, start: int, stop: int) -> array[int]:
+    def slice_addresses(self, start: int, stop: int) -> array[int]:
         """Where some of them lie."""
         return self._addresses[start:stop]
 

@@ -90,13 +90,13 @@ class NameMaker:
             context = openssl.begun(bytes(each ^ byte for each in padded))
             weakref.finalize(self, openssl.free, context)
             setattr(self, name, context)
-        if self.names(padded, 1) != hmac.digest(key, padded, "sha256") + padded[_DIGEST_BYTES:]:
+        if self.hmac_keys(padded, 1) != hmac.digest(key, padded, "sha256") + padded[_DIGEST_BYTES:]:
             raise OSError("OpenSSL makes another HMAC than hashlib")
 
     _inner: int
     _outer: int
 
-    def names(self, keys: bytes, count: int) -> bytes:
+    def hmac_keys(self, keys: bytes, count: int) -> bytes:
         """For each of `count` keys of one length, 32 bytes or more, one after the other, as many
         bytes: the HMAC of the key, then the key from its 33rd byte on."""
         size = len(keys) // max(1, count)

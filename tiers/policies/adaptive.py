@@ -58,7 +58,7 @@ class Trial:
         # squares of the latter.
         self._asked = self._lost = self._variance = 0.0
 
-    def observe(self, chain: Sequence[bytes], hits: int) -> None:
+    def compare_prompt(self, chain: Sequence[bytes], hits: int) -> None:
         """A prompt came, and so many of its leading blocks were held under the policy."""
         lru_hits = self._replay(chain)
         self._prompts += 1
@@ -151,8 +151,8 @@ class AdaptivePolicy(EvictionPolicy):
             self._untold = None
             self._history.now = now  # what it holds is as old as the first prompt, not the clock
             self.insert(held)
-        hits = self._history.observe(chain, now)
-        self._trial.observe(chain, hits)
+        hits = self._history.record_prompt(chain, now)
+        self._trial.compare_prompt(chain, hits)
 
     def insert(self, keys: Iterable[bytes]) -> None:
         if self._untold is not None:
@@ -165,11 +165,11 @@ class AdaptivePolicy(EvictionPolicy):
             block = blocks[key]
             if not block.held:
                 run = block.run
-                run.hold(block)
+                run.mark_held(block)
                 self._held += 1
                 if run.queue is None:
                     self._queues.link(run, self._history.now)
-        self._history.forget()
+        self._history.trim_to_limit()
 
     def touch(self, keys: Iterable[bytes]) -> None:
         # What a prompt uses was told by `observe`.

@@ -24,7 +24,7 @@ def check_policy_contract(make: Callable[[int], EvictionPolicy]) -> None:
     _keeps_the_order_it_is_given(_made(make))
     owner = _Owner(_made(make))
     for _ in range(_STEPS):
-        owner.step()
+        owner.run_random_action()
 
 
 def _made(make: Callable[[int], EvictionPolicy]) -> EvictionPolicy:
@@ -54,9 +54,16 @@ class _Owner:
         self._now = 0.0
         self._rng = random.Random(7)  # noqa: S311 - keys of no secrecy
 
-    def step(self) -> None:
+    def run_random_action(self) -> None:
         """One thing that an owner may do, and a look at what is left."""
-        doing = (self._prompt, self._prompt, self._unannounced, self._drop, self._evict, self._ask)
+        doing = (
+            self._prompt,
+            self._prompt,
+            self._unannounced,
+            self._remove_any_keys,
+            self._evict,
+            self._query_policy,
+        )
         self._rng.choice(doing)()
         _expect("the number of keys held", len(self._held), len(self._policy))
 
@@ -76,7 +83,7 @@ class _Owner:
             self._check_victims(victims, excess, self._held.difference(chain), exactly=False)
         else:
             victims = self._victims(excess, self._held.difference(chain))
-        self._forget(victims)
+        self._remove_victims(victims)
         kept = new[: BLOCKS - len(self._held)]
         self._policy.insert(reversed(kept))
         self._policy.touch([key for key in reversed(chain) if key in self._held])
@@ -90,7 +97,7 @@ class _Owner:
             self._policy.touch([key])
             self._held.add(key)
 
-    def _drop(self) -> None:
+    def _remove_any_keys(self) -> None:
         """Any keys, known or not, and one twice."""
         known = sorted(self._held)[:2]
         self._policy.remove([*known, *known[:1], b"never seen"])
@@ -98,9 +105,11 @@ class _Owner:
 
     def _evict(self) -> None:
         """A part of what the policy named."""
-        self._forget(self._victims(self._rng.randint(0, 6), self._held)[: self._rng.randint(0, 6)])
+        self._remove_victims(
+            self._victims(self._rng.randint(0, 6), self._held)[: self._rng.randint(0, 6)]
+        )
 
-    def _ask(self) -> None:
+    def _query_policy(self) -> None:
         pinned = {key for key in self._held if self._rng.random() < 0.5}
         self._victims(self._rng.randint(-1, BLOCKS + 3), self._held - pinned)
         victims = self._policy.victims(1, lambda _key: True)
@@ -133,7 +142,7 @@ class _Owner:
         elif len(victims) > most:
             raise ContractBroken(f"expected at most {most} victims, got {len(victims)}")
 
-    def _forget(self, keys: list[bytes]) -> None:
+    def _remove_victims(self, keys: list[bytes]) -> None:
         self._policy.remove(keys)
         self._held.difference_update(keys)
 

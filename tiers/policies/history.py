@@ -59,7 +59,7 @@ class History:
         self._unannounced: Run | None = None  # the last one, if it is still there
         self._learn_at = LEARN_PROMPTS
 
-    def observe(self, chain: Sequence[bytes], now: float) -> int:
+    def record_prompt(self, chain: Sequence[bytes], now: float) -> int:
         """A prompt arrived; how many of its leading blocks the owner holds."""
         self.now = now = max(now, self.now)
         self.num_prompts += 1
@@ -80,8 +80,8 @@ class History:
         if before is not None and not goes_on:
             for block in matched:
                 block.sharers += 1
-        self._move(chain, prompt)
-        self.forget()
+        self._move_chain(chain, prompt)
+        self.trim_to_limit()
         if self.num_prompts >= self._learn_at:
             self.learn()
         return hits
@@ -108,11 +108,11 @@ class History:
                 if block.run is not run:
                     self._drop_if_empty(block.run)
             block.depth = -run.born
-            run.take(block)
+            run.add_block(block)
             run.in_order = False
             self._queues.link(run, self.now)
 
-    def forget(self) -> None:
+    def trim_to_limit(self) -> None:
         """Keep to the limit: the oldest runs first, and of them what the owner does not hold."""
         for _ in range(len(self._runs)):
             if len(self.blocks) <= self._limit:
@@ -126,7 +126,7 @@ class History:
             self._runs.move_to_end(run)
             self._drop_if_empty(run)
 
-    def _move(self, chain: Sequence[bytes], prompt: Prompt) -> None:
+    def _move_chain(self, chain: Sequence[bytes], prompt: Prompt) -> None:
         """Put the chain's blocks into runs of this prompt."""
         used: dict[Run, int] = {}
         made: list[Run] = []
@@ -150,8 +150,8 @@ class History:
                 used[block.run] = used.get(block.run, 0) + 1
                 block.run.lose(block)
             block.depth = depth
-            block.follow(parent)
-            run.take(block)
+            block.set_parent(parent)
+            run.add_block(block)
             parent = block
         for old, count in used.items():
             self._used(old, count, prompt)

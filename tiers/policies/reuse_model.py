@@ -50,7 +50,7 @@ class _Tally:
     ended: list[float] = field(default_factory=_zeros)
     waited: list[float] = field(default_factory=_zeros)
 
-    def end(self, age: float, weight: float) -> int:
+    def count_ended(self, age: float, weight: float) -> int:
         """A wait ended at this age; its bin."""
         at = bin_of(age)
         self.ended[at] += weight
@@ -90,12 +90,12 @@ class ReuseModel:
     def used(self, name: Class, age: float, weight: float) -> None:
         """So much of a class was used again at this age."""
         tally = self._tally(name)
-        tally.used[tally.end(age, weight)] += weight
+        tally.used[tally.count_ended(age, weight)] += weight
         self._weight += weight
 
     def given_up(self, name: Class, age: float, weight: float) -> None:
         """So much of a class was not used until this age, and is watched no longer."""
-        self._tally(name).end(age, weight)
+        self._tally(name).count_ended(age, weight)
         self._weight += weight
 
     def refresh(self, waiting: Iterable[tuple[Class, float, float]]) -> None:
@@ -109,7 +109,7 @@ class ReuseModel:
         for name, age, weight in waiting:
             if name not in now:
                 now[name] = _Tally()
-            now[name].end(age, weight)
+            now[name].count_ended(age, weight)
         for tallies in (self._tallies, now):
             for name, tally in tallies.items():
                 for length in range(len(name) + 1):

@@ -99,7 +99,7 @@ class Run:
         there is more to gain by a long one."""
         return float(num_blocks / self.born**0.5)
 
-    def hold(self, block: Block) -> None:
+    def mark_held(self, block: Block) -> None:
         """The owner holds this block of the run from now on."""
         self.gone.pop(block.key, None)
         self.blocks[block.key] = block
@@ -116,7 +116,7 @@ class Run:
         if block.parent is not None:
             block.parent.children -= 1
 
-    def take(self, block: Block) -> None:
+    def add_block(self, block: Block) -> None:
         """Have a block from another run, or a new one; head first."""
         (self.blocks if block.held else self.gone)[block.key] = block
         block.run = self
@@ -150,7 +150,7 @@ class Block:
         self.uses = 0  # prompts that it was in
         self.held = False
 
-    def follow(self, parent: Block | None) -> None:
+    def set_parent(self, parent: Block | None) -> None:
         """Have a parent, which may be known anew after it had been forgotten."""
         if self.parent is not parent:
             if self.held:

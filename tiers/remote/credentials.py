@@ -107,7 +107,7 @@ class Credentials:
             ) from error
         return context
 
-    def check(self) -> None:
+    def check_files(self) -> None:
         """Read everything once, so that a wrong path is told at the start. Raises TierConfigError;
         warns of a token that other users can read."""
         self.metadata()

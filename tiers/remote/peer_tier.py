@@ -60,7 +60,7 @@ class PeerTier(StoreTier):
         settings: RemoteSettings | None = None,
     ) -> None:
         settings = replace(settings or RemoteSettings(), stores=False)
-        settings.credentials.check()
+        settings.credentials.check_files()
         self.name = NAME
         self.layout = layout
         self._peers = [_Peer(address, layout, settings) for address in dict.fromkeys(addresses)]
@@ -114,7 +114,7 @@ class PeerTier(StoreTier):
             begun.append(moved)
             futures.append(then(moved, partial(_loaded, peer, places, wanted, proofs)))
         raise_if_none_began(begun)
-        return all_of(futures, lambda: self._count(proofs))
+        return all_of(futures, lambda: self._count_hits(proofs))
 
     def store(
         self,
@@ -187,7 +187,7 @@ class PeerTier(StoreTier):
             believed = [(other, left - places) for other, left in believed if other is not peer]
         return divided
 
-    def _count(self, proofs: list[Proof | None]) -> list[Proof | None]:
+    def _count_hits(self, proofs: list[Proof | None]) -> list[Proof | None]:
         misses = proofs.count(None)
         with self._lock:
             self._stats.hits += len(proofs) - misses

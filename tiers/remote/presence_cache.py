@@ -88,7 +88,7 @@ class PresenceCache:
             while len(formed) > self._most:
                 self.hits -= formed.pop(next(iter(formed))) > 0
 
-    def forget(self, keys: Sequence[bytes]) -> int:
+    def invalidate_keys(self, keys: Sequence[bytes]) -> int:
         """Believe nothing of these; how many were believed to be there."""
         with self._lock:
             known = sum(self._formed.pop(key, 0.0) > 0 for key in keys)

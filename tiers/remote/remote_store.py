@@ -52,7 +52,7 @@ class _Server:
         self.loads = Transfers(
             self.link,
             "load",
-            self._load,
+            self._load_blocks,
             size=size,
             seconds=settings.load_seconds,
             most_bytes=settings.queue_bytes,
@@ -69,7 +69,7 @@ class _Server:
         self.going: dict[bytes, int] = {}
         self.clearing = 0
 
-    def _load(
+    def _load_blocks(
         self, connection: BlockConnection, batch: Transfer, deadline: float
     ) -> list[Proof | None]:
         proofs = connection.load(batch.keys, batch.buffers, deadline)
@@ -88,7 +88,7 @@ class RemoteStore(StoreTier):
         self, membership: Membership, layout: BlockLayout, settings: RemoteSettings | None = None
     ) -> None:
         settings = RemoteSettings() if settings is None else settings
-        settings.credentials.check()
+        settings.credentials.check_files()
         self.name = NAME
         self.layout = layout
         members = membership.members()
@@ -151,14 +151,14 @@ class RemoteStore(StoreTier):
             for start in range(0, len(places), MAX_BLOCKS):
                 part = places[start : start + MAX_BLOCKS]
                 asked = [keys[i] for i in part]
-                held = server.link.lease(asked, seconds)
+                held = server.link.pin_blocks(asked, seconds)
                 futures.append(then(held, partial(_mark, server.link.presence, asked, kept, part)))
         return all_of(futures, lambda: kept) if futures else None
 
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> Future[list[Proof | None]]:
-        self._check(keys, buffers)
+        self._check_buffers(keys, buffers)
         answers: list[Proof | None] = [None] * len(keys)
         begun: list[Future[list[Proof | None]]] = []
         futures: list[Future[None]] = []
@@ -182,7 +182,7 @@ class RemoteStore(StoreTier):
         buffers: Sequence[memoryview],
         proofs: Proofs | None = None,
     ) -> Future[list[Stored]]:
-        self._check(keys, buffers)
+        self._check_buffers(keys, buffers)
         given = [None] * len(keys) if proofs is None else proofs
         if not any(server.link.was_up for server in self._servers):
             # Not broken but not there yet: what is computed meanwhile is to be offered again.
@@ -217,7 +217,9 @@ class RemoteStore(StoreTier):
             server.link.presence.clear()
             with self._lock:
                 server.clearing += 1
-            self._forget(server, partial(server.link.delete, (), all_blocks=True), None)
+            self._delete_on_server(
+                server, partial(server.link.delete_blocks, (), all_blocks=True), None
+            )
 
     def stats(self) -> TierStats:
         size = self.layout.page_bytes
@@ -295,11 +297,11 @@ class RemoteStore(StoreTier):
             self._stats.stored_blocks += len(new)
 
     def _drop_at(self, server: _Server, keys: Sequence[bytes]) -> int:
-        known = server.link.presence.forget(keys)
+        known = server.link.presence.invalidate_keys(keys)
         with self._lock:
             for key in keys:
                 server.going[key] = server.going.get(key, 0) + 1
-        self._forget(server, partial(server.link.delete, keys), keys)
+        self._delete_on_server(server, partial(server.link.delete_blocks, keys), keys)
         return known
 
     def _drop_corrupt(self, server: _Server, keys: Sequence[bytes]) -> None:
@@ -310,7 +312,7 @@ class RemoteStore(StoreTier):
         except TierError as error:  # a full queue, or one that was closed
             log.debug("corrupt blocks stay on %s for now: %s", server.link.address, error)
 
-    def _forget(
+    def _delete_on_server(
         self, server: _Server, call: Callable[[], None], keys: Sequence[bytes] | None
     ) -> None:
         """Have the server forget, after the stores that it was given before."""
@@ -338,7 +340,7 @@ class RemoteStore(StoreTier):
         if self._closed:
             raise TierClosed(f"the {self.name} tier was closed")
 
-    def _check(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
+    def _check_buffers(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
         self._check_open()
         check_buffers(self.layout, keys, buffers)
 
@@ -362,7 +364,7 @@ def _mark(
     count: int,
 ) -> None:
     """The first `count` of these are kept; of the others nothing is known any more."""
-    presence.forget(keys[count:])
+    presence.invalidate_keys(keys[count:])
     for i in places[:count]:
         kept[i] = True
 

@@ -151,7 +151,7 @@ class ServerLink:
             futures.append(self._look_up(asked[start : start + MAX_KEYS]))
         return futures
 
-    def lease(self, keys: Sequence[bytes], seconds: float) -> Future[int]:
+    def pin_blocks(self, keys: Sequence[bytes], seconds: float) -> Future[int]:
         """Keep up to MAX_BLOCKS blocks from being evicted for so long, and no longer than a server
         lends: how many of them, from the first on, the server has and keeps. Fails with
         RemoteError where it does not say."""
@@ -186,7 +186,7 @@ class ServerLink:
             result.set_exception(RemoteError(f"{self.address}: {error}"))
         return result
 
-    def watch(self) -> Iterator[Any]:
+    def stream_events(self) -> Iterator[Any]:
         """What happens to the tenant's blocks from now on, one WatchEvent after the other, until
         the link is closed. Raises RemoteError, and grpc.RpcError where the server ends it."""
         stub = self._stub
@@ -234,10 +234,10 @@ class ServerLink:
         streams.is_fallback = bool(why)
         return streams
 
-    def delete(self, keys: Sequence[bytes], *, all_blocks: bool = False) -> None:
+    def delete_blocks(self, keys: Sequence[bytes], *, all_blocks: bool = False) -> None:
         """Have the server forget blocks. Raises RemoteError."""
         request = messages.DeleteRequest(keys=pack_keys(keys), all=all_blocks)
-        self.call("delete", request, self._settings.store_seconds)
+        self.call_server("delete", request, self._settings.store_seconds)
 
     def close(self) -> None:
         """End the link; calls under way fail. Idempotent."""
@@ -249,7 +249,7 @@ class ServerLink:
         if self._channel is not None:
             self._channel.close()
 
-    def call(self, name: str, request: Any, seconds: float) -> Any:
+    def call_server(self, name: str, request: Any, seconds: float) -> Any:
         """One call and its response. Raises RemoteError, and notes that the link is down where the
         call says so."""
         stub = self._stub
@@ -342,7 +342,7 @@ class ServerLink:
 
     def _offer(self, deadline: float) -> Any:
         left = max(0.001, deadline - time.monotonic())
-        return self.call("open_data", messages.OpenDataRequest(), left)
+        return self.call_server("open_data", messages.OpenDataRequest(), left)
 
     def _checked(self, connection: BlockConnection) -> BlockConnection:
         if connection.boot_id != self._boot_id:
@@ -391,7 +391,7 @@ class ServerLink:
                 said = str(error.details())
                 if verdict.reason == "unauthenticated":
                     said += self._settings.credentials.missing(self.address)
-                self._tell(verdict.retry, said)
+                self._warn_not_used(verdict.retry, said)
             if verdict.reason != "not_ready":
                 # The next try reads the files anew: a channel keeps those it was made with, and a
                 # handshake that fails by them reads as a server that is away. A connection whose
@@ -399,7 +399,7 @@ class ServerLink:
                 self._close_channel()
             return verdict.retry
         except TierConfigError as error:
-            self._tell(Retry.RARELY, str(error))
+            self._warn_not_used(Retry.RARELY, str(error))
             return Retry.RARELY
         except Exception as error:  # this thread is the only one that ever attaches
             if self._is_news(str(error)):
@@ -409,7 +409,7 @@ class ServerLink:
             return Retry.LATER
         if response.is_read_only and self._settings.stores:
             self.count_error("read_only")
-            self._tell(Retry.RARELY, _READ_ONLY)
+            self._warn_not_used(Retry.RARELY, _READ_ONLY)
             return Retry.RARELY
         with self._changed:
             if response.boot_id != self._boot_id:
@@ -445,7 +445,7 @@ class ServerLink:
         self._told.add(what)
         return True
 
-    def _tell(self, retry: Retry, what: str) -> None:
+    def _warn_not_used(self, retry: Retry, what: str) -> None:
         """One line for each cause, not for each try."""
         if retry is Retry.ATTACH or not self._is_news(what):
             return

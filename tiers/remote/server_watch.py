@@ -43,16 +43,16 @@ class ServerWatch:
         while not self._closed.is_set():
             try:
                 if self._link.wait_up(_PAUSE_SECONDS):
-                    self._watch()
+                    self._read_events()
             except (grpc.RpcError, TierError, WireError) as error:
                 log.debug("%s is not watched for now: %s", self._link.address, error)
             except Exception:  # this thread is the only one that ever watches
                 log.exception("%s is not watched for now", self._link.address)
             self._closed.wait(_PAUSE_SECONDS)
 
-    def _watch(self) -> None:
+    def _read_events(self) -> None:
         presence = self._link.presence
-        for event in self._link.watch():
+        for event in self._link.stream_events():
             if event.cleared or event.lost:
                 presence.clear()
             keys: Sequence[bytes] = ()

@@ -99,7 +99,7 @@ class Transfers(Generic[_T]):
             self._is_ending = True
             connection = self._connection
             if connection is not None:
-                connection.abort()
+                connection.abort_call()
             self._queue.close(time.monotonic() + 1.0)
 
     def _run(self, transfer: Transfer, deadline: float) -> list[_T]:
@@ -134,7 +134,7 @@ class Transfers(Generic[_T]):
         connection = self._connection
         if connection is None and not self._is_ending:
             connection = self._connection = self._link.connect(deadline)
-            self._judge(connection)
+            self._set_fallback_time(connection)
         if connection is None or self._is_ending:  # perhaps since before there was one to abort
             self._drop_connection()
             raise ConnectionLost("the tier was closed")
@@ -147,7 +147,7 @@ class Transfers(Generic[_T]):
         finally:
             self.corrupt_blocks += connection.corrupt_blocks - before
 
-    def _judge(self, connection: BlockConnection) -> None:
+    def _set_fallback_time(self, connection: BlockConnection) -> None:
         if not connection.is_fallback:
             self._fallback_seconds, self._give_up_at = _FALLBACK_SECONDS, float("inf")
             return

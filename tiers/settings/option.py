@@ -50,7 +50,7 @@ class Option:
         """The field below the object with all settings."""
         return f"{self.section}.{self.field}" if self.section else self.field
 
-    def check(self, called: str, value: Any) -> None:
+    def check_value(self, called: str, value: Any) -> None:
         """Raises ConfigError for a value that was read, or given in Python, and cannot be."""
         if value is None or value in ("", b""):
             return
@@ -165,7 +165,7 @@ def check_options(table: Mapping[str, Option], settings: object) -> None:
     """Check the values of these options in the object that their paths begin at. Raises
     ConfigError, which names the flag."""
     for name, option in table.items():
-        option.check(flag_of(name), attrgetter(option.path)(settings))
+        option.check_value(flag_of(name), attrgetter(option.path)(settings))
 
 
 def flag_of(name: str) -> str:

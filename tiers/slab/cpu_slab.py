@@ -113,7 +113,7 @@ class CpuSlab(SlabTier):
                 if (slot := known(key)) is None
                 else hit
                 if slot.committed and slot.epoch == epoch
-                else self._answer(key)
+                else self._lookup_slot(key)
                 for key in keys
             ]
 
@@ -160,7 +160,7 @@ class CpuSlab(SlabTier):
             for key, slot, kept, proof in zip(keys, slots, ok, given, strict=True):
                 assert slot is not None
                 if not kept or slot.is_unwanted:
-                    self._release(key, slot)
+                    self._free_slot(key, slot)
                     continue
                 slot.committed, slot.epoch, slot.proof = True, self._epoch, proof
                 published.append(key)
@@ -231,30 +231,30 @@ class CpuSlab(SlabTier):
             index = self.index
             if index is None or not index.is_read:
                 return [False] * len(keys)
-            is_here = [self._answer(key) is Answer.HIT for key in keys]
+            is_here = [self._lookup_slot(key) is Answer.HIT for key in keys]
             slots = [
                 self._slots[key].index for key, here in zip(keys, is_here, strict=True) if here
             ]
-            index.hold(slots, time.monotonic() + seconds, int(KEPT_SHARE * self.num_slots))
+            index.retain_slots(slots, time.monotonic() + seconds, int(KEPT_SHARE * self.num_slots))
             return is_here
 
     def hold(self, keys: Sequence[bytes], seconds: float) -> Hold:
         """See SlabTier. At most HELD_SHARE of the slots are held."""
         now = time.monotonic()
         with self._lock:
-            hold = self._holds.hold(keys, now + seconds, now)
-            known = [key for key in hold.keys if self._answer(key) is Answer.HIT]
+            hold = self._holds.create_hold(keys, now + seconds, now)
+            known = [key for key in hold.keys if self._lookup_slot(key) is Answer.HIT]
             self._policy.touch(reversed(known))  # so that they are not in the way of victims
             return hold
 
     def release(self, hold: Hold) -> None:
         with self._lock:
-            self._holds.release(hold)
+            self._holds.end_hold(hold)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Committed blocks, given head first, are as good as used now. No hit is counted."""
         with self._lock:
-            known = [key for key in keys if self._answer(key) is Answer.HIT]
+            known = [key for key in keys if self._lookup_slot(key) is Answer.HIT]
             self._policy.touch(reversed(known))
 
     def buffer(self, slot: int) -> memoryview:
@@ -296,7 +296,7 @@ class CpuSlab(SlabTier):
                     slot.is_unwanted = True
                 elif not slot.pins and not self._is_held(slot):
                     self._num_forgotten -= slot.epoch != self._epoch
-                    self._forget([key])
+                    self._remove_blocks([key])
                 elif slot.epoch == self._epoch:
                     slot.epoch = _FORGOTTEN
                     self._num_forgotten += 1
@@ -347,7 +347,7 @@ class CpuSlab(SlabTier):
             # Unmapping under a reader would be a crash; the last view takes the memory with it.
             log.warning("the CPU tier was closed while views of its slots were still in use")
 
-    def _answer(self, key: bytes) -> Answer:
+    def _lookup_slot(self, key: bytes) -> Answer:
         slot = self._slots.get(key)
         if slot is None:
             return Answer.MISS
@@ -405,12 +405,12 @@ class CpuSlab(SlabTier):
             victims = self._policy.victims(count, may_evict)
         slots, epoch = self._slots, self._epoch
         known = [key for key in victims if slots[key].epoch == epoch]
-        self._forget(victims)
+        self._remove_blocks(victims)
         self._stats.evicted_blocks += len(known)
         self._num_forgotten -= len(victims) - len(known)
         return known
 
-    def _forget(self, keys: Sequence[bytes]) -> None:
+    def _remove_blocks(self, keys: Sequence[bytes]) -> None:
         self._policy.remove(keys)
         slots = list(map(self._slots.pop, keys))
         for slot in slots if self.index is not None else ():
@@ -418,14 +418,14 @@ class CpuSlab(SlabTier):
         self._free += [slot.index for slot in slots]
 
     def _free_forgotten(self, keys: Sequence[bytes]) -> None:
-        self._forget(keys)
+        self._remove_blocks(keys)
         self._num_forgotten -= len(keys)
 
     def _retract(self, slot: _Slot) -> None:
         if self.index is not None:
             self.index.retract(slot.index)
 
-    def _release(self, key: bytes, slot: _Slot) -> None:
+    def _free_slot(self, key: bytes, slot: _Slot) -> None:
         del self._slots[key]
         self._retract(slot)
         self._free.append(slot.index)

@@ -82,22 +82,22 @@ class SlabIndex:
 
     def publish(self, slot: int, key: bytes, proof: Proof) -> None:
         """From now on the slot holds this block."""
-        self._write(slot, self._epoch, key, *proof)
+        self._write_record(slot, self._epoch, key, *proof)
         self._published[slot] = True
 
     def retract(self, slot: int) -> None:
         """The slot's block is gone, or not to be found any more."""
         if self._published[slot]:
             self._published[slot] = False
-            self._write(slot, 0, *_VOID)
+            self._write_record(slot, 0, *_VOID)
 
     def clear(self) -> None:
         """No block is to be found any more."""
         self._epoch += 1
         _COUNT.pack_into(self._memory, _EPOCH_AT, self._epoch)
-        self._note(_ALL)
+        self._append_journal(_ALL)
 
-    def hold(self, slots: Sequence[int], until: float, most: int) -> None:
+    def retain_slots(self, slots: Sequence[int], until: float, most: int) -> None:
         """Keep these slots as they are until then (monotonic), for this engine itself: at most so
         many at the same time, the first ones."""
         now = time.monotonic()
@@ -126,15 +126,15 @@ class SlabIndex:
             view.release()
         self._map.close()
 
-    def _write(self, slot: int, epoch: int, key: bytes, tag: bytes, digest: bytes) -> None:
+    def _write_record(self, slot: int, epoch: int, key: bytes, tag: bytes, digest: bytes) -> None:
         at, sequence = self._shape.record_at(slot), self._sequences[slot] + 2
         self._sequences[slot] = sequence
         _COUNT.pack_into(self._memory, at, sequence - 1)
         _RECORD.pack_into(self._memory, at, sequence - 1, epoch, key, tag, digest)
         _COUNT.pack_into(self._memory, at, sequence)
-        self._note(slot)
+        self._append_journal(slot)
 
-    def _note(self, entry: int) -> None:
+    def _append_journal(self, entry: int) -> None:
         self._journal[self._head & (self._shape.num_entries - 1)] = entry
         self._head += 1
         _COUNT.pack_into(self._memory, _HEAD_AT, self._head)
@@ -192,7 +192,7 @@ class SlabReader:
         """Take in what has changed."""
         changes = Changes()
         with self._lock:
-            head = self._count(_HEAD_AT)
+            head = self._read_counter(_HEAD_AT)
             if head == self._seen:
                 return changes
             if head - self._seen >= self._shape.num_entries:
@@ -201,7 +201,10 @@ class SlabReader:
                 mask = self._shape.num_entries - 1
                 entries = [self._journal[i & mask] for i in range(self._seen, head)]
                 # Entries that were overwritten meanwhile say nothing of what they were.
-                if self._count(_HEAD_AT) - self._seen >= self._shape.num_entries or _ALL in entries:
+                if (
+                    self._read_counter(_HEAD_AT) - self._seen >= self._shape.num_entries
+                    or _ALL in entries
+                ):
                     self._look_at_all(changes)
                 else:
                     for slot in dict.fromkeys(entries):
@@ -214,8 +217,8 @@ class SlabReader:
         known = self._by_key
         return [key in known for key in keys]
 
-    def hold(self, keys: Sequence[bytes], until: float) -> list[Found | None]:
-        """Keep these blocks until then (monotonic), or until `release`; None for one that is not
+    def acquire_blocks(self, keys: Sequence[bytes], until: float) -> list[Found | None]:
+        """Keep these blocks until then (monotonic), or until `free_slots`; None for one that is not
         there, or of which no more may be held."""
         found: list[Found | None] = []
         with self._lock:
@@ -226,7 +229,7 @@ class SlabReader:
                     found.append(None)
                     continue
                 self._holds[known.slot] = max(self._holds[known.slot], until)
-                if self._count(self._shape.record_at(known.slot)) != known.sequence:
+                if self._read_counter(self._shape.record_at(known.slot)) != known.sequence:
                     if is_new:
                         self._holds[known.slot] = 0.0
                     found.append(None)
@@ -237,10 +240,10 @@ class SlabReader:
 
     def is_still(self, key: bytes, slot: int) -> bool:
         """Whether the slot holds the block at this moment."""
-        return self._read(slot)[1] == key
+        return self._read_record(slot)[1] == key
 
-    def release(self, slots: Sequence[int]) -> None:
-        """Undo one `hold` of each."""
+    def release_slots(self, slots: Sequence[int]) -> None:
+        """Undo one `retain_slots` of each."""
         with self._lock:
             for slot in slots:
                 self._held[slot] -= 1
@@ -260,7 +263,7 @@ class SlabReader:
                 view.release()
             self._map.close()
 
-    def _count(self, at: int) -> int:
+    def _read_counter(self, at: int) -> int:
         number: int = _COUNT.unpack_from(self._memory, at)[0]
         return number
 
@@ -276,7 +279,7 @@ class SlabReader:
         changes.cleared = bool(before) and len(changes.removed) == len(before)
 
     def _look_at(self, slot: int, changes: Changes) -> None:
-        sequence, key, proof = self._read(slot)
+        sequence, key, proof = self._read_record(slot)
         old = self._key_of.pop(slot, None)
         if old is not None and old != key and self._by_key[old].slot == slot:
             del self._by_key[old]
@@ -291,10 +294,10 @@ class SlabReader:
         if other is None:
             changes.stored.append(key)
 
-    def _read(self, slot: int) -> tuple[int, bytes | None, Proof]:
+    def _read_record(self, slot: int) -> tuple[int, bytes | None, Proof]:
         at = self._shape.record_at(slot)
         sequence, epoch, key, tag, digest = _RECORD.unpack_from(self._memory, at)
         # While it changes it is nothing; its change is in the journal soon.
-        is_whole = not sequence % 2 and self._count(at) == sequence
-        is_there = is_whole and epoch and epoch == self._count(_EPOCH_AT)
+        is_whole = not sequence % 2 and self._read_counter(at) == sequence
+        is_there = is_whole and epoch and epoch == self._read_counter(_EPOCH_AT)
         return sequence, key if is_there else None, Proof(tag, digest)

@@ -52,14 +52,14 @@ class _Waits:
         self._since: dict[int, float] = {}
         self._numbers = itertools.count()
 
-    def begin(self) -> int:
+    def start_wait(self) -> int:
         """Something is asked; its number."""
         with self._lock:
             number = next(self._numbers)
             self._since[number] = time.monotonic()
             return number
 
-    def end(self, number: int) -> None:
+    def remove_wait(self, number: int) -> None:
         """It was answered."""
         with self._lock:
             self._since.pop(number, None)
@@ -122,7 +122,7 @@ class SeveralDisks(StoreTier):
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> Future[list[Proof | None]]:
-        self._check(keys, buffers)
+        self._check_buffers(keys, buffers)
 
         def begin(store: StoreTier, places: list[int]) -> Future[list[Proof | None]]:
             return store.load([keys[each] for each in places], [buffers[each] for each in places])
@@ -136,7 +136,7 @@ class SeveralDisks(StoreTier):
         buffers: Sequence[memoryview],
         proofs: Proofs | None = None,
     ) -> Future[list[Stored]]:
-        self._check(keys, buffers)
+        self._check_buffers(keys, buffers)
 
         def begin(store: StoreTier, places: list[int]) -> Future[list[Stored]]:
             given = None if proofs is None else [proofs[each] for each in places]
@@ -229,7 +229,7 @@ class SeveralDisks(StoreTier):
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()) + 1.0)
 
-    def _check(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
+    def _check_buffers(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
         """Before any disk is asked: where one refuses, others would have buffers already. Raises
         InvalidBlock."""
         if len(keys) != len(buffers) or not {KEY_BYTES}.issuperset(map(len, keys)):
@@ -281,14 +281,14 @@ class SeveralDisks(StoreTier):
         for number, places in self._split(keys).items():
             if self._hangs(number):
                 continue
-            wait = self._waits[number].begin()
+            wait = self._waits[number].start_wait()
             try:
                 asked.append((number, places, wait, begin(self._stores[number], places)))
             except TierError as error:
-                self._waits[number].end(wait)
+                self._waits[number].remove_wait(wait)
                 errors.append(error)
             except BaseException:
-                self._waits[number].end(wait)
+                self._waits[number].remove_wait(wait)
                 raise
         if errors and not asked:
             raise errors[0]
@@ -305,7 +305,7 @@ class SeveralDisks(StoreTier):
         failed: list[BaseException] = []
 
         def ended(number: int, places: list[int], wait: int, future: Future[Any]) -> None:
-            self._waits[number].end(wait)
+            self._waits[number].remove_wait(wait)
             error = future.exception()
             with self._lock:
                 if error is None:

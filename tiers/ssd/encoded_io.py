@@ -40,7 +40,7 @@ class EncodingWriter:
             expected = state.encoded_header_of(entry, codec.number, tag)
             header = encode_header(expected, scratch.encoded[:used])
         else:
-            header = state.headers.encode(entry.key, entry.generation, tag, payload, digest)
+            header = state.headers.encode_headers(entry.key, entry.generation, tag, payload, digest)
         scratch.headers[0][:HEADER_BYTES] = header
         return entry
 
@@ -59,7 +59,7 @@ class DecodingReader:
         size = max(1, min(entry.encoded_bytes, self._most_bytes))  # a damaged row says anything
         self._state.slot_file.start_read_encoded(disk, number, entry.slot, size, scratch)
 
-    def take(
+    def decode_block(
         self, entry: Entry, payload: memoryview, num_bytes: int, scratch: Scratch
     ) -> Proof | Defect:
         """Decode a block of which so many bytes were read, header page included; its proof if

@@ -77,14 +77,16 @@ class Reader:
         with self.state.lock:
             self._idle.wait_for(self._is_idle, max(0.0, deadline - time.monotonic()))
             self.abandoned = True
-        self._pool.end()
+        self._pool.stop_workers()
 
     def close(self, deadline: float) -> bool:
         """End reads and wait for the threads. False if one is still in the kernel."""
         self.end_reads(deadline)
         return self._pool.close(max(deadline, time.monotonic()) + GRACE_SECONDS)
 
-    def end(self, answered: Sequence[tuple[Part, Outcome]], abandoned: Sequence[Part]) -> None:
+    def settle_parts(
+        self, answered: Sequence[tuple[Part, Outcome]], abandoned: Sequence[Part]
+    ) -> None:
         """Settle some parts and end the calls that are done."""
         for _, outcome in answered:
             if isinstance(outcome, Exception):
@@ -92,7 +94,7 @@ class Reader:
         done: list[Job[Proof | None]] = []
         with self.state.lock:
             for part, outcome in answered:
-                self._settle(part, outcome)
+                self._answer_part(part, outcome)
                 if not part.job.waiting_for:
                     done.append(part.job)
             for part in abandoned:
@@ -112,7 +114,7 @@ class Reader:
     def _is_idle(self) -> bool:
         return not self.queued_blocks
 
-    def _settle(self, part: Part, outcome: Outcome) -> None:
+    def _answer_part(self, part: Part, outcome: Outcome) -> None:
         """Under the lock: unpin, count, answer."""
         state, stats = self.state, self.state.stats
         state.index.unpin(part.entry)
@@ -128,7 +130,7 @@ class Reader:
             if _is_shortage(outcome):
                 return
             # Whatever it was, the block is not to be offered again.
-            state.index.forget(part.entry)
+            state.index.remove_entry(part.entry)
             stats.corrupt_records_dropped += 1
             if isinstance(outcome, Defect):
                 stats.rejected[outcome.value] = stats.rejected.get(outcome.value, 0) + 1
@@ -143,7 +145,7 @@ class _Reading:
         self._reader = reader
         self._ordered = ordered
 
-    def prepare(self, run: range, scratch: Scratch) -> None:
+    def prepare_run(self, run: range, scratch: Scratch) -> None:
         """A read needs no preparation."""
 
     def start(self, run: range, scratch: Scratch, disk: DiskQueue, number: int) -> None:
@@ -157,7 +159,7 @@ class _Reading:
         payloads = [part.payload for part in parts]
         self._reader.state.slot_file.start_read(disk, number, entry.slot, payloads, scratch)
 
-    def finish(self, done: Sequence[Done]) -> list[range]:
+    def complete_runs(self, done: Sequence[Done]) -> list[range]:
         answered: list[tuple[Part, Outcome]] = []
         abandoned: list[Part] = []
         again: list[range] = []
@@ -169,7 +171,7 @@ class _Reading:
             outcomes = self._outcomes(parts, scratch, result)
             answered += zip(parts, outcomes, strict=False)
             again += (range(i, i + 1) for i in run[len(outcomes) :])
-        self._reader.end(answered, abandoned)
+        self._reader.settle_parts(answered, abandoned)
         return again
 
     def _outcomes(self, parts: Sequence[Part], scratch: Scratch, result: Result) -> list[Outcome]:
@@ -178,7 +180,7 @@ class _Reading:
             if isinstance(result, Exception):
                 raise result
             if parts[0].entry.encoded_bytes:
-                return [self._reader.decoder.take(*parts[0][:2], result, scratch)]
+                return [self._reader.decoder.decode_block(*parts[0][:2], result, scratch)]
             outcomes = self._verified(parts, result, scratch)
             return outcomes if outcomes or len(parts) > 1 else [Defect.SHORT]
         except Exception as error:  # noqa: BLE001 - the thread and the future must go on

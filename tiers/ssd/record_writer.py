@@ -95,7 +95,7 @@ class WriteQueue:
         """Blocks on their way that were forgotten; their rows may be on the disk by now."""
         return [key for key, write in self._pending.items() if write.dropped]
 
-    def take(self, count: int) -> list[Write]:
+    def pop_writes(self, count: int) -> list[Write]:
         """Up to `count` blocks, to be written now; each ends with `settle` or `abandon`."""
         return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
 
@@ -200,7 +200,7 @@ class RecordWriter:
             self._is_over = True
         return self._pool.close(deadline)
 
-    def end(self, batch: Batch, ended: int, written: Sequence[int]) -> None:
+    def settle_blocks(self, batch: Batch, ended: int, written: Sequence[int]) -> None:
         """`ended` blocks of the batch have ended, of which those at `written` were written."""
         with self.state.lock:
             batch.written += written
@@ -218,7 +218,7 @@ class _Writing:
         self._slot_file = writer.state.slot_file
         self._records = self._proven_records()
 
-    def prepare(self, run: range, scratch: Scratch) -> None:
+    def prepare_run(self, run: range, scratch: Scratch) -> None:
         placed, encoder = self._batch.placed[run.start : run.stop], self._writer.encoder
         if encoder is not None:
             [(write, entry)] = placed
@@ -236,7 +236,7 @@ class _Writing:
                 self._batch.placed[position][0].is_damaged = True
             scratch.num_laid = len(run)
             return
-        encode = self._writer.state.headers.encode
+        encode = self._writer.state.headers.encode_headers
         for (write, entry), header in zip(placed, scratch.headers, strict=False):
             tagged = self._tagged(write)
             if tagged is None:
@@ -286,7 +286,7 @@ class _Writing:
         payloads = [write.payload for write, _ in placed]
         self._slot_file.start_write(disk, number, entry.slot, payloads, scratch)
 
-    def finish(self, done: Sequence[Done]) -> tuple[()]:
+    def complete_runs(self, done: Sequence[Done]) -> tuple[()]:
         written: list[int] = []
         for run, _, result in done:
             fault = self._fault(run, result)
@@ -294,7 +294,7 @@ class _Writing:
                 written += [i for i in run if not self._batch.placed[i][0].is_damaged]
             else:
                 self._writer.state.count_fault(fault)
-        self._writer.end(self._batch, sum(len(run) for run, _, _ in done), written)
+        self._writer.settle_blocks(self._batch, sum(len(run) for run, _, _ in done), written)
         return ()
 
     def _fault(self, run: range, result: Result) -> Exception | None:

@@ -206,13 +206,13 @@ class SsdStore(DiskStore):
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:
         with self._state.lock:
-            self._state.index.observe(chain, now)
+            self._state.index.observe_chain(chain, now)
 
     def lease(self, keys: Sequence[bytes], seconds: float) -> Future[list[bool]] | None:
         now = time.monotonic()
         with self._state.lock:
             self._check_open()
-            num_held = self._state.index.hold(keys, now + seconds, now)
+            num_held = self._state.index.retain_keys(keys, now + seconds, now)
         kept: Future[list[bool]] = Future()
         kept.set_result([index < num_held for index in range(len(keys))])
         return kept
@@ -226,7 +226,7 @@ class SsdStore(DiskStore):
 
     def drop(self, keys: Sequence[bytes]) -> int:
         with self._state.lock:
-            known = sum(self._drop(key) for key in keys)
+            known = sum(self._drop_key(key) for key in keys)
             self._writer.wake()
         return known
 
@@ -287,7 +287,7 @@ class SsdStore(DiskStore):
             # Closing files under a call in the kernel could write to whatever opens next.
             log.error("the SSD tier was closed while the disk did not answer; its files stay open")
 
-    def _drop(self, key: bytes) -> bool:
+    def _drop_key(self, key: bytes) -> bool:
         return self._state.index.forget_key(key) or self._writer.queue.cancel(key)
 
     def _payloads(

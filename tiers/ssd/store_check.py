@@ -73,7 +73,7 @@ def check_store(
         result = CheckResult(directory.path, max_problems)
         check = _Check(directory, result, mac_key, scan_timeout_seconds)
         try:
-            check.look()
+            check.scan_store()
             if fix:
                 check.mend()
         except (OSError, lmdb.Error) as error:
@@ -102,7 +102,7 @@ class _Check:
         self._plan: SpacePlan | None = None  # None where nobody knows how large a record is
         self._damage: IndexDamaged | None = None
 
-    def look(self) -> None:
+    def scan_store(self) -> None:
         """Read everything; changes nothing."""
         if self._note is not None:
             self._refuse_other_format(self._note.identity)
@@ -263,4 +263,4 @@ class _Check:
 
 
 def _rows(batches: Iterable[RowBatch] | None) -> Iterator[Row]:
-    return (row for batch in batches or () for row in batch.rows())
+    return (row for batch in batches or () for row in batch.unpack_rows())

@@ -58,7 +58,7 @@ class _Trial:
             self._stopped = True
             return self._failed
 
-    def prepare(self, run: range, scratch: Scratch) -> None:
+    def prepare_run(self, run: range, scratch: Scratch) -> None:
         """A read needs no preparation."""
 
     def start(self, run: range, scratch: Scratch, disk: DiskQueue, number: int) -> None:
@@ -67,7 +67,7 @@ class _Trial:
         payloads = self._payloads(run)
         self._slot_file.start_read(disk, number, self.slots[run.start], payloads, scratch)
 
-    def finish(self, done: Sequence[Done]) -> tuple[()]:
+    def complete_runs(self, done: Sequence[Done]) -> tuple[()]:
         with self._lock:
             for run, scratch, result in done:
                 self._ended += len(run)

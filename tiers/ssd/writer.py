@@ -124,7 +124,9 @@ class Writer:
         self._records = RecordWriter(state, io_threads, codec, self._work.notify)
         self._woken = state.index.has_leaving
         self._stop_at: float | None = None
-        self._ender = threading.Thread(target=self._end, name="stratakv-ssd-commit", daemon=True)
+        self._ender = threading.Thread(
+            target=self._run_commit_thread, name="stratakv-ssd-commit", daemon=True
+        )
         self._thread = threading.Thread(target=self._run, name="stratakv-ssd-begin", daemon=True)
         try:
             self._ender.start()
@@ -205,9 +207,10 @@ class Writer:
             self._end_promises(self._promises, is_kept=False)
 
     def _goes_on(self) -> bool:
-        """`_step`, whatever it meets: a thread that ended would leave every later store waiting."""
+        """`_advance_batches`, whatever it meets: a thread that ended would leave every later store
+        waiting."""
         try:
-            return self._step()
+            return self._advance_batches()
         except Exception as error:  # noqa: BLE001 - what is in hand is ended by the next steps
             self._state.count_fault(error)
         with self._state.lock:
@@ -216,7 +219,7 @@ class Writer:
             self._work.wait(_PAUSE_SECONDS)
         return True
 
-    def _end(self) -> None:
+    def _run_commit_thread(self) -> None:
         """The second thread: end batches whenever it is told to."""
         while self._to_end.get():
             try:
@@ -228,7 +231,7 @@ class Writer:
                 self._is_ending = False
                 self._work.notify()
 
-    def _step(self) -> bool:
+    def _advance_batches(self) -> bool:
         """Begin the next batch or have the oldest ones ended, whichever can be done first; False
         after the last one. Keeps no view of a buffer when it returns, but those of batches under
         way."""
@@ -237,11 +240,11 @@ class Writer:
             self._abandon_queue()  # also while the disk holds the second thread
         if self._is_ending:
             if writes:
-                self._begin(writes)
+                self._submit_batch(writes)
             return True
         self._keep_promises()
         if writes:
-            self._begin(writes)
+            self._submit_batch(writes)
         elif not self._flying:
             self._tidy()
             return not is_closing
@@ -259,7 +262,7 @@ class Writer:
         """Wait until there is something to do; what to write, and whether that was all."""
         with self._state.lock:
             self._work.wait_for(self._has_work, self._max_wait_seconds())
-            writes = self.queue.take(self._batch_blocks) if self._can_begin() else []
+            writes = self.queue.pop_writes(self._batch_blocks) if self._can_begin() else []
             if not writes and not self._flying and not self._is_ending:
                 self._woken = False
             return writes, self._stop_at is not None and not self._may_begin()
@@ -290,12 +293,12 @@ class Writer:
         """Seconds until something is due that nobody asks for."""
         return self._offered.seconds_left() if self._offered else IDLE_SECONDS
 
-    def _begin(self, writes: list[Write]) -> None:
+    def _submit_batch(self, writes: list[Write]) -> None:
         """Have the blocks written, as far as there are slots. Their buffers are in use from here
         until the batch is written."""
         batch = Batch(writes, time.monotonic())
         try:
-            batch.placed = self._place(writes)
+            batch.placed = self._assign_slots(writes)
             if not batch.placed and self._is_late():
                 self._abandon(writes)  # behind what the disk holds they had no end
                 return
@@ -306,7 +309,7 @@ class Writer:
         with self._state.lock:
             self._flying.append(batch)
 
-    def _place(self, writes: Sequence[Write]) -> list[Placed]:
+    def _assign_slots(self, writes: Sequence[Write]) -> list[Placed]:
         """Give each block of a batch a free slot, as far as there are any; evicts for it. Where the
         time to close is over first, none gets one."""
         with self._state.lock:  # so that a clear comes before or after all of it
@@ -351,7 +354,7 @@ class Writer:
         except Exception as error:  # noqa: BLE001 - the thread and the futures must go on
             self._state.count_fault(error)
         for batch, blocks in zip(batches, kept, strict=True):
-            self._settle(batch, blocks)
+            self._complete_batch(batch, blocks)
 
     def _keep(self, batches: Sequence[Batch]) -> list[list[Placed]]:
         """The blocks of each batch that may be offered now: all that were written, or, where sync
@@ -398,12 +401,12 @@ class Writer:
     def _commit_offered(self) -> None:
         """For a store that is not durable: bring to the disk what is offered already, or forget it
         where that fails."""
-        entries = self._offered.take()
+        entries = self._offered.drain_entries()
         if not entries or (self._sync(entries) and self._rows.commit(entries)):
             return
         with self._state.lock:
             for entry in entries:
-                self._state.index.forget(entry)
+                self._state.index.remove_entry(entry)
             self._woken = True
 
     def _tidy(self) -> None:
@@ -466,7 +469,7 @@ class Writer:
             promise.is_kept = is_kept
             promise.ended.set()
 
-    def _settle(self, batch: Batch, kept: Sequence[Placed]) -> None:
+    def _complete_batch(self, batch: Batch, kept: Sequence[Placed]) -> None:
         """Offer what is kept and end the calls that waited for the batch."""
         stats = self._state.stats
         with self._state.lock:
@@ -490,7 +493,7 @@ class Writer:
         index.publish([entry for _, entry in kept])
         for write, entry in batch.placed:
             # Forgotten while it was being written: where it is not kept its record may be there.
-            if write.dropped and not index.forget(entry, by_name=True):
+            if write.dropped and not index.remove_entry(entry, by_name=True):
                 index.note_dropped(entry)
             self._woken |= write.dropped
         used = batch.unsure.union([entry.slot for _, entry in kept])
@@ -504,7 +507,7 @@ class Writer:
     def _abandon_queue(self) -> None:
         """The time to close is over: end the calls whose blocks were not written."""
         with self._state.lock:
-            writes = self.queue.take(len(self.queue))
+            writes = self.queue.pop_writes(len(self.queue))
         self._abandon(writes)
 
     def _abandon(self, writes: Sequence[Write]) -> None:

@@ -65,7 +65,7 @@ class FaultPlan:
 
     rules: tuple[Rule, ...] = ()
 
-    def of(self, call: str, kind: str) -> Rule | None:
+    def find_rule(self, call: str, kind: str) -> Rule | None:
         """The rule for these, if there is one."""
         for rule in self.rules:
             if rule.call == call and rule.kind == kind:
@@ -78,7 +78,7 @@ def parse_faults(text: str) -> FaultPlan:
     rules: list[Rule] = []
     for part in text.split(",") if text.strip() else ():
         rule = parse_rule(part.strip())
-        if FaultPlan(tuple(rules)).of(rule.call, rule.kind) is not None:
+        if FaultPlan(tuple(rules)).find_rule(rule.call, rule.kind) is not None:
             raise TierConfigError(
                 f"{rule.call}:{rule.kind} stands twice in the faults {text!r}; remove one of them"
             )

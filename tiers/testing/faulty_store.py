@@ -50,7 +50,7 @@ class _Batch(Generic[_T]):
         self.future.set_running_or_notify_cancel()
         self._answers = [nothing] * count
 
-    def finish(self) -> None:
+    def resolve_future(self) -> None:
         """End the future as the inner call ended."""
         assert self.part is not None
         error = self.part.exception(timeout=0)
@@ -155,7 +155,7 @@ class FaultyStore(ForwardingStore):
         begin: Callable[[Sequence[int]], Future[list[_T]]],
         nothing: _T,
     ) -> Future[list[_T]]:
-        self._check(keys, buffers)
+        self._check_buffers(keys, buffers)
         with self._lock:
             if self._closed:
                 raise TierClosed(f"the {self.name} tier was closed")
@@ -173,15 +173,15 @@ class FaultyStore(ForwardingStore):
                 return batch.future
         if delay is None:
             try:
-                self._begin(batch, lambda: begin(batch.chosen))
+                self._start_batch(batch, lambda: begin(batch.chosen))
             except BaseException:
-                self._take(batch)
+                self._claim_batch(batch)
                 raise
         else:
             self._later(delay, lambda: self._begin_late(batch, lambda: begin(batch.chosen)))
         return batch.future
 
-    def _check(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
+    def _check_buffers(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
         """Refuse at once what the store would refuse when a delay is over. Raises InvalidBlock."""
         size = self.layout.page_bytes
         if len(keys) != len(buffers) or any(buffer.nbytes < size for buffer in buffers):
@@ -190,18 +190,18 @@ class FaultyStore(ForwardingStore):
                 f"buffers of {[buffer.nbytes for buffer in buffers[:8]]}"
             )
 
-    def _begin(self, batch: _Batch[_T], begin: Callable[[], Future[list[_T]]]) -> None:
+    def _start_batch(self, batch: _Batch[_T], begin: Callable[[], Future[list[_T]]]) -> None:
         if not batch.fails:
             batch.part = begin()
             batch.part.add_done_callback(lambda _part: self._arrived(batch))
-        elif self._take(batch):
+        elif self._claim_batch(batch):
             batch.future.set_exception(InjectedFault(f"this {batch.call} was to fail"))
 
     def _begin_late(self, batch: _Batch[_T], begin: Callable[[], Future[list[_T]]]) -> None:
         try:
-            self._begin(batch, begin)
+            self._start_batch(batch, begin)
         except Exception as error:  # noqa: BLE001 - the caller has gone; its future has to end
-            if self._take(batch):
+            if self._claim_batch(batch):
                 batch.future.set_exception(error)
 
     def _arrived(self, batch: _Batch[Any]) -> None:
@@ -217,10 +217,10 @@ class FaultyStore(ForwardingStore):
             self._finish(each)
 
     def _finish(self, batch: _Batch[Any]) -> None:
-        if self._take(batch):
-            batch.finish()
+        if self._claim_batch(batch):
+            batch.resolve_future()
 
-    def _take(self, batch: _Batch[Any]) -> bool:
+    def _claim_batch(self, batch: _Batch[Any]) -> bool:
         """True for the one who is to end the batch's future."""
         with self._lock:
             known = batch in self._open
@@ -247,17 +247,17 @@ class FaultyStore(ForwardingStore):
     def _fails(self, call: str) -> bool:
         """Whether this call, one more of its kind, is to fail."""
         self._calls[call] += 1
-        every = self.plan.of(call, "every")
+        every = self.plan.find_rule(call, "every")
         if every is not None and self._calls[call] % int(every.value) == 0:
-            self._count(call, "every")
+            self._count_injected(call, "every")
             return True
         return self._happens(call, "error")
 
     def _happens(self, call: str, kind: str) -> bool:
-        rule = self.plan.of(call, kind)
+        rule = self.plan.find_rule(call, kind)
         if rule is None or self._random.random() >= rule.value:
             return False
-        self._count(call, kind)
+        self._count_injected(call, kind)
         return True
 
     def _choose(self, call: str, count: int) -> list[int]:
@@ -269,23 +269,23 @@ class FaultyStore(ForwardingStore):
         return [index for index in range(length) if index not in missing]
 
     def _choose_missing(self, call: str, count: int) -> set[int]:
-        rule = self.plan.of(call, "miss")
+        rule = self.plan.find_rule(call, "miss")
         if rule is None:
             return set()
         chosen = {index for index in range(count) if self._random.random() < rule.value}
-        self._count(call, "miss", len(chosen))
+        self._count_injected(call, "miss", len(chosen))
         return chosen
 
     def _choose_delay(self, call: str) -> float | None:
-        rule = self.plan.of(call, "delay")
+        rule = self.plan.find_rule(call, "delay")
         if rule is None:
             return None
-        self._count(call, "delay")
+        self._count_injected(call, "delay")
         if rule.exponential:
             return min(MAX_DELAY_SECONDS, rule.value * self._random.expovariate(1.0))
         return self._random.uniform(rule.value, rule.value if rule.upper is None else rule.upper)
 
-    def _count(self, call: str, kind: str, times: int = 1) -> None:
+    def _count_injected(self, call: str, kind: str, times: int = 1) -> None:
         if times:
             name = f"injected_{call}_{kind}"
             self._counts[name] = self._counts.get(name, 0) + times

@@ -63,12 +63,12 @@ class MemoryStore(StoreTier):
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
         self._fault("lookup", keys)
         with self._lock:
-            return [self._answer(key) for key in keys]
+            return [self._lookup_block(key) for key in keys]
 
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> Future[list[Proof | None]]:
-        self._check(keys, buffers)
+        self._check_buffers(keys, buffers)
         delay = self._fault("load", keys)
         return self._complete(delay, lambda: self._load_now(keys, buffers))
 
@@ -78,7 +78,7 @@ class MemoryStore(StoreTier):
         buffers: Sequence[memoryview],
         proofs: Proofs | None = None,
     ) -> Future[list[Stored]]:
-        self._check(keys, buffers)
+        self._check_buffers(keys, buffers)
         given = [None] * len(keys) if proofs is None else list(proofs)
         delay = self._fault("store", keys)
         with self._lock:
@@ -121,7 +121,7 @@ class MemoryStore(StoreTier):
             timer.cancel()
             future.set_exception(TierClosed(f"the {self.name} tier was closed"))
 
-    def _answer(self, key: bytes) -> Answer:
+    def _lookup_block(self, key: bytes) -> Answer:
         if key in self._blocks:
             return Answer.HIT
         return Answer.PENDING if key in self._pending else Answer.MISS
@@ -131,7 +131,7 @@ class MemoryStore(StoreTier):
             raise TierClosed(f"the {self.name} tier was closed")
         return (self.fault(op, keys) or 0.0) if self.fault else 0.0
 
-    def _check(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
+    def _check_buffers(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
         if len(keys) != len(buffers):
             raise InvalidBlock(f"{len(keys)} keys came with {len(buffers)} buffers")
         for buffer in buffers:

@@ -24,13 +24,13 @@ class Tags:
         if namespace or tag_key is not None:
             self._wire = Tagger(layout_id, size, tag_key)
         self.are_keyed = self._wire.is_keyed
-        self.begin_block = self._wire.begin
-        self.names = self._wire.names  # of which tags without a key are made
+        self.begin_block = self._wire.create_hasher
+        self.names = self._wire.join_names  # of which tags without a key are made
 
     def sent(self, key: bytes, hasher: Any, proof: Proof | None) -> Proof | None:
         """What goes with a block that was hashed as it was copied; None where its bytes are not
         what `proof` says."""
-        made = self._wire.end(key, hasher)
+        made = self._wire.finish_proof(key, hasher)
         return made if proof is None or proof.digest == made.digest else None
 
     def prove(self, key: bytes, payload: memoryview, proof: Proof | None) -> Proof | None:
@@ -46,7 +46,7 @@ class Tags:
     def received(self, key: bytes, hasher: Any, tag: bytes) -> Proof | None:
         """The proof, for the engine's own tiers, of a block that came with `tag`; None where it
         is another block than was stored under the key."""
-        return self._accepted(key, self._wire.end(key, hasher), tag)
+        return self._accepted(key, self._wire.finish_proof(key, hasher), tag)
 
     def received_all(
         self, keys: Sequence[bytes], digests: Sequence[bytes], tags: Sequence[bytes]
@@ -57,7 +57,7 @@ class Tags:
             tags = [self._plain.tag(k, digest) for k, digest in zip(keys, digests, strict=True)]
         return list(map(Proof, tags, digests))
 
-    def check(self, key: bytes, payload: memoryview, tag: bytes) -> Proof | None:
+    def verify_payload(self, key: bytes, payload: memoryview, tag: bytes) -> Proof | None:
         """Do what `received` does, for a whole block."""
         return self._accepted(key, self._wire.prove(key, payload), tag)
 

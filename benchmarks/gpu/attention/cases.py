@@ -154,7 +154,7 @@ class Batch:
             words = PlanArray(planner, len(lengths))
             array = np.zeros(planner.num_words(len(lengths)), np.int32)
             words.lay_down(array, planner.tiles(lengths, self.case.window))
-            self.plan = words.plan(torch.from_numpy(array).to(self.q.device), len(lengths))
+            self.plan = words.view_plan(torch.from_numpy(array).to(self.q.device), len(lengths))
 
     def launches(self, kernel: str) -> list[Launch]:
         """One for each layer."""

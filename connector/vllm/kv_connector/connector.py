@@ -182,13 +182,13 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> StrataMetadata:
         """The end of a `schedule()`."""
-        return StrataMetadata(self._role_in_scheduler.build(scheduler_output))
+        return StrataMetadata(self._role_in_scheduler.build_step_plan(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """The end of a step."""
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, StrataWorkerMetadata):
-            self._role_in_scheduler.take(metadata.report)
+            self._role_in_scheduler.apply_step_report(metadata.report)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -201,7 +201,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended. Its blocks may be freed: they can be copied as long as nothing has
         overwritten them, and what is about to is seen."""
-        return False, self._role_in_scheduler.finished(request)
+        return False, self._role_in_scheduler.end_request(request)
 
     def take_events(self) -> Iterable[Any]:
         """What the slab has got and lost."""

@@ -54,7 +54,7 @@ class TierEvents:
         while len(self._contents) > self._most:
             self._contents.popitem(last=False)
 
-    def stored(self, host_keys: Sequence[bytes], keys: Sequence[bytes]) -> None:
+    def add_stored(self, host_keys: Sequence[bytes], keys: Sequence[bytes]) -> None:
         """The slab has got these blocks, by vLLM's keys and ours."""
         from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -78,7 +78,7 @@ class TierEvents:
                 )
             )
 
-    def take(self, slab_keys: Callable[[], Sequence[bytes]]) -> list[Any]:
+    def drain_events(self, slab_keys: Callable[[], Sequence[bytes]]) -> list[Any]:
         """The events since the last call. `slab_keys`: what the slab has now, by our keys."""
         now = time.monotonic()
         if now >= self._look_at and self._announced:

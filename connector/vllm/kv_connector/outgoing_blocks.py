@@ -67,7 +67,7 @@ class OutgoingBlocks:
                     cold.append(block)
         return evicted, cold
 
-    def forget(self, blocks: Sequence[NamedBlock]) -> None:
+    def remove_unnamed(self, blocks: Sequence[NamedBlock]) -> None:
         """These have lost their names without being evicted."""
         gone = set(blocks)
         self._coming = deque(block for block in self._coming if block not in gone)

@@ -138,14 +138,14 @@ class PoolWatch:
     def _evict_blocks(self, block_ids: Collection[int]) -> Any:
         lost = self._with_names(block_ids)
         result = self._originals["evict_blocks"](block_ids)
-        self._forget(lost, may_be_wrong=True)
+        self._remove_lost_blocks(lost, may_be_wrong=True)
         return result
 
     def _reset_prefix_cache(self) -> Any:
         lost = self._with_names(range(self.num_blocks()))
         result = self._originals["reset_prefix_cache"]()
         if result:
-            self._forget(lost, may_be_wrong=False)
+            self._remove_lost_blocks(lost, may_be_wrong=False)
         return result
 
     def _with_names(self, block_ids: Collection[int]) -> list[NamedBlock]:
@@ -153,7 +153,7 @@ class PoolWatch:
         found = ((number, blocks[number].block_hash) for number in block_ids)
         return [NamedBlock(number, key) for number, key in found if key is not None]
 
-    def _forget(self, lost: Sequence[NamedBlock], *, may_be_wrong: bool) -> None:
+    def _remove_lost_blocks(self, lost: Sequence[NamedBlock], *, may_be_wrong: bool) -> None:
         gone = set(lost)
         self._namings = [
             Naming(each.request_id, [block for block in each.blocks if block not in gone])

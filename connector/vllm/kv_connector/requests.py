@@ -41,7 +41,7 @@ class HostRequest:
     def block_hashes(self) -> Sequence[bytes]:
         hashes, known = self._request.block_hashes, self._digests
         for index in range(len(known), len(hashes)):
-            known.append(self._keys.of(hashes[index] + _FIRST_GROUP)[:32])
+            known.append(self._keys.derive_chunk_key(hashes[index] + _FIRST_GROUP)[:32])
         return known
 
 
@@ -106,5 +106,5 @@ class StepTimes:
         step = self._steps.pop(number, None)
         if step is not None:
             seconds = now - max(step.began, self._last_end)
-            self._rate.note(step.num_tokens, step.num_context_tokens, seconds)
+            self._rate.record_prefill(step.num_tokens, step.num_context_tokens, seconds)
         self._last_end = now

@@ -5,8 +5,8 @@ and blocks.
     on_new_request       the prompt is looked up, and what only a disk has is read
     matched              what can be loaded; asked again while that is being found out
     allocated            the request waits for its load from here on
-    build                evicted and newly computed blocks go out; loads go in once they are read
-    take                 what the worker has done
+    build_step_plan      evicted and newly computed blocks go out; loads go in once they are read
+    apply_step_report    what the worker has done
 
 A block goes out when vLLM evicts it, before the step that overwrites it; with tiers that are to
 have everything early (cache servers, or a disk with write_through), in the step after the one that
@@ -171,7 +171,7 @@ class SchedulerRole:
         num_near = 0 if load is None else load.num_near_blocks * self._block_tokens
         return num_near, self._side.tiers[1:]
 
-    def build(self, output: Any) -> StepPlan:
+    def build_step_plan(self, output: Any) -> StepPlan:
         """What the worker has to do in the step that has been scheduled."""
         self._number += 1
         plan = StepPlan(self._number, self._place, NOTHING_TO_MOVE)
@@ -188,7 +188,7 @@ class SchedulerRole:
         plan.given_up, self._given_up = self._given_up, []
         return plan
 
-    def take(self, report: StepReport) -> None:
+    def apply_step_report(self, report: StepReport) -> None:
         """What the worker has done."""
         if self.is_broken:
             for job_id in (*report.output.finished_loads, *report.output.failed_loads):
@@ -199,9 +199,9 @@ class SchedulerRole:
                     if not load.job_ids:
                         del self._loads[job.request_id]
             return
-        self._safely(self._take, None, report)
+        self._safely(self._apply_step_report, None, report)
 
-    def finished(self, request: Any) -> dict[str, Any] | None:
+    def end_request(self, request: Any) -> dict[str, Any] | None:
         """A request has ended, in any way; what its answer carries to another engine. Its blocks
         need not be kept: until they are overwritten they can be copied."""
         return self._safely(self._finished, None, request)
@@ -216,7 +216,7 @@ class SchedulerRole:
         """KV cache events since the last call."""
         if self._events is None:
             return []
-        return self._safely(self._events.take, [], self._slab.keys)
+        return self._safely(self._events.drain_events, [], self._slab.keys)
 
     def reset(self) -> bool:
         """Forget everything, in every tier; whether it is forgotten."""
@@ -352,7 +352,7 @@ class SchedulerRole:
             self._loads[request_id].is_told = True
         return list(told.values())
 
-    def _take(self, report: StepReport) -> None:
+    def _apply_step_report(self, report: StepReport) -> None:
         self._times.ended(report.number)
         for job_id, positions in report.damaged.items():
             self._drop_damaged(job_id, positions)
@@ -362,7 +362,9 @@ class SchedulerRole:
         for job_id in output.finished_stores:
             host_keys = self._stores.pop(job_id, [])
             if self._events is not None:
-                self._events.stored(host_keys, [self._keys.of(key) for key in host_keys])
+                self._events.add_stored(
+                    host_keys, [self._keys.derive_chunk_key(key) for key in host_keys]
+                )
         for job_id in (*output.finished_loads, *output.failed_loads):
             self._load_jobs.pop(job_id, None)
         for ended in self._side.update_from_worker(output):
@@ -380,7 +382,7 @@ class SchedulerRole:
             return
         log.error("%d blocks were damaged in memory; they are computed", len(positions))
         self.damaged_blocks += len(positions)
-        self._side.drop([job.keys[i][:NAME_BYTES] for i in positions], "damaged")
+        self._side.invalidate_blocks([job.keys[i][:NAME_BYTES] for i in positions], "damaged")
 
     def _finished(self, request: Any) -> dict[str, Any] | None:
         view = self._requests.pop(request.request_id, None)
@@ -417,14 +419,16 @@ class SchedulerRole:
         self._safely(self._forget_names, None, blocks, may_be_wrong)
 
     def _forget_names(self, blocks: Sequence[NamedBlock], may_be_wrong: bool) -> None:
-        self._outgoing.forget(blocks)
+        self._outgoing.remove_unnamed(blocks)
         named = [self._as_evicted(block) for block in blocks]
         self._side.stores_ahead.names_dropped(named)
         if may_be_wrong:
-            self._side.drop([block.key for block in named], "invalid")
+            self._side.invalidate_blocks([block.key for block in named], "invalid")
 
     def _as_evicted(self, block: NamedBlock) -> EvictedBlock:
-        return EvictedBlock(block.block_id, self._keys.of(block.host_key)[:NAME_BYTES])
+        return EvictedBlock(
+            block.block_id, self._keys.derive_chunk_key(block.host_key)[:NAME_BYTES]
+        )
 
     def _view(self, request: Any) -> HostRequest:
         view = self._requests.get(request.request_id)

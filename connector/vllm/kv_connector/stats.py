@@ -89,15 +89,15 @@ class StatsSource:
                 stats["declined_tokens"].get(tier, 0),
             )
             for name, total in zip(COUNTERS, totals, strict=True):
-                self._count(counters, name, tier, total)
+                self._add_counter_delta(counters, name, tier, total)
         for tier, total in stats["tokens_loaded"].items():
-            self._count(counters, "loaded_tokens", tier, total)
+            self._add_counter_delta(counters, "loaded_tokens", tier, total)
         for reason, total in stats["failures"].items():
-            self._count(counters, "load_failures", reason, total)
-        self._count(counters, DAMAGED, SLAB, stats["damaged_blocks"])
+            self._add_counter_delta(counters, "load_failures", reason, total)
+        self._add_counter_delta(counters, DAMAGED, SLAB, stats["damaged_blocks"])
         return StrataStats(data={COUNTED: counters, GAUGED: gauges})
 
-    def _count(self, counters: Values, name: str, label: str, total: float) -> None:
+    def _add_counter_delta(self, counters: Values, name: str, label: str, total: float) -> None:
         grown = total - self._told.get((name, label), 0)
         if grown > 0:
             self._told[name, label] = total

@@ -25,7 +25,7 @@ class SlabPlace:
     process_id: int
     descriptor: int
 
-    def open(self) -> MappedSlab:
+    def map_slab(self) -> MappedSlab:
         """Its memory here. Raises OSError where that process, or the right to look into it, is
         gone."""
         if self.process_id == os.getpid():

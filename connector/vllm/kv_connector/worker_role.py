@@ -106,7 +106,9 @@ class WorkerRole:
             mine = [part for part in load.parts if part.rank == self._rank]
             self._waiting[load.request_id] = _Waiting(load.missing, {each.job_id for each in mine})
             for part in mine:
-                self._loads[part.job_id] = _Checked(load.request_id, part, self._check(part))
+                self._loads[part.job_id] = _Checked(
+                    load.request_id, part, self._verify_loaded_part(part)
+                )
         self._given_up.update(plan.given_up)
         moves = self._of_this_rank(plan.moves)
         if self._worker is None:
@@ -178,7 +180,7 @@ class WorkerRole:
     def _attach(self, place: SlabPlace) -> None:
         device: CopyDevice | None = None
         try:
-            slab = place.open()
+            slab = place.map_slab()
             if slab.layout.page_bytes != self._plan.block_bytes:
                 raise ConfigError(
                     f"a block has {self._plan.block_bytes} bytes in this worker and "
@@ -222,7 +224,7 @@ class WorkerRole:
             moves.overtaken,
         )
 
-    def _check(self, part: PartLoad) -> Future[list[int]]:
+    def _verify_loaded_part(self, part: PartLoad) -> Future[list[int]]:
         """The positions in the job whose bytes are not those that were stored. Its slots are pinned
         until it has been reported."""
         if self._checker is None or self._slots is None:

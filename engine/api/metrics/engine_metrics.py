@@ -98,7 +98,7 @@ class Metrics:
             (*LABELS, "finished_reason"), registry=self.registry,
         )  # fmt: skip
 
-    def watch(self, arrival_seconds: float, num_prompt_tokens: int) -> Watch:
+    def track_request(self, arrival_seconds: float, num_prompt_tokens: int) -> Watch:
         """Begin to follow a request."""
         return Watch(self, arrival_seconds, num_prompt_tokens)
 
@@ -152,7 +152,7 @@ class Watch:
         self._num_tokens = 0
         self._is_closed = False
 
-    def observe(self, output: TextOutput) -> None:
+    def record_output(self, output: TextOutput) -> None:
         """One output of the engine."""
         metrics = self._metrics
         if output.token_ids:
@@ -172,14 +172,14 @@ class Watch:
                 output.cached_tokens_by_tier or {},
             )
         if output.finish_reason is not None:
-            self._end(output.finish_reason, output.timings or {})
+            self._record_finish(output.finish_reason, output.timings or {})
 
     def close(self) -> None:
         """The end of a request in any case; one that was not finished counts as aborted."""
         if not self._is_closed:
-            self._end("abort", {})
+            self._record_finish("abort", {})
 
-    def _end(self, reason: str, timings: dict[str, float]) -> None:
+    def _record_finish(self, reason: str, timings: dict[str, float]) -> None:
         self._is_closed = True
         metrics = self._metrics
         metrics.count_end(reason)

@@ -161,7 +161,7 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
     body = await read_body(http, front.settings)
     request = decode_body(body, _decoder)
     check_chat(front, request)
-    front.dropped.look(body)
+    front.dropped.report_unknown(body)
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
         max_tokens = request.max_tokens
@@ -214,7 +214,7 @@ def _answered_tool(request: ChatRequest) -> str:
 
 async def _prompt(front: Front, request: ChatRequest, text: str, max_tokens: int | None) -> bytes:
     keep_last = num_kept_tokens(front, request.truncate_prompt_tokens, max_tokens)
-    (ids,) = await front.encode(
+    (ids,) = await front.encode_texts(
         [text],
         # The template has written the special tokens itself.
         add_special_tokens=bool(request.add_special_tokens),

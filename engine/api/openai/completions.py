@@ -98,11 +98,11 @@ class CompletionAnswer(Answer):
             )
         token_ids, positions = part.new_token_ids, part.logprobs
         if echoed and part.prompt_logprobs is not None:
-            return form.of(
+            return form.format_tokens(
                 [*part.generation.prompt_token_ids, *token_ids],
                 [*part.prompt_logprobs, *positions],
             )
-        return form.of(token_ids, positions)
+        return form.format_tokens(token_ids, positions)
 
     def _prompt_logprobs(self, part: Part) -> PromptTokens:
         count = self.request.prompt_logprobs
@@ -119,7 +119,7 @@ async def create_completion(front: Front, http: Request, *, follows: bool = Fals
     request = decode_body(body, _decoder)
     check_completion(front, request)
     if request.stream_options is not None:
-        front.dropped.look(body)
+        front.dropped.report_unknown(body)
     embeds: list[bytes] = []
     if request.prompt_embeds is not None:
         embeds, prompts = await _resolve_embeds(front, request)

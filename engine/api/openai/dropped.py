@@ -63,7 +63,7 @@ class DroppedFields:
         self._count = count
         self._told: set[str] = set()
 
-    def look(self, body: bytes) -> None:
+    def report_unknown(self, body: bytes) -> None:
         """Look for them in a request, which has been decoded without an error."""
         number = 0
         for name in unknown_fields(body):

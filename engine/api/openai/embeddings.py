@@ -61,7 +61,7 @@ async def create_embeddings(front: Front, http: Request) -> ASGIApp:
     front.check_model(request.model)
     check_ids_of_request(request.cache_salt, request.request_id)
     try:
-        front.dimensions.check(request.dimensions, front.client.ready.hidden_size)
+        front.dimensions.check_asked_count(request.dimensions, front.client.ready.hidden_size)
     except ValueError as error:
         raise ApiError(str(error), param="dimensions", code="invalid_value") from None
     prompts = await front.resolve_prompts(
@@ -93,7 +93,7 @@ async def create_embeddings(front: Front, http: Request) -> ASGIApp:
 async def _collect_all(
     front: Front, request: EmbeddingRequest, generations: list[Generation], answer_id: str
 ) -> bytes:
-    tally = Tally.of(front, generations)
+    tally = Tally.from_generations(front, generations)
     found: dict[int, bytes | None] = {}
 
     async def collect(generation: Generation) -> None:

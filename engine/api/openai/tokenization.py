@@ -30,12 +30,14 @@ async def tokenize(front: Front, http: Request) -> ASGIApp:
     request = decode_body(body, _tokenize_decoder)
     front.check_model(request.model)
     if request.messages is not None:
-        front.dropped.look(body)
+        front.dropped.report_unknown(body)
     text, special = await _text(front, request)
     if request.add_special_tokens is not None:
         special = request.add_special_tokens
     param = "prompt" if request.messages is None else "messages"
-    (ids,) = await front.encode([text], add_special_tokens=special, max_tokens=None, param=param)
+    (ids,) = await front.encode_texts(
+        [text], add_special_tokens=special, max_tokens=None, param=param
+    )
 
     def answer() -> bytes:
         spellings = [front.texts.spelling(i) for i in ids] if request.return_token_strs else None

@@ -40,7 +40,7 @@ def _check_server(
     try:
         with CacheClient(address, credentials, flag=FLAG) as client:
             status = client.health()
-            described = client.call("describe", messages.DescribeRequest())
+            described = client.call_method("describe", messages.DescribeRequest())
     except (ConfigError, TierConfigError) as error:
         yield problem(what, str(error), "give files that can be read")
         return

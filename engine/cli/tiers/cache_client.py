@@ -71,7 +71,7 @@ class CacheClient:
     ) -> None:
         self.address, self.credentials, self._flag = address, credentials, flag
         try:
-            credentials.check()
+            credentials.check_files()
             self._metadata = self.credentials.metadata(self.address)
             self._channel, self._stub, self._health = _open(self.address, self.credentials)
         except TierConfigError as error:
@@ -93,19 +93,19 @@ class CacheClient:
     ) -> None:
         self._channel.close()
 
-    def call(self, name: str, request: Any) -> Any:
+    def call_method(self, name: str, request: Any) -> Any:
         """One call, such as `lookup`; its response."""
-        return self._ask(getattr(self._stub, name), request)
+        return self._call_rpc(getattr(self._stub, name), request)
 
     def health(self) -> str:
         """Such as SERVING."""
         from grpc_health.v1 import health_pb2
 
-        response = self._ask(self._health, health_pb2.HealthCheckRequest())
+        response = self._call_rpc(self._health, health_pb2.HealthCheckRequest())
         status: str = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
         return status
 
-    def _ask(self, method: Any, request: Any) -> Any:
+    def _call_rpc(self, method: Any, request: Any) -> Any:
         import grpc
 
         from ....tiers.wire.status import REFUSALS, verdict_of

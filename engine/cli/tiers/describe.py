@@ -51,7 +51,7 @@ def _ask(client: CacheClient) -> dict[str, Any]:
     """All that is shown. Raises NoAnswer."""
     from ....proto.v1 import cache_service_pb2 as messages
 
-    described = client.call("describe", messages.DescribeRequest())
+    described = client.call_method("describe", messages.DescribeRequest())
     found: dict[str, Any] = {
         "address": str(client.address),
         "version": described.server_version,
@@ -65,7 +65,7 @@ def _ask(client: CacheClient) -> dict[str, Any]:
     if not described.HasField("layout"):
         return found
     found["layout"] = {name: getattr(described.layout, name) for name in _LAYOUT}
-    stats = client.call("stats", messages.StatsRequest())
+    stats = client.call_method("stats", messages.StatsRequest())
     found["tiers"] = [{name: getattr(tier, name) for name in _TIER} for tier in stats.tiers]
     found |= {"leases": stats.leases, "corrupt_blocks": stats.corrupt_blocks}
     return found

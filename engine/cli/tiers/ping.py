@@ -73,11 +73,11 @@ def _ask(client: CacheClient, count: int, interval: float) -> dict[str, Any]:
     from ....proto.v1 import cache_service_pb2 as messages
 
     status = client.health()  # connects, too
-    described = client.call("describe", messages.DescribeRequest())
+    described = client.call_method("describe", messages.DescribeRequest())
     trips = {
         "health": _trips(client.health, count, interval),
         "describe": _trips(
-            lambda: client.call("describe", messages.DescribeRequest()), count, interval
+            lambda: client.call_method("describe", messages.DescribeRequest()), count, interval
         ),
     }
     found = {
@@ -95,7 +95,7 @@ def _ask(client: CacheClient, count: int, interval: float) -> dict[str, Any]:
         return found
     try:
         trips["lookup"] = _trips(
-            lambda: client.call("lookup", messages.LookupRequest()), count, interval
+            lambda: client.call_method("lookup", messages.LookupRequest()), count, interval
         )
         kind, trips["blocks"] = _ask_for_block(client, described.layout, count, interval)
         found["blocks"] = kind

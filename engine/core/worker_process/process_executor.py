@@ -135,7 +135,7 @@ class ProcessExecutor(Executor):
             if not isinstance(first, Up):
                 raise self._died(f"it began with {type(first).__name__}")
         except BaseException as error:
-            self._end(0.0)
+            self._terminate_process(0.0)
             if isinstance(error, BrokenPipeError):
                 raise self._died(self._exit_words()) from error
             raise
@@ -164,12 +164,12 @@ class ProcessExecutor(Executor):
         self._deadline = deadline
 
     def dispatch(self, step: SchedulerOutput) -> StepHandle:
-        self._send(Begin(step))
+        self._send_to_worker(Begin(step))
         self._due.append(step.step_id)
         return StepHandle(step)
 
     def sample(self, handle: StepHandle, mask: TokenMask | None = None) -> None:
-        self._send(Sample(mask))
+        self._send_to_worker(Sample(mask))
 
     def result(self, handle: StepHandle) -> ModelRunnerOutput:
         step_id = handle.step.step_id
@@ -177,16 +177,16 @@ class ProcessExecutor(Executor):
         while step_id not in self._outcomes:
             if step_id not in self._due:
                 raise RuntimeError(f"step {step_id} was not dispatched, or is over")
-            self._take(self._receive(deadline - time.monotonic()))
+            self._save_outcome(self._receive(deadline - time.monotonic()))
         outcome = self._outcomes.pop(step_id)
         if isinstance(outcome, ModelRunnerOutput):
             return outcome
         raise outcome
 
-    def call(
+    def call_worker(
         self, name: str, *, meta: ConnectorMetadata | None = None, seconds: float | None = None
     ) -> ConnectorWorkerOutput | None:
-        self._send(Call(name, meta, seconds))
+        self._send_to_worker(Call(name, meta, seconds))
         # One that is to end is not waited for as long as one that may compute a step.
         more = self._step_seconds if seconds is None else min(self._step_seconds, _END_SECONDS)
         deadline = time.monotonic() + more + (seconds or 0.0)
@@ -196,7 +196,7 @@ class ProcessExecutor(Executor):
                 return message.output
             if isinstance(message, Failed) and message.step_id is None:
                 raise StepFailed(message.error)
-            self._take(message)
+            self._save_outcome(message)
 
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> ConnectorWorkerOutput | None:
         if self._closed:
@@ -205,14 +205,14 @@ class ProcessExecutor(Executor):
         self._deadline = math.inf  # the call has its own
         if self._dead is None:
             try:
-                output = self.call("shutdown", seconds=timeout_seconds)
-                self._send(Stop())
+                output = self.call_worker("shutdown", seconds=timeout_seconds)
+                self._send_to_worker(Stop())
             except (ExecutorDied, StepFailed) as error:
                 logger.error("the worker process did not shut down: %s", error)
-        self._end(_END_SECONDS if self._dead is None else 0.0)
+        self._terminate_process(_END_SECONDS if self._dead is None else 0.0)
         return output
 
-    def _take(self, message: FromWorker) -> None:
+    def _save_outcome(self, message: FromWorker) -> None:
         """Keep what a step came to. Steps are answered in their order, or not at all."""
         if not isinstance(message, Done | Failed):
             raise self._died(f"it said {type(message).__name__}, which nobody had asked for")
@@ -226,13 +226,13 @@ class ProcessExecutor(Executor):
         else:
             self._outcomes[due] = StepFailed(message.error)
 
-    def _send(self, message: ToWorker) -> None:
+    def _send_to_worker(self, message: ToWorker) -> None:
         if self._dead is not None:
             raise ExecutorDied(self._dead)
         data = encode(message)
         while True:
             # Without a worker at its other end the socket takes nothing.
-            self._wait(zmq.POLLOUT, self._step_seconds)
+            self._poll_socket(zmq.POLLOUT, self._step_seconds)
             try:
                 self._socket.send(data, zmq.NOBLOCK)
                 return
@@ -243,13 +243,13 @@ class ProcessExecutor(Executor):
         """The next message, which must come within the time and while the worker lives."""
         if self._dead is not None:
             raise ExecutorDied(self._dead)
-        self._wait(zmq.POLLIN, seconds)
+        self._poll_socket(zmq.POLLIN, seconds)
         try:
             return decode_from_worker(self._socket.recv())
         except (msgspec.MsgspecError, ValueError) as error:
             raise self._died(f"its answer cannot be read: {error}") from error
 
-    def _wait(self, event: int, seconds: float) -> None:
+    def _poll_socket(self, event: int, seconds: float) -> None:
         """Until a message has come, or can go; within the time and while the worker lives."""
         now = time.monotonic()
         deadline = min(now + seconds, self._deadline)
@@ -268,7 +268,7 @@ class ProcessExecutor(Executor):
     def _take_last_words(self) -> None:
         """Keep what the worker answered before it went."""
         while self._socket.poll(0, zmq.POLLIN):
-            self._take(self._receive(0.0))
+            self._save_outcome(self._receive(0.0))
 
     def _died(self, why: str) -> ExecutorDied:
         self._dead = f"the worker process cannot be used any more: {why}"
@@ -277,7 +277,7 @@ class ProcessExecutor(Executor):
     def _exit_words(self) -> str:
         return f"it ended with exit status {self._process.poll()}"
 
-    def _end(self, seconds: float) -> None:
+    def _terminate_process(self, seconds: float) -> None:
         """End the process, by force after `seconds`, and give everything back."""
         self._closed = True
         self._dead = self._dead or "the executor was shut down"

@@ -47,7 +47,7 @@ class Sample(msgspec.Struct, tag="sample", array_like=True):
 
 
 class Call(msgspec.Struct, tag="call", array_like=True):
-    """Do something between steps: see `Executor.call`."""
+    """Do something between steps: see `Executor.call_worker`."""
 
     name: str
     meta: ConnectorMetadata | None = None

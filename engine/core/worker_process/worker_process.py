@@ -69,26 +69,26 @@ class WorkerServer:
     def run(self) -> int:
         """Until told to stop; the exit status."""
         try:
-            self._runner = self._load()
+            self._runner = self._load_model_runner()
         except Exception as error:
             is_config = isinstance(error, ConfigError | TierConfigError)
             if not is_config:
                 logger.error("the worker cannot start", exc_info=error)
-            self._send(Failed(_words(error), is_config_error=is_config))
-            self._close()
+            self._send_to_executor(Failed(_words(error), is_config_error=is_config))
+            self._close_zmq()
             return EXIT_FAILED
         self._runner.enter_thread()
         settle_collector()
-        self._send(Up(self._runner.pool.num_blocks, self._runner.max_model_len))
+        self._send_to_executor(Up(self._runner.pool.num_blocks, self._runner.max_model_len))
         while True:
             self._deliver_when_done()
             message = decode_to_worker(self._socket.recv())
             if isinstance(message, Stop):
-                self._close()
+                self._close_zmq()
                 return 0
             self._handle(message)
 
-    def _load(self) -> ModelRunner:
+    def _load_model_runner(self) -> ModelRunner:
         config = self._start.config
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
@@ -119,7 +119,7 @@ class WorkerServer:
         if isinstance(message, Begin):
             step = message.step
             try:
-                self._steps.append((step.step_id, self._runner.begin(step)))
+                self._steps.append((step.step_id, self._runner.launch_step(step)))
             except Exception as error:  # noqa: BLE001 - told with the answer to its Sample
                 self._steps.append((step.step_id, error))
             self._deliver()
@@ -128,7 +128,7 @@ class WorkerServer:
             self._sample(message)
         else:
             self._deliver()
-            self._send(self._answer(message))
+            self._send_to_executor(self._call_model_runner(message))
 
     def _sample(self, message: Sample) -> None:
         step_id, step = self._steps.popleft()
@@ -156,23 +156,23 @@ class WorkerServer:
         error = step if isinstance(step, Exception) else None
         if isinstance(step, BegunStep):
             try:
-                self._send(Done(step_id, self._runner.collect(step)))
+                self._send_to_executor(Done(step_id, self._runner.collect_output(step)))
                 return
             except Exception as caught:  # noqa: BLE001 - told, and logged by the executor's side
                 error = caught
         assert error is not None
-        self._send(Failed(_words(error), step_id, is_device_lost=is_device_lost(error)))
+        self._send_to_executor(Failed(_words(error), step_id, is_device_lost=is_device_lost(error)))
 
-    def _answer(self, call: Call) -> FromWorker:
+    def _call_model_runner(self, call: Call) -> FromWorker:
         try:
             return Returned(call_runner(self._runner, call.name, call.meta, call.seconds))
         except Exception as error:  # noqa: BLE001 - told
             return Failed(_words(error))
 
-    def _send(self, message: FromWorker) -> None:
+    def _send_to_executor(self, message: FromWorker) -> None:
         self._socket.send(encode(message))
 
-    def _close(self) -> None:
+    def _close_zmq(self) -> None:
         self._socket.close()
         self._context.term()
 

@@ -46,7 +46,7 @@ class StoredTensors:
         self._name_of = name_of
         self._stack = ExitStack()
         with ExitStack() as stack:
-            self._open(stack)
+            self._open_shards(stack)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -61,7 +61,7 @@ class StoredTensors:
         self._stack.close()
 
     @property
-    def names(self) -> list[str]:
+    def tensor_names(self) -> list[str]:
         """Every tensor there is, but for those that are ignored."""
         return [
             name
@@ -69,7 +69,7 @@ class StoredTensors:
             if not DERIVED.search(name) and not name.startswith(_VALUE_HEAD)
         ]
 
-    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+    def check_expected(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ConfigError unless exactly the expected tensors are there, in their shapes."""
         missing = [name for name in expected if name not in self._where]
         if missing and any(name.endswith(_QUANTISED) for name in self._where):
@@ -79,7 +79,7 @@ class StoredTensors:
             )
         if missing:
             raise ConfigError(f"{self.path} lacks {_count(missing)}; download the model again")
-        unknown = [name for name in self.names if name not in expected]
+        unknown = [name for name in self.tensor_names if name not in expected]
         if unknown:
             raise ConfigError(
                 f"{self.path} holds {_count(unknown)} that config.json does not describe; correct "
@@ -98,7 +98,7 @@ class StoredTensors:
                     f"not {found.get_dtype()}; quantised weights are not supported"
                 )
 
-    def _open(self, stack: ExitStack) -> None:
+    def _open_shards(self, stack: ExitStack) -> None:
         shards = find_shards(self.path)
         files = {}
         for file in shards.files:

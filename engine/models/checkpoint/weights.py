@@ -128,8 +128,8 @@ def load_weights(
     Raises ConfigError naming the tensor or file that is missing, unknown or of the wrong shape.
     """
     with Checkpoint(path, device, name_of(spec)) as checkpoint:
-        expected = expected_tensors(spec, checkpoint.names)
-        checkpoint.check(expected)
+        expected = expected_tensors(spec, checkpoint.tensor_names)
+        checkpoint.check_expected(expected)
         embedding = checkpoint.read(EMBEDDING, dtype)
         head = checkpoint.read(HEAD, dtype) if HEAD in expected else embedding
         if spec.tied_embeddings and head is not embedding:

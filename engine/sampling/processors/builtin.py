@@ -265,7 +265,9 @@ class SeenTokens:
         output = self._output_token_ids
         for token in output[self._num_counted :]:
             if 0 <= token < self._vocab_size:
-                counted = self._place(token)  # first: it may move the counts to a larger array
+                counted = self._find_or_add_token(
+                    token
+                )  # first: it may move the counts to a larger array
                 self._counts[counted] += 1
         self._num_counted = len(output)
 
@@ -284,7 +286,7 @@ class SeenTokens:
         ids = np.concatenate([self.token_ids, np.array(list(new), np.int64)])
         return ids, np.concatenate([counts, np.array(list(new.values()), np.int64)])
 
-    def _place(self, token: int) -> int:
+    def _find_or_add_token(self, token: int) -> int:
         place = self._place_of.get(token)
         if place is None:
             place = self._place_of[token] = self._size

@@ -137,7 +137,7 @@ class GuardedProcessor(LogitsProcessor):
             errors = {row: error for row, error in failed.errors.items() if row in mine}
             result = failed.logits
         _check_result(result, part)
-        self._fail(errors)
+        self._fail_rows(errors)
         if places is None:
             return result
         return logits.index_copy_(0, places, result)
@@ -153,7 +153,7 @@ class GuardedProcessor(LogitsProcessor):
             try:
                 logits = self._apply(logits, belongs, mine)
             except Exception as error:  # noqa: BLE001 - code of others
-                self._fail({row: error})
+                self._fail_rows({row: error})
                 self._make_anew()
         return logits
 
@@ -167,7 +167,7 @@ class GuardedProcessor(LogitsProcessor):
                 try:
                     processor.update_state(_update_of([now]))
                 except Exception as error:  # noqa: BLE001 - code of others
-                    self._fail({row: error})
+                    self._fail_rows({row: error})
                     processor = self._kind(self.context)
                     processor.update_state(_update_of(taken))
                 else:
@@ -186,9 +186,9 @@ class GuardedProcessor(LogitsProcessor):
             return added
 
     def _fail_all(self, error: Exception) -> None:
-        self._fail(dict.fromkeys([row for row, _ in self._added.items()], error))
+        self._fail_rows(dict.fromkeys([row for row, _ in self._added.items()], error))
 
-    def _fail(self, errors: dict[int, Exception]) -> None:
+    def _fail_rows(self, errors: dict[int, Exception]) -> None:
         for row, error in errors.items():
             self._added.discard(row)
             text = str(error)

@@ -76,7 +76,7 @@ class FairQueue(Generic[Job]):
                 if not jobs:
                     del self._jobs[tenant]
 
-    def end(self, num_threads: int) -> None:
+    def stop_threads(self, num_threads: int) -> None:
         """So many of those that ask are told to end, before the jobs that are left."""
         with self._condition:
             self._num_ends += num_threads
@@ -92,14 +92,14 @@ class Shares:
         self._most = most
         self._counts: Counter[str] = Counter()
 
-    def count(self, tenant: str) -> int:
+    def count_of(self, tenant: str) -> int:
         return self._counts[tenant]
 
     def add(self, tenant: str) -> None:
         """One more."""
         self._counts[tenant] += 1
 
-    def remove(self, tenant: str) -> None:
+    def remove_tenant(self, tenant: str) -> None:
         """One less."""
         self._counts[tenant] -= 1
         if not self._counts[tenant]:

@@ -53,12 +53,12 @@ class GrammarApart(Grammar):
         """Whether no matcher has used it for so long."""
         return not (self.is_gone or self.num_matchers) and time.monotonic() - self.used > seconds
 
-    def end(self) -> None:
+    def end_process(self) -> None:
         """End its process: no matcher follows it any more."""
-        self.process.end()
+        self.process.discard_process()
 
     def __del__(self) -> None:
-        self.process.end()
+        self.process.discard_process()
 
 
 class _MatcherApart(Matcher):
@@ -74,12 +74,12 @@ class _MatcherApart(Matcher):
 
     def __del__(self) -> None:
         self._grammar.note_matcher(-1)
-        self._grammar.process.leave(self._number)
+        self._grammar.process.release_matcher(self._number)
 
     @property
     def may_end(self) -> bool:
         if self._may_end is None:
-            self._ask(is_wanted=False)
+            self._query_process(is_wanted=False)
         assert self._may_end is not None
         return self._may_end
 
@@ -92,7 +92,7 @@ class _MatcherApart(Matcher):
             self._pending.append(token_id)
         else:
             self._pending.append(token_id)
-            if self._ask(is_wanted=False).num_accepted < 1:
+            if self._query_process(is_wanted=False).num_accepted < 1:
                 return False
         self._row = self._may_end = None
         return True
@@ -105,11 +105,11 @@ class _MatcherApart(Matcher):
 
     def fill(self, words: Words) -> None:
         if self._row is None:
-            answer = self._ask(is_wanted=True)
+            answer = self._query_process(is_wanted=True)
             self._row = np.frombuffer(answer.words, np.int32)
         words[:] = self._row
 
-    def _ask(self, *, is_wanted: bool) -> RowAnswer:
+    def _query_process(self, *, is_wanted: bool) -> RowAnswer:
         """What the process says of the present place. Raises GrammarError."""
         if not is_wanted and len(self._pending) > 1:  # the last one may be refused, no other
             last = self._pending.pop()
@@ -121,7 +121,7 @@ class _MatcherApart(Matcher):
         asked = Row(
             self._number, self._rollback, tokens, is_wanted, self._grammar.limit.cpu_seconds
         )
-        answer = self._grammar.process.row(asked, self._grammar.limit)
+        answer = self._grammar.process.fetch_row(asked, self._grammar.limit)
         self._rollback, self._pending = 0, []
         self._may_end = answer.may_end
         if is_wanted and answer.num_accepted < len(tokens):

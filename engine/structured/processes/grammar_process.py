@@ -130,7 +130,7 @@ def _serve(connection: socket.socket, backend: Backend, start: Start, *, is_last
         message = receive(connection, Ask | Row | Leave)
         if isinstance(message, Leave):
             if follower is not None:
-                follower.leave(message.matcher)
+                follower.drop_matcher(message.matcher)
             continue
         _limit_time(message.cpu_seconds)
         answer: Answer | RowAnswer
@@ -142,7 +142,7 @@ def _serve(connection: socket.socket, backend: Backend, start: Start, *, is_last
             elif follower is None:
                 answer = RowAnswer(error="there is no grammar to follow")
             else:
-                answer = _told(partial(follower.row, message), RowAnswer)
+                answer = _told(partial(follower.compute_row, message), RowAnswer)
         send(connection, answer)
 
 
@@ -154,7 +154,7 @@ class _Follower:
         self._row = np.zeros(-(-vocab_size // BITS), np.int32)
         self._matchers: dict[int, Matcher] = {}
 
-    def row(self, asked: Row) -> RowAnswer:
+    def compute_row(self, asked: Row) -> RowAnswer:
         """Raises GrammarError."""
         matcher = self._matchers.get(asked.matcher)
         if matcher is None:
@@ -170,7 +170,7 @@ class _Follower:
             words = self._row.tobytes()
         return RowAnswer(len(asked.tokens), matcher.may_end, words)
 
-    def leave(self, number: int) -> None:
+    def drop_matcher(self, number: int) -> None:
         """Forget it: it is not asked for again."""
         self._matchers.pop(number, None)
 

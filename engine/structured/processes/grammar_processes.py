@@ -122,21 +122,21 @@ class GrammarProcesses:
         another's."""
         # One that may have to follow it is run whatever others do.
         may_follow = self._start.backend == "xgrammar" and bool(why_untamed(spec))
-        process = self._take(is_last=self._are_last and not may_follow)
+        process = self._acquire_process(is_last=self._are_last and not may_follow)
         try:
             answer = process.compile(spec, limit, is_second=is_second)
         except GrammarError as error:
             if isinstance(error, TooSlow):
-                self._drop(process)
+                self._end_process(process)
             else:
                 self._put_back(process)
             raise
         except _Starved:
-            self._drop(process)
+            self._end_process(process)
             self._busy_until = time.monotonic() + _BUSY_SECONDS
             return self.try_out(spec, limit, is_second=is_second)
         except BaseException as error:
-            status = self._drop(process)
+            status = self._end_process(process)
             if isinstance(error, EOFError | OSError):
                 raise NotNow(self._words(status)) from None
             raise
@@ -148,7 +148,7 @@ class GrammarProcesses:
         following = FollowingProcess(self, process)
         return Tried(form, answer.first_words, answer.first_seconds, following)
 
-    def open(self) -> None:
+    def start_first_process(self) -> None:
         """Start the process that forks the others, unless it is there, and wait for that. Raises as
         `try_out`."""
         self._open_first()
@@ -161,9 +161,9 @@ class GrammarProcesses:
             self._idle, self._busy = [], []
             first, self._first = self._first, None
         for process in processes:
-            process.end()
+            process.kill_and_reap()
         if first is not None:
-            first.end()
+            first.kill_and_wait()
 
     @property
     def process_ids(self) -> list[int]:
@@ -194,14 +194,14 @@ class GrammarProcesses:
             and len(form.text) <= MOST_FORM_BYTES
         )
 
-    def _take(self, *, is_last: bool) -> _Process:
+    def _acquire_process(self, *, is_last: bool) -> _Process:
         """One that does nothing, as busy from now on. Raises NotNow, and GrammarError where the
         backend cannot be opened."""
         while (process := self._take_idle()) is not None:
             # Somebody ended it, which is no grammar's fault; or it would starve.
             if not (process.has_ended or (process.is_last and not is_last)):
                 return process
-            self._drop(process)
+            self._end_process(process)
         try:
             process = self._fork(is_last=is_last)
         except (EOFError, OSError):  # the first one was killed since
@@ -213,7 +213,7 @@ class GrammarProcesses:
             if not self._is_closed:
                 self._busy.append(process)
                 return process
-        process.end()
+        process.kill_and_reap()
         raise NotNow(_ENDS)
 
     def _fork(self, *, is_last: bool) -> _Process:
@@ -253,7 +253,7 @@ class GrammarProcesses:
                     text = f"no process can be started to compile it: {error}"
                     raise NotNow(text) from None
             try:
-                first.open(self._start)
+                first.wait_until_ready(self._start)
             except BaseException as error:
                 self._drop_first(first)
                 if isinstance(error, EOFError | OSError):
@@ -267,7 +267,7 @@ class GrammarProcesses:
         with self._lock:
             if self._first is first:
                 self._first = None
-        first.end()
+        first.kill_and_wait()
 
     def _put_back(self, process: _Process) -> None:
         with self._lock:
@@ -275,11 +275,11 @@ class GrammarProcesses:
                 self._busy.remove(process)
                 self._idle.append(process)
                 return
-        self._drop(process)
+        self._end_process(process)
 
-    def _drop(self, process: _Process) -> int | None:
+    def _end_process(self, process: _Process) -> int | None:
         """End it; how it had ended, where it had and that is known."""
-        status = process.end()
+        status = process.kill_and_reap()
         with self._lock:
             if process in self._busy:
                 self._busy.remove(process)
@@ -309,36 +309,36 @@ class FollowingProcess:
         self.is_gone = False
         self.end_ids = processes.end_ids
 
-    def row(self, asked: Row, limit: Limit) -> RowAnswer:
+    def fetch_row(self, asked: Row, limit: Limit) -> RowAnswer:
         """Raises GrammarError; where it takes too long the process is killed, and the grammar is
         followed no more."""
         with self._turn:
             if self.is_gone:
                 raise GrammarError(GONE)
             try:
-                return self._process.row(asked, limit)
+                return self._process.request_row(asked, limit)
             except TooSlow:
-                self.end()
+                self.discard_process()
                 raise
             except (EOFError, OSError):
-                self.end()
+                self.discard_process()
                 raise GrammarError(GONE) from None
 
-    def leave(self, matcher: int) -> None:
+    def release_matcher(self, matcher: int) -> None:
         """This matcher is not used any more. Does not wait."""
         if self._turn.acquire(blocking=False):  # else it takes memory until the process ends
             try:
                 if not self.is_gone:
-                    self._process.leave(matcher)
+                    self._process.send_leave(matcher)
             except OSError:
-                self.end()
+                self.discard_process()
             finally:
                 self._turn.release()
 
-    def end(self) -> None:
+    def discard_process(self) -> None:
         """Idempotent."""
         self.is_gone = True
-        self._processes._drop(self._process)
+        self._processes._end_process(self._process)
 
 
 class _Starved(Exception):
@@ -370,7 +370,7 @@ class _FirstProcess:
         self._control = ours
         self.pid = self._process.pid
 
-    def open(self, start: Start) -> None:
+    def wait_until_ready(self, start: Start) -> None:
         """Wait until it can fork. Raises GrammarError, and EOFError or OSError where it cannot."""
         send_packet(self._control, start)
         deadline = time.monotonic() + START_SECONDS
@@ -382,7 +382,7 @@ class _FirstProcess:
         """Raises EOFError or OSError."""
         ours, theirs = socket.socketpair()
         try:
-            forked, descriptors = self._ask(Fork(is_last), Forked, [theirs.fileno()])
+            forked, descriptors = self._exchange_packets(Fork(is_last), Forked, [theirs.fileno()])
         except BaseException:
             ours.close()
             raise
@@ -394,11 +394,11 @@ class _FirstProcess:
     def reap(self, pid: int) -> int | None:
         """How a child of it has ended, which may be used once."""
         with suppress(EOFError, OSError):  # it has ended itself
-            reaped: Reaped = self._ask(Reap(pid), Reaped)[0]
+            reaped: Reaped = self._exchange_packets(Reap(pid), Reaped)[0]
             return reaped.status
         return None
 
-    def end(self) -> None:
+    def kill_and_wait(self) -> None:
         """At once, and wait for it. Idempotent."""
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
@@ -408,7 +408,9 @@ class _FirstProcess:
         with self._asking:
             self._control.close()
 
-    def _ask(self, message: Any, kind: Any, descriptors: list[int] | None = None) -> Any:
+    def _exchange_packets(
+        self, message: Any, kind: Any, descriptors: list[int] | None = None
+    ) -> Any:
         with self._asking:
             send_packet(self._control, message, descriptors or [])
             return receive_packet(self._control, kind, _until(time.monotonic() + _CONTROL_SECONDS))
@@ -433,20 +435,22 @@ class _Process:
         """Raises GrammarError for what it answers, TooSlow, and EOFError or OSError where it is
         gone."""
         send(self._connection, Ask(*spec, is_second, limit.cpu_seconds))
-        answer: Answer = receive(self._connection, Answer, self._watch(limit, "compile"))
+        answer: Answer = receive(self._connection, Answer, self._make_watchdog(limit, "compile"))
         if answer.form is None:
             raise GrammarError(answer.error)
         return answer
 
-    def row(self, asked: Row, limit: Limit) -> RowAnswer:
+    def request_row(self, asked: Row, limit: Limit) -> RowAnswer:
         """As `compile`."""
         send(self._connection, asked)
-        answer: RowAnswer = receive(self._connection, RowAnswer, self._watch(limit, "follow"))
+        answer: RowAnswer = receive(
+            self._connection, RowAnswer, self._make_watchdog(limit, "follow")
+        )
         if answer.error:
             raise GrammarError(answer.error)
         return answer
 
-    def leave(self, matcher: int) -> None:
+    def send_leave(self, matcher: int) -> None:
         """Raises OSError."""
         send(self._connection, Leave(matcher))
 
@@ -456,7 +460,7 @@ class _Process:
         poll.register(self._descriptor, select.POLLIN)
         return bool(poll.poll(0))
 
-    def end(self) -> int | None:
+    def kill_and_reap(self) -> int | None:
         """At once, and wait for it; how it had ended. Idempotent."""
         with self._ending:
             if self._has_ended:
@@ -471,7 +475,7 @@ class _Process:
             self._connection.close()
             return status
 
-    def _watch(self, limit: Limit, what: str) -> Callable[[], None]:
+    def _make_watchdog(self, limit: Limit, what: str) -> Callable[[], None]:
         began, cpu = time.monotonic(), self._cpu_seconds()
 
         def look() -> None:

@@ -111,7 +111,7 @@ class LimitedThread:
                 _schedule(self._thread.native_id, "SCHED_OTHER")
         return cpu > limit.cpu_seconds or seconds > limit.seconds
 
-    def leave(self, limit: Limit) -> bool:
+    def abandon_if_over(self, limit: Limit) -> bool:
         """Leave it behind where its present piece is over the limit; whether it was. What it does
         from then on, it does for nobody."""
         if not self.is_over(limit):

@@ -62,8 +62,8 @@ class ToolCallParser(ABC):
 
 
 class Output:
-    """What a parser has found since the last `take`. White space beside a call is no content, but
-    between two words."""
+    """What a parser has found since the last `pop_found`. White space beside a call is no content,
+    but between two words."""
 
     __slots__ = ("_calls", "_content", "_count", "_follows_call", "_has_content", "_space")
 
@@ -100,7 +100,7 @@ class Output:
         if text:
             self._calls[number] = piece._replace(arguments=piece.arguments + text)
 
-    def take(self, *, is_last: bool = False) -> Found:
+    def pop_found(self, *, is_last: bool = False) -> Found:
         """All of it, held white space too where it `is_last`."""
         if is_last:
             self._content.append("" if self._follows_call else self._space)

@@ -45,16 +45,16 @@ class _StepParser(ToolCallParser):
         self._rest += text
         while self._state():
             pass
-        return self._output.take()
+        return self._output.pop_found()
 
     def finish(self) -> Found:
         self._has_ended = True
         while self._state():
             pass
-        return self._output.take(is_last=True)
+        return self._output.pop_found(is_last=True)
 
     @abstractmethod
-    def _open(self, mark: str) -> None:
+    def _handle_mark(self, mark: str) -> None:
         """A mark was found in the text, at which another state may follow."""
 
     def _in_text(self) -> bool:
@@ -63,7 +63,7 @@ class _StepParser(ToolCallParser):
             at, mark = min(found)
             self._output.add_content(self._rest[:at])
             self._rest = self._rest[at + len(mark) :]
-            self._open(mark)
+            self._handle_mark(mark)
             return True
         num_held = max((num_begun(self._rest, mark) for mark in self.MARKS), default=0)
         keep = 0 if self._has_ended else num_held
@@ -77,10 +77,10 @@ class _StepParser(ToolCallParser):
         self._state, self._after_object = self._in_object, then
 
     def _in_object(self) -> bool:
-        used = self._object.push(self._rest)
+        used = self._object.scan_text(self._rest)
         self._rest = self._rest[used:]
         if self._has_ended:
-            self._object.finish()
+            self._object.close_truncated()
         if not self._object.is_over:
             return False
         if self._object.has_begun:
@@ -114,7 +114,7 @@ class HermesParser(_StepParser):
 
     MARKS: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
 
-    def _open(self, mark: str) -> None:
+    def _handle_mark(self, mark: str) -> None:
         if mark == self.MARKS[0]:
             self._expect_object(self._closing)
 
@@ -138,13 +138,13 @@ class Llama3Parser(_StepParser):
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
-        self._state = self._start
+        self._state = self._parse_start
 
-    def _open(self, mark: str) -> None:
+    def _handle_mark(self, mark: str) -> None:
         if mark != "<|python_end|>":
             self._expect_object(self._next_object)
 
-    def _start(self) -> bool:
+    def _parse_start(self) -> bool:
         bare = self._rest.lstrip(WHITESPACE)
         is_far = len(self._rest) - len(bare) > _MOST_HEAD_CHARACTERS
         if not bare and not is_far and not self._has_ended:
@@ -170,7 +170,7 @@ class MistralParser(_StepParser):
         """Nine letters and digits, which is what Mistral's templates insist on."""
         return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
 
-    def _open(self, mark: str) -> None:
+    def _handle_mark(self, mark: str) -> None:
         if mark == self.MARKS[0]:
             self._state = self._head
 
@@ -197,7 +197,7 @@ class MistralParser(_StepParser):
         return True
 
     def _in_arguments(self) -> bool:
-        used = self._value.push(self._rest, 0)
+        used = self._value.scan_value(self._rest, 0)
         self._output.add_arguments(self._rest[:used])
         self._rest = self._rest[used:]
         if self._value.is_done:
@@ -244,7 +244,7 @@ class ArgumentsParser(ToolCallParser):
             self._output.begin_call(self._name)
         if text:
             self._output.add_arguments(text)
-        return self._output.take()
+        return self._output.pop_found()
 
     def finish(self) -> Found:
-        return self._output.take(is_last=True)
+        return self._output.pop_found(is_last=True)

@@ -31,7 +31,7 @@ class ValueEnd:
         self._in_string = self._escaped = False
         self.is_done = False
 
-    def push(self, text: str, start: int) -> int:
+    def scan_value(self, text: str, start: int) -> int:
         """Where the part of `text` from `start` ends that belongs to the value."""
         for at in range(start, len(text)):
             char = text[at]
@@ -97,7 +97,7 @@ class CallObject:
         self.is_over = False  # it ended, or it cannot go on
         self.text = ""  # all of it, until the call has begun
 
-    def push(self, text: str) -> int:
+    def scan_text(self, text: str) -> int:
         """Take text until the object is over; how many characters that were."""
         at = 0
         while at < len(text) and not self.is_over:
@@ -107,20 +107,20 @@ class CallObject:
             elif text[at] in WHITESPACE:
                 at += 1
             else:
-                at += self._step(text[at])
+                at += self._scan_char(text[at])
             if not self.has_begun:
                 self.text += text[before:at]
         return at
 
-    def finish(self) -> None:
+    def close_truncated(self) -> None:
         """The text ends within the object: arguments that were held back are given as they are."""
         if self._part is not None and self._key in _ARGUMENTS and not self._streams:
             self._arguments = self._written
         if not self.has_begun and self._name and self._arguments:
-            self._begin()
+            self._emit_call_start()
         self.is_over = True
 
-    def _step(self, char: str) -> int:
+    def _scan_char(self, char: str) -> int:
         """Go on by a character between the parts; 0 where it begins one."""
         step = _STEPS.get((self._next, char))
         if step is not None:
@@ -133,16 +133,16 @@ class CallObject:
             self._part, self._written = ValueEnd(), ""
             if self._key in _ARGUMENTS and char == "{" and self._name and not self.has_begun:
                 self._streams = True
-                self._begin()
+                self._emit_call_start()
             return 0
         if self._next in (_Next.FIRST_KEY, _Next.COMMA) and char == "}":
-            self._end()
+            self._finish_object()
             return 1
         self.is_over = True
         return 0
 
     def _go_on(self, part: ValueEnd, text: str, at: int) -> int:
-        end = part.push(text, at)
+        end = part.scan_value(text, at)
         if self._streams:
             self._output.add_arguments(text[at:end])
         else:
@@ -170,15 +170,15 @@ class CallObject:
         elif self._key in _ARGUMENTS and not self.has_begun:
             self._arguments = _as_arguments(self._written)
         if self._name and self._arguments is not None and not self.has_begun and not self.is_over:
-            self._begin()
+            self._emit_call_start()
 
-    def _end(self) -> None:
+    def _finish_object(self) -> None:
         if not self.has_begun and self._name and not self._only_known:
             self._arguments = "{}"
-            self._begin()
+            self._emit_call_start()
         self.is_over = True
 
-    def _begin(self) -> None:
+    def _emit_call_start(self) -> None:
         self.has_begun, self.text = True, ""
         self._output.begin_call(self._name)
         self._output.add_arguments(self._arguments or "")

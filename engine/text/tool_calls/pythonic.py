@@ -43,15 +43,15 @@ class PythonicParser(ToolCallParser):
 
     def push(self, text: str) -> Found:
         while text:
-            text = self._take(text)
-        return self._output.take()
+            text = self._consume_text(text)
+        return self._output.pop_found()
 
     def finish(self) -> Found:
         if self._state == self._in_text or not self._num_calls:
             self._output.add_content(self._held)
-        return self._output.take(is_last=True)
+        return self._output.pop_found(is_last=True)
 
-    def _take(self, text: str) -> str:
+    def _consume_text(self, text: str) -> str:
         """Take some text; what is left."""
         if self._state == self._in_text:
             return self._take_text(text)

@@ -82,7 +82,7 @@ class AttentionPlanner:
         # One request is never cut, so the longest one must fit.
         self.max_group_blocks = max(fits, -(-max_model_len // layout.block_size), 1)
 
-    def plan(
+    def plan_attention(
         self,
         table: BlockTable,
         rows: IntArray,
@@ -193,7 +193,7 @@ class AttentionPlanner:
                 group.chunks.append(ContextChunk(offset, tiles))
             else:
                 keys = item.blocks.shape[1] * self._block_size
-                group.decodes.append(self._decode(item, offset, keys))
+                group.decodes.append(self._make_decode_batch(item, offset, keys))
                 stale += self._stale(item, offset, keys)
             offset += item.blocks.size * self._block_size
         beyond = np.concatenate(stale) if stale else np.empty(0, np.int64)
@@ -213,7 +213,7 @@ class AttentionPlanner:
             tiles.append(Tile(at, at + rows, first, context + rows - first, mask))
         return tiles
 
-    def _decode(self, bucket: _Bucket, offset: int, keys: int) -> DecodeBatch:
+    def _make_decode_batch(self, bucket: _Bucket, offset: int, keys: int) -> DecodeBatch:
         lengths = torch.from_numpy(bucket.lengths)[:, None]
         places = torch.arange(keys)
         mask = torch.zeros((len(bucket.lengths), keys), dtype=self._dtype)

@@ -99,8 +99,8 @@ Launch = Callable[[], Tensor]
 class StepForward(Protocol):
     """A model over one pool."""
 
-    def prepare(self, step: StepInputs) -> Launch:
-        """Lay the step down. What is returned computes it, once and before the next `prepare`:
+    def prepare_step(self, step: StepInputs) -> Launch:
+        """Lay the step down. What is returned computes it, once and before the next `prepare_step`:
         hidden states `[len(step.wanted), hidden]`, those of all tokens where it is None."""
 
 
@@ -131,10 +131,10 @@ class GatherForward:
         )
         self._attention = attention_over(attention, views)
 
-    def prepare(self, step: StepInputs) -> Launch:
+    def prepare_step(self, step: StepInputs) -> Launch:
         plan = plan_of(
             [
-                planner.plan(
+                planner.plan_attention(
                     step.tables[group], step.rows, step.computed, step.counts, step.slots[group]
                 )
                 for group, planner in self._planners

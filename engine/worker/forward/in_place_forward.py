@@ -57,7 +57,7 @@ class InPlacePlanner:
         self._num_heads, self._scale, self._window = num_heads, scale, window
         self._workspace = Workspace() if workspace is None else workspace
 
-    def plan(
+    def plan_in_place(
         self,
         table: BlockTable,
         rows: IntArray,
@@ -126,9 +126,9 @@ class InPlaceForward:
         ]
         self._attention = attention_over(InPlaceAttention(pool), views)
 
-    def prepare(self, step: StepInputs) -> Launch:
+    def prepare_step(self, step: StepInputs) -> Launch:
         plans = [
-            planner.plan(
+            planner.plan_in_place(
                 step.tables[group], step.rows, step.computed, step.counts, step.slots[group]
             )
             for group, planner in self._planners

@@ -120,10 +120,10 @@ class InputBuffers:
         padded = requests + num_rows - tokens if num_requests is None else num_requests
         for buffer, nobody in self._by_token:
             buffer.arrays[self._turn][tokens:num_rows] = nobody
-            self._send(buffer, num_rows)
+            self._copy_to_device(buffer, num_rows)
         lengths = self._seq_lens.arrays[self._turn]
         lengths[requests:padded] = 0
-        self._send(self._seq_lens, padded)
+        self._copy_to_device(self._seq_lens, padded)
         if num_requests is None:
             decodes = padded if step is None else padded - requests + step.num_decodes
             self._plan_splits(lengths[:decodes])
@@ -173,14 +173,14 @@ class InputBuffers:
 
     def _decodes(self, view: int, table: _DeviceTable, count: int) -> Decodes:
         splits = self._splits[view]
-        plan = None if splits is None else splits.plan(count)
+        plan = None if splits is None else splits.view_device_plan(count)
         return Decodes(table.rows[:count], self._seq_lens.there[:count], plan)
 
     def _plan_splits(self, lengths: npt.NDArray[np.integer]) -> None:
         if len(lengths):
             for splits in self._splits:
                 if splits is not None and splits.lay_down(lengths, self._turn):
-                    self._send(splits.buffer, len(splits.buffer.there))
+                    self._copy_to_device(splits.buffer, len(splits.buffer.there))
 
     def _stage(self, step: StepInputs, tokens: int, requests: int) -> None:
         turn = self._turn
@@ -188,18 +188,18 @@ class InputBuffers:
         self._positions.arrays[turn][:tokens] = step.positions
         self._seq_lens.arrays[turn][:requests] = step.computed + step.counts
         self._rows.arrays[turn][:requests] = step.rows
-        self._send(self._rows, requests)
+        self._copy_to_device(self._rows, requests)
         for (slots, _), given in zip(self._groups, step.slots, strict=True):
             slots.arrays[turn][:tokens] = given
         if step.wanted is not None:
             self._wanted.arrays[turn][: len(step.wanted)] = step.wanted
-            self._send(self._wanted, len(step.wanted))
+            self._copy_to_device(self._wanted, len(step.wanted))
         if tokens > requests:
             chunks = step.counts[step.num_decodes :]
             starts = self._query_starts.arrays[turn]
             starts[0] = 0
             np.cumsum(chunks, out=starts[1 : len(chunks) + 1])
-            self._send(self._query_starts, len(chunks) + 1)
+            self._copy_to_device(self._query_starts, len(chunks) + 1)
 
     def _lay_down_tables(self, step: StepInputs | None, requests: int, padded: int) -> None:
         width = 0
@@ -209,10 +209,10 @@ class InputBuffers:
         rows = self._rows.there[:requests]
         for index, (_, table) in enumerate(self._groups):
             if step is not None:
-                table.follow(step.tables[index])
+                table.upload_changes(step.tables[index])
             table.lay_down(rows, width, padded)
 
-    def _send(self, buffer: _Buffer, count: int) -> None:
+    def _copy_to_device(self, buffer: _Buffer, count: int) -> None:
         """The first `count`, in one piece."""
         staged = buffer.staged[self._turn]
         buffer.there[:count].copy_(staged[:count], non_blocking=True)
@@ -234,7 +234,7 @@ class _DeviceTable:
         self.rows = torch.zeros(shape, dtype=torch.int32, device=device)
         self._batch = torch.zeros(shape, dtype=torch.int32, device=device)
 
-    def follow(self, table: BlockTable) -> None:
+    def upload_changes(self, table: BlockTable) -> None:
         """Take in what changed in the host's."""
         rows, places, blocks = table.take_changes()
         if len(rows):
@@ -273,6 +273,6 @@ class _Splits:
         self._array.lay_down(self.buffer.arrays[turn], tiles)
         return True
 
-    def plan(self, count: int) -> SplitPlan:
+    def view_device_plan(self, count: int) -> SplitPlan:
         """The plan of the first `count` requests, on the device."""
-        return self._array.plan(self.buffer.there, count)
+        return self._array.view_plan(self.buffer.there, count)

@@ -220,13 +220,13 @@ class KernelAttention:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         first_chunk = 0 if plan.decodes is None else len(plan.decodes.seq_lens)
         if plan.decodes is not None:
-            self._decode(q[:first_chunk], kv, plan.decodes, plan, out[:first_chunk])
+            self._decode_by_kernel(q[:first_chunk], kv, plan.decodes, plan, out[:first_chunk])
         if plan.chunks is not None:
             self._prefill(q[first_chunk:], kv, plan.chunks, plan, out[first_chunk:])
         plan.is_checked = True
         return out.view(len(q), -1)
 
-    def _decode(
+    def _decode_by_kernel(
         self, q: Tensor, kv: Tensor, decodes: Decodes, plan: KernelPlan, out: Tensor
     ) -> None:
         tables, lengths = decodes.block_tables, decodes.seq_lens

@@ -79,10 +79,10 @@ class StepGraphs:
         first, so that the smaller ones find room in the memory that it took. How many there are."""
         for bucket in reversed(self._buckets):
             prepare(bucket)
-            self._recorded[bucket] = self._runtime.record(self._work_of(bucket))
+            self._recorded[bucket] = self._runtime.record_work(self._work_of(bucket))
         return len(self._buckets)
 
-    def find(self, num_rows: int) -> tuple[int, Work] | None:
+    def find_recorded(self, num_rows: int) -> tuple[int, Work] | None:
         """The size to fill the buffers up to and the recorded step; None where there is none."""
         bucket = bucket_for(num_rows, self._buckets)
         if bucket is None or bucket not in self._recorded:
@@ -129,7 +129,7 @@ class KernelForward:
             buffers.fill(None, num_tokens, 1)
             self._forward(num_tokens, plan_of(buffers.chunk_plans(num_tokens)), None)
 
-    def record(self, progress: Callable[[str], None]) -> None:
+    def record_steps(self, progress: Callable[[str], None]) -> None:
         """Record decode steps, and small chunks where their kernels can be. Without it every step
         is launched one by one."""
         fill = self._buffers.fill
@@ -139,12 +139,12 @@ class KernelForward:
             sizes = self._chunk_graphs.record_all(lambda bucket: fill(None, bucket, 1))
             progress(f"recorded chunks of {sizes} sizes")
 
-    def prepare(self, step: StepInputs) -> Launch:
+    def prepare_step(self, step: StepInputs) -> Launch:
         # A record reads token ids and keeps no inner state.
         is_plain = step.embeds is None and step.aux is None
         if is_plain and (step.num_decodes == len(step.rows) or len(step.rows) == 1):
             graphs = self._graphs if step.num_decodes else self._chunk_graphs
-            found = graphs.find(step.num_tokens)
+            found = graphs.find_recorded(step.num_tokens)
             if found is not None:
                 return self._prepare_recorded(step, *found)
         self._buffers.fill(step, step.num_tokens)

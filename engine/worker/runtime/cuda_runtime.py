@@ -58,7 +58,7 @@ class CudaRuntime:
         event.record(self._stream)
         return _EventMark(event)
 
-    def record(self, work: Work) -> Work:
+    def record_work(self, work: Work) -> Work:
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
         for _ in range(WARM_UPS):
@@ -94,10 +94,10 @@ class CudaMeter:
         torch.cuda.init()  # type: ignore[no-untyped-call]
 
     def total_bytes(self) -> int:
-        return self._ask()[1]
+        return self._query_memory()[1]
 
     def free_bytes(self) -> int:
-        return self._ask()[0]
+        return self._query_memory()[0]
 
     def held_bytes(self) -> int:
         return torch.cuda.memory_reserved(self._device)
@@ -110,7 +110,7 @@ class CudaMeter:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def _ask(self) -> tuple[int, int]:
+    def _query_memory(self) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(self._device)
         return int(free), int(total)
 

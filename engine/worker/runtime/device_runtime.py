@@ -73,7 +73,7 @@ class DeviceRuntime(Protocol):
     def mark(self) -> Mark:
         """A point behind everything queued until now."""
 
-    def record(self, work: Work) -> Work:
+    def record_work(self, work: Work) -> Work:
         """Run `work` once and keep what it gave the device. The result runs that again, with
         whatever its buffers then hold and without any of its Python, and returns the same tensor
         each time."""
@@ -108,7 +108,7 @@ class HostRuntime:
     def mark(self) -> Mark:
         return _Passed()
 
-    def record(self, work: Work) -> Work:
+    def record_work(self, work: Work) -> Work:
         return work
 
     def seconds_of(self, work: Callable[[], object]) -> float:

@@ -272,7 +272,7 @@ def make_forward(
             forward.warm_up()
         progress(f"kernels are compiled, which took {time.monotonic() - began:.1f} s")
         if placement.record_decodes and attention.kernels.can_record_decodes:
-            forward.record(progress)
+            forward.record_steps(progress)
         elif placement.record_decodes:
             logger.warning(
                 "every step is launched kernel by kernel, which takes small batches longer: plain "

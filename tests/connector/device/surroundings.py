@@ -23,7 +23,7 @@ def random_pool(num_blocks: int, layout: BlockLayout) -> torch.Tensor:
 
 def host_gate() -> Gate:
     event = CpuEvent()
-    return Gate(event, event.end)
+    return Gate(event, event.mark_done)
 
 
 class CpuSurroundings(Surroundings):

@@ -133,7 +133,7 @@ def test_a_full_queue_refuses_at_once(slab: CpuSlab, monkeypatch: pytest.MonkeyP
     events += [device.copy(Stream.STORE, [0], [0], [gate]) for _ in range(2)]
     with pytest.raises(DeviceError, match="2 copies"):
         device.copy(Stream.STORE, [0], [0], [gate])
-    gate.end()
+    gate.mark_done()
     assert all(event.wait(WAIT_SECONDS) and event.error() is None for event in events)
     assert device.close(WAIT_SECONDS)
 
@@ -147,8 +147,8 @@ def test_everybody_who_waits_for_an_event_is_woken() -> None:
     ]
     for waiter in waiters:
         waiter.start()
-    event.end(MemoryError("no"), 2.0)
-    event.end()
+    event.mark_done(MemoryError("no"), 2.0)
+    event.mark_done()
     for waiter in waiters:
         waiter.join(WAIT_SECONDS)
     assert woken == [True] * 3 and event.done() and event.wait(-1.0)
@@ -165,7 +165,7 @@ def test_a_full_queue_is_closed_in_order(slab: CpuSlab, monkeypatch: pytest.Monk
     with contextlib.suppress(DeviceError):  # the first may have begun, or may be all that fits
         last = device.copy(Stream.STORE, [1], [1], [gate])
     assert not device.close(0.05)
-    gate.end()
+    gate.mark_done()
     assert device.close(WAIT_SECONDS)
     assert last.done() and last.error() is None
 
@@ -224,7 +224,7 @@ def test_a_small_store_that_holds_the_pass_is_made_by_the_caller(slab: CpuSlab) 
     assert page(slab, 1) == pool[0].numpy().tobytes()
     assert page(slab, 0) == pool[2].numpy().tobytes()
     assert not stuck.done()
-    gate.end()
+    gate.mark_done()
     with pytest.raises(InvalidBlock, match="block ids go from 0 to 3"):
         device.copy_held([4], [0])
     assert device.close(WAIT_SECONDS)
@@ -240,9 +240,9 @@ def test_another_one_is_made_by_the_thread(
     gate = CpuEvent()
     if why == "it is large":
         monkeypatch.setattr(cpu, "HELD_BYTES", slab.layout.page_bytes)
-        gate.end()
+        gate.mark_done()
     event = device.copy_held([0, 1], [0, 1], [gate])
-    gate.end()
+    gate.mark_done()
     assert event.wait(WAIT_SECONDS)
     assert page(slab, 1) == pool[1].numpy().tobytes()
     assert device.close(WAIT_SECONDS)

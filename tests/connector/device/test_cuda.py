@@ -225,7 +225,7 @@ def test_an_event_that_is_not_queued_yet_is_waited_for(make: Callable[..., Rig])
     store = rig.store([4], [4], gate)
     load = rig.device.copy(Stream.LOAD, [30], [4], [store])
     assert not load.wait(0.02)
-    gate.end()
+    gate.mark_done()
     assert load.wait(WAIT_SECONDS) and load.error() is None
     assert torch.equal(rig.pages[30], rig.pages[4])
 
@@ -264,7 +264,7 @@ def test_what_is_not_queued_in_time_holds_nothing(make: Callable[..., Rig]) -> N
     gate = CpuEvent()
     store = rig.store([4], [4], gate)
     assert rig.device.hold_compute([store], 0.02) == [store]
-    gate.end()
+    gate.mark_done()
     assert store.wait(WAIT_SECONDS)
 
 

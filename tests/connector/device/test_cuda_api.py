@@ -118,7 +118,7 @@ def test_what_is_asked_of_cuda() -> None:
     library.calls.clear()
     api.wait_event(STREAM, EVENT)
     api.record_event(EVENT, STREAM)
-    api.copy(1000, 2000, 30, cuda_api.MEMCPY_HOST_TO_DEVICE, STREAM)
+    api.memcpy_async(1000, 2000, 30, cuda_api.MEMCPY_HOST_TO_DEVICE, STREAM)
     api.synchronise_event(EVENT)
     api.destroy_event(EVENT)
     api.destroy_stream(STREAM)

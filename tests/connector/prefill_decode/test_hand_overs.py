@@ -35,10 +35,10 @@ def test_a_lease_without_an_answer_promises_no_more_than_is_known(
     connector: Any = SimpleNamespace(hierarchy=hierarchy, parts=parts, alarm=alarm)
     hand_overs = HandOvers(connector)
     hand_overs.hand_over("p", KEYS)
-    hand_overs.collect()
+    hand_overs.poll_hand_overs()
     assert not hand_overs.has_ended
     now += MOST_SECONDS
-    hand_overs.collect()
+    hand_overs.poll_hand_overs()
     assert hand_overs.take_handed_over() == [("p", KEYS[num_there:])]
     assert not len(hand_overs)
     [answer] = leased

@@ -56,12 +56,12 @@ def wait_for(limit: WaitLimit, arrivals: Sequence[tuple[float, int]]) -> tuple[E
     for moment, num_there in arrivals:
         if moment >= limit.ends_at():
             break
-        limit.note(num_there, moment)
-        end = limit.end(moment)
+        limit.record_arrivals(num_there, moment)
+        end = limit.decide_end(moment)
         if end is not None:
             return end, moment, limit.num_there
     now = limit.ends_at()
-    end = limit.end(now)
+    end = limit.decide_end(now)
     assert end is not None
     return end, now, limit.num_there
 
@@ -126,7 +126,7 @@ def test_nobody_waits_for_ever() -> None:
 def test_blocks_that_came_just_before_promise_as_many_more() -> None:
     end, now, _ = wait_for(limit_of(num_before=10, last=-0.05), [])
     assert (end, now) == (End.STALLED, pytest.approx(-0.05 + GRACE_SECONDS + 10 * PRICE))
-    assert limit_of(num_before=10, last=-0.3).end(0.0) is End.STALLED, "that is over"
+    assert limit_of(num_before=10, last=-0.3).decide_end(0.0) is End.STALLED, "that is over"
     assert wait_for(limit_of(num_before=10, last=-0.05), steps(0.12, 10))[0] is End.WHOLE
 
 
@@ -177,7 +177,7 @@ class Rig:
         self.hierarchy = Hierarchy(self.slab, [self.store], wakeup=self.signal.wake)
         prefill = PrefillRate()
         if price is not None:
-            prefill.note(1, 0, price)
+            prefill.record_prefill(1, 0, price)
         self.side = OffloadScheduler(
             ConnectorContext(
                 self.hierarchy,
@@ -266,7 +266,9 @@ def test_a_request_waits_until_all_has_come_and_finds_it_in_the_slab(rig: Rig) -
     assert rig.waits() == {"whole": 1}
     assert rig.ask(ASKS) == (40, LOAD)
     rig.hierarchy.poll()  # the last ones have been read
-    assert rig.hierarchy.find([pack_key(digest(n)) for n in range(1, 11)]).tiers == ["cpu"] * 10
+    assert (
+        rig.hierarchy.find_prefix([pack_key(digest(n)) for n in range(1, 11)]).tiers == ["cpu"] * 10
+    )
     assert rig.side._counters.prefill_wait_seconds.total == pytest.approx(0.9)
     rig.side.request_finished("a")
 

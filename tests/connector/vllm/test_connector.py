@@ -291,7 +291,7 @@ def test_a_mistake_of_ours_ends_nothing(newest: ConnectorHost, side: str) -> Non
 
 def test_a_worker_that_cannot_reach_the_slab(newest: ConnectorHost) -> None:
     with mock.patch(
-        "stratakv.connector.vllm.kv_connector.steps.SlabPlace.open", side_effect=OSError("gone")
+        "stratakv.connector.vllm.kv_connector.steps.SlabPlace.map_slab", side_effect=OSError("gone")
     ):
         vllm = Vllm(newest, SLAB)
         vllm.run("first", prompt(1))

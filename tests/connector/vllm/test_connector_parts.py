@@ -67,12 +67,12 @@ def test_a_window_needs_its_last_blocks_and_no_others(newest: ConnectorHost) -> 
     push_out(vllm)
     role = vllm.connector._scheduler
     keys = role._parts.keys_of(role._view(request).block_hashes)[: 5 * 2]
-    role._side._hierarchy.drop([keys[1], keys[3]])  # what the window does not see any more
+    role._side._hierarchy.forget_blocks([keys[1], keys[3]])  # what the window does not see any more
     loaded = stats_of(vllm)["load_bytes"]
     assert vllm.run("again", prompt(1)).num_external == 20
     assert stats_of(vllm)["load_bytes"] - loaded == 7 * 3 * PAGE_BYTES  # five and two
     push_out(vllm, range(200, 204))
-    role._side._hierarchy.drop([keys[9]])  # so that four are left, which need two others
+    role._side._hierarchy.forget_blocks([keys[9]])  # so that four are left, which need two others
     assert vllm.run("shorter", prompt(1)).num_external == 16
     vllm.stop()
 
@@ -84,7 +84,7 @@ def test_a_hit_needs_the_part_of_every_rank(newest: ConnectorHost, lost_rank: in
     push_out(vllm)
     role = vllm.connector._scheduler
     digest = role._view(request).block_hashes[2]
-    role._side._hierarchy.drop([pack_key(digest, 0, lost_rank, 2)])
+    role._side._hierarchy.forget_blocks([pack_key(digest, 0, lost_rank, 2)])
     assert vllm.run("again", prompt(1)).num_external == 8
     vllm.stop()
 

@@ -209,12 +209,12 @@ def test_regions_of_engines_that_are_gone_are_removed(tmp_path: Path) -> None:
     assert lock.exists()
     assert set(region.sweep(tmp_path)) == {*places("gone"), lock}
     assert region.sweep(tmp_path) == []
-    hold[0].release()
+    hold[0].release_lock()
     assert region.sweep(tmp_path) == []
     for place in places("living"):
         place.unlink()  # as vLLM does
     for _ in range(2):
-        hold[1].release()
+        hold[1].release_lock()
     assert list(tmp_path.iterdir()) == [other]
 
 
@@ -249,7 +249,7 @@ def test_what_to_paste(capsys: pytest.CaptureFixture[str], host: FakeHost) -> No
     assert given["stratakv"] == {"cpu_bytes": "2MiB", "salt": "s", "require_tiers": False}
     spec = make_spec(host, given)
     assert spec.num_chunks == 128
-    spec._hold.release()
+    spec._hold.release_lock()
     assert main(["config", "vllm", "--ssd-bytes", "1GiB"]) == 2
     assert "without ssd_path" in capsys.readouterr().err
     assert main(["config", "vllm", "--region-bytes", "1KiB"]) == 2

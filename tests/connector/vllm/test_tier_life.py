@@ -158,7 +158,7 @@ def test_a_store_whose_answers_never_come_is_not_waited_for_for_ever(
     monkeypatch.setattr(lookups, "MOST_RETRY_SECONDS", 0.1)
     engine, keys = live(extra()), host_keys(6)
     hierarchy = engine.tier._tiers.lookups._hierarchy
-    monkeypatch.setattr(hierarchy, "find", lambda _keys: Prefix([], False, True))
+    monkeypatch.setattr(hierarchy, "find_prefix", lambda _keys: Prefix([], False, True))
     context = engine.request(keys)
     assert engine.tier.lookup(keys[0], context).name == "RETRY"
     assert engine.find(keys, context) == 0
@@ -200,12 +200,12 @@ def test_chunks_that_are_quicker_to_compute_are_not_loaded(live: Any) -> None:
     engine.fill(keys, seed=1)
     assert engine.find(keys) == 8  # nothing is known of computing yet
     tiers = engine.tier._tiers
-    tiers.prefill.note(10_000, 0, 1e-4)
+    tiers.prefill.record_prefill(10_000, 0, 1e-4)
     assert engine.find(keys) == 0
     # Without positions a tier is asked key by key, and vLLM stops at the first miss.
     declined = 8 if engine.knows_positions else 1
     assert tiers.economics.declined_tokens == {"cpu": declined * 32}
-    tiers.prefill.note(100_000_000, 0, 1e6)
+    tiers.prefill.record_prefill(100_000_000, 0, 1e6)
     assert engine.find(keys) == 8
 
 

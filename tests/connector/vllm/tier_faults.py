@@ -121,7 +121,7 @@ class Planter:
             store.plan = FaultPlan()
             if "hang" in plan:  # what hung ends, as when a disk comes back
                 for batch in [each for each in list(store._open) if each.part is None]:
-                    if store._take(batch):
+                    if store._claim_batch(batch):
                         batch.future.set_exception(InjectedFault("it hung"))
 
         self._planted.callback(end)

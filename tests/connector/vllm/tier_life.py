@@ -104,7 +104,7 @@ class Life:
         self.tier.shutdown()
         self.tier.shutdown()
         self.tier._primary_kv_view.release()  # raises where somebody still has it
-        self.spec._hold.release()
+        self.spec._hold.release_lock()
 
 
 def wait_for(question: Callable[[], Any]) -> Any:

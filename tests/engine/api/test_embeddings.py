@@ -139,10 +139,10 @@ def test_dimensions_where_the_model_allows_fewer(model_path: Path, tmp_path: Pat
         (tmp_path / "config.json").write_text(json.dumps(config | more))
         dimensions = Dimensions.load(tmp_path)
         for count in good:
-            dimensions.check(count, 32)  # type: ignore[arg-type]
+            dimensions.check_asked_count(count, 32)  # type: ignore[arg-type]
         for count in bad:
             with pytest.raises(ValueError, match=r"^dimensions must be"):
-                dimensions.check(count, 32)  # type: ignore[arg-type]
+                dimensions.check_asked_count(count, 32)  # type: ignore[arg-type]
     data = np.array([3.0, 4.0, 12.0], "<f8").tobytes()
     assert finish_vector(data, normalize=True, dimensions=2).tolist() == [0.6, 0.8]
     assert finish_vector(data, normalize=False).tolist() == [3.0, 4.0, 12.0]

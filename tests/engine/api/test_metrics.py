@@ -150,7 +150,7 @@ def offload_stats() -> dict[str, Any]:
         late_write_blocks=4,
     )
     for seconds in (0.0001, 0.002, 99.0):
-        traffic.promotion_seconds.observe(seconds)
+        traffic.promotion_seconds.observe_value(seconds)
     ssd = TierStats(misses=4, rejected={"checksum": 5, "key": 1}, errors={"busy": 2})
     counters = OffloadCounters(seconds_loaded=1.5, failures={"late": 1})
     counters.count_prefill_wait("stalled", 0.7)

@@ -17,14 +17,14 @@ def added(row: int) -> AddedRow:
 
 
 def test_nothing_changed_is_none():
-    assert BatchUpdateBuilder().finish(3) is None
+    assert BatchUpdateBuilder().get_and_reset(3) is None
 
 
 def test_removed_rows_are_reported_in_descending_order():
     builder = BatchUpdateBuilder()
     for row in (3, 7, 5):
         builder.remove(row)
-    update = builder.finish(5)
+    update = builder.get_and_reset(5)
     assert update is not None and list(update.removed) == [7, 5, 3]
 
 
@@ -37,7 +37,7 @@ def test_the_lowest_row_is_reused_first_and_then_no_longer_removed():
     builder.add(added(3))
     builder.move(8, 5)
     builder.move(2, 1)
-    update = builder.finish(8)
+    update = builder.get_and_reset(8)
     assert update is not None
     assert list(update.removed) == [7]
     assert [one.row for one in update.added] == [3]
@@ -51,14 +51,14 @@ def test_a_removal_after_reading_is_refused(read):
     getattr(builder, read)()
     with pytest.raises(RuntimeError, match="row 4 is removed too late"):
         builder.remove(4)
-    builder.finish(0)
+    builder.get_and_reset(0)
     builder.remove(4)  # a new step
 
 
 def test_an_update_cannot_be_changed_and_outlives_its_builder():
     builder = BatchUpdateBuilder()
     builder.add(added(0))
-    update = builder.finish(1)
+    update = builder.get_and_reset(1)
     assert update is not None
     with pytest.raises(dataclasses.FrozenInstanceError):
         update.batch_size = 2  # type: ignore[misc]

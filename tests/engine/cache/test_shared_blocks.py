@@ -63,7 +63,7 @@ def test_a_block_is_held_named_and_evicted_as_one_and_counted_in_pages() -> None
     pool.cache_full_blocks([digest(1), digest(2)], blocks)
     assert (pool.num_held, pool.num_free, pool.num_cached) == (4, 2, 4)
     assert pool.usage == 4 / 6
-    assert sorted(pool.names()) == [key(n, g) for n in (1, 2) for g in (0, 1)]
+    assert sorted(pool.list_names()) == [key(n, g) for n in (1, 2) for g in (0, 1)]
     pool.pin(blocks[:1])
     assert pool.num_reclaimable == 2
     pool.unpin(blocks[:1])

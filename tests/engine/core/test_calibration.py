@@ -116,9 +116,9 @@ class CountingRate(PrefillRate):
 
     notes = 0
 
-    def note(self, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
+    def record_prefill(self, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
         self.notes += 1
-        super().note(num_tokens, num_context_tokens, seconds)
+        super().record_prefill(num_tokens, num_context_tokens, seconds)
 
 
 class Stuck:

@@ -191,7 +191,7 @@ def test_the_prefill_core_is_lost(
     assert waits_of(decode) == {"stalled": 1}
     assert walk.told["d"] == greedy_reference(prompt, 6)
     assert computed_tokens(decode) <= LENGTH - num_blocks * BLOCK + 5
-    prefill.abort(["p"])
+    prefill.abort_requests(["p"])
     check_left(decode)
 
 
@@ -213,7 +213,7 @@ def test_the_cache_server_is_lost(
         walk.until(lambda: "d" in walk.ended, "it does not wait for a server that is gone")
         assert waits_of(decode) == {"lost": 1}
         assert walk.told["d"] == greedy_reference(prompt, 6)
-        prefill.abort(["p"])
+        prefill.abort_requests(["p"])
         check_left(decode)
 
 
@@ -240,7 +240,7 @@ def test_a_request_that_is_aborted_and_an_engine_that_is_paused(
     walk = Walk(decode)
     walk.add(decode, "gone", prompt_of(LENGTH, 40), extras=ASKED)
     walk.wait_for_one(decode)
-    decode.abort(["gone"])
+    decode.abort_requests(["gone"])
     assert (num_waiting(decode), waits_of(decode)) == (0, {"gone": 1})
     prompt = prompt_of(LENGTH, 41)
     walk.add(decode, "d", prompt, extras=ASKED)

@@ -86,8 +86,8 @@ class Steps:
         self.known: Known = {} if known is None else known
         self.tries = known is not None
         self.num_compared = self.num_masked = 0
-        self._begin = self.runner._sampler.begin
-        self.runner._sampler.begin = self.begin  # type: ignore[method-assign]
+        self._begin = self.runner._sampler.sample_async
+        self.runner._sampler.sample_async = self.begin  # type: ignore[method-assign]
 
     def begin(
         self,

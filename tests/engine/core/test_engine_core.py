@@ -96,7 +96,7 @@ def test_aborted_requests_leave_nothing_behind(make_core: MakeCore) -> None:
     for number in range(3):
         core.add(request(str(number), prompt_of(40, number), max_tokens=50))
     core.step()
-    core.abort(["0", "1", "2", "unknown"])
+    core.abort_requests(["0", "1", "2", "unknown"])
     for _ in range(3):
         core.step()
     stats = core.call("stats", "")["scheduler"]
@@ -130,7 +130,7 @@ def test_a_worker_that_fails_without_requests_is_given_up(
     make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = make_core()
-    monkeypatch.setattr(core._executor.runner, "begin", _raise)
+    monkeypatch.setattr(core._executor.runner, "launch_step", _raise)
     for _ in range(MAX_FAILED_STEPS - 1):
         assert core.step() == []
     with pytest.raises(RuntimeError, match="5 steps in a row, the last with: no more memory"):

@@ -75,7 +75,7 @@ def test_what_a_refused_step_told_is_told_again(
         with monkeypatch.context() as patched:
             patched.setattr(runner.model, "forward", _raise)
             core._dispatch()
-        core.abort(["ends"])
+        core.abort_requests(["ends"])
         core._dispatch()
         first, last = (step.handle.step for step in core._in_flight)
         assert first.num_scheduled_tokens

@@ -355,7 +355,7 @@ def test_requests_wait_for_their_grammar_and_may_leave(
         assert answers["free"].new_token_ids == greedy_reference(prompt_of(30), 6)
         assert core.call("stats", "")["grammar"]["num_waiting"] == 2
         assert not core.has_work() and core.idle_seconds() < 1.0
-        core.abort(["leaves"])
+        core.abort_requests(["leaves"])
     finally:
         gate.set()
     assert woken.wait(60)
@@ -491,13 +491,13 @@ def test_random_aborts_leave_nothing_behind(make_core: MakeCore, rng: random.Ran
         if core.has_work():
             outputs += core.step()
         if rng.random() < 0.4:
-            core.abort([f"r{rng.randrange(number + 1)}"])
+            core.abort_requests([f"r{rng.randrange(number + 1)}"])
     while core.scheduler.requests or core._grammars.num_waiting:
         outputs += core.step()
     assert all(output.error is None for output in outputs)
     core.step()
     assert run(core, request("free", prompt_of(3)))["free"].finish_reason == "length"
-    core._grammars.begin([])
+    core._grammars.begin_masks([])
     assert not core._grammars
 
 
@@ -569,7 +569,7 @@ def test_one_that_is_sent_back_while_its_mask_is_made_waits_for_it(
     (waiting,) = core.scheduler.requests.values()
     assert waiting.num_computed_tokens == 0 and ahead.num_open
     if then == "leaves":
-        core.abort(["slow"])
+        core.abort_requests(["slow"])
     _Stubborn.slow_rows.set()
     if then == "comes back":
         (last,) = finish(core, outputs, 1).values()
@@ -596,7 +596,7 @@ def test_what_hangs_is_given_up_when_nobody_waits_for_it_any_more(
         assert core.add(following("gone", prompt_of(20), {"regex": "x"})) == []
         compilation = next(iter(compiler._waiting.values()))
         wait_for(lambda: compilation.has_begun)
-        core.abort(["gone"])
+        core.abort_requests(["gone"])
         assert core.idle_seconds() <= POLL_SECONDS  # it is looked at, though no request waits
         wait_for(lambda: not core.has_work() and not compiler.num_waiting)
         assert "takes more than" in compilation.error

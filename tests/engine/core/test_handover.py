@@ -245,7 +245,7 @@ def test_a_client_that_leaves_while_its_answer_is_held(make_node: MakeNode) -> N
     outputs = core.add(request("p", prompt_of(40), max_tokens=1))
     while not len(core._held):
         outputs += core.step()
-    core.abort(["p"])
+    core.abort_requests(["p"])
     assert not outputs and not len(core._held)
     for seed in range(3):  # the next ones are handed over as ever
         assert prefilled(core, prompt_of(50, seed)).ticket
@@ -396,7 +396,7 @@ def test_a_client_that_leaves_when_its_blocks_have_just_arrived(make_node: MakeN
         assert not outputs and time.monotonic() < deadline
         if core.has_work() and not hand_overs.has_ended:
             outputs += core.step()
-    core.abort(["p"])
+    core.abort_requests(["p"])
     assert core.step() == []
     outputs = core.add(request("q", prompt_of(50, 8), max_tokens=1))
     while not outputs:
@@ -417,4 +417,4 @@ def test_the_core_sleeps_while_blocks_are_on_their_way(
         outputs += core.step()
     held["p"].give_up_at = time.monotonic() - 1
     assert not outputs and not core._held.is_due and core.idle_seconds() > 1
-    core.abort(["p"])
+    core.abort_requests(["p"])

@@ -30,7 +30,7 @@ class SlowCore:
         self.done.append("add")
         return []
 
-    def abort(self, request_ids: list[str], reason: str) -> None:
+    def abort_requests(self, request_ids: list[str], reason: str) -> None:
         pass
 
     def call(self, name: str, argument: str) -> Any:

@@ -126,7 +126,7 @@ def test_a_step_begins_before_the_tokens_of_the_one_before_are_taken(
     for core in engine(tiny_model, 2):
         assert isinstance(core.executor, InProcessExecutor)
         runner = core.executor.runner
-        for name in ("begin", "sample"):
+        for name in ("launch_step", "sample"):
             method = getattr(runner, name)
             monkeypatch.setattr(
                 runner, name, lambda *given, m=method, n=name: (seen.append(n), m(*given))[1]
@@ -134,7 +134,8 @@ def test_a_step_begins_before_the_tokens_of_the_one_before_are_taken(
         core.add(request("a", prompt_of(9), max_tokens=4))
         while core.has_work():
             core.step()
-    assert seen[:8] == ["begin", "sample", "begin", "wait", "sample", "begin", "wait", "sample"]
+    ahead = ["wait", "sample", "launch_step"]
+    assert seen[:8] == ["launch_step", "sample", "launch_step", *ahead, *ahead[:2]]
 
 
 def test_tokens_that_may_change_are_taken_first(
@@ -186,7 +187,7 @@ def test_an_id_that_is_used_again_gets_its_own_prompt_logprobs(tiny_model: Path)
             core.add(request("a", prompt_of(9), max_tokens=8, prompt_logprobs=1))
             if depth == 2:
                 core._dispatch()
-            core.abort(["a"])
+            core.abort_requests(["a"])
             outputs = core.add(request("a", prompt_of(40, 1), max_tokens=3, prompt_logprobs=1))
             while core.has_work():
                 outputs += core.step()

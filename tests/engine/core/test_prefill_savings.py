@@ -86,20 +86,20 @@ def test_what_rows_take_is_an_average_too() -> None:
 def test_only_new_tokens_are_credited_and_each_at_the_price_of_its_time() -> None:
     savings = PrefillSavings()
     counts = {"reused_tokens_pool": 10.0, "reused_tokens_cpu": 0.0, "steps": 7.0}
-    savings.record(counts)
+    savings.add_counts(counts)
     assert not savings.saved_seconds  # no price yet, and none later for these
     savings.measure(step(100), 1.0)
-    savings.record(counts)
+    savings.add_counts(counts)
     assert not savings.saved_seconds
     counts["reused_tokens_pool"] += 20
     counts["reused_tokens_ssd"] = 5
-    savings.record(counts)
-    savings.record(counts)
+    savings.add_counts(counts)
+    savings.add_counts(counts)
     assert savings.saved_seconds == pytest.approx({"pool": 0.2, "ssd": 0.05})
     for _ in range(20 * MEMORY_STEPS):
         savings.measure(step(100), 2.0)
     counts["reused_tokens_ssd"] += 5
-    savings.record(counts)
+    savings.add_counts(counts)
     assert savings.saved_seconds == pytest.approx({"pool": 0.2, "ssd": 0.15}, rel=0.001)
 
 
@@ -117,5 +117,5 @@ def test_tokens_far_into_a_prompt_are_credited_at_their_own_price() -> None:
     for start in (0, 1000) * 200:  # a token costs 1 ms, and 1 us for each position before it
         positions = 100 * start + 100 * 99 // 2
         savings.measure(step_after({"a": start}, 100), 0.1 + 1e-6 * positions)
-    savings.record({"reused_tokens_pool": 100, "reused_positions_pool": 100 * 2000})
+    savings.add_counts({"reused_tokens_pool": 100, "reused_positions_pool": 100 * 2000})
     assert savings.saved_seconds["pool"] == pytest.approx(0.3, rel=0.05)

@@ -44,7 +44,7 @@ class SlowRunner:
     def enter_thread(self) -> None:
         pass
 
-    def begin(self, output: SchedulerOutput) -> BegunStep:
+    def launch_step(self, output: SchedulerOutput) -> BegunStep:
         self.seen.append(("begin", output.step_id))
         if output.step_id == 13:
             raise MemoryError("no more memory")
@@ -56,7 +56,7 @@ class SlowRunner:
     def is_done(self, step: BegunStep) -> bool:
         return self.done.is_set()
 
-    def collect(self, step: BegunStep) -> ModelRunnerOutput:
+    def collect_output(self, step: BegunStep) -> ModelRunnerOutput:
         self.seen.append(("collect", step.output.step_id))
         return step.result
 
@@ -72,7 +72,7 @@ def step(step_id: int) -> Begin:
 @pytest.fixture
 def worker(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     runner = SlowRunner()
-    monkeypatch.setattr(WorkerServer, "_load", lambda self: runner)
+    monkeypatch.setattr(WorkerServer, "_load_model_runner", lambda self: runner)
     endpoint = f"ipc://{tmp_path}/worker"
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)

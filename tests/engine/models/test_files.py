@@ -63,7 +63,7 @@ def test_a_file(tmp_path: Path) -> None:
     [
         ("config.json", load_model_spec),
         ("generation_config.json", load_default_sampling),
-        ("tokenizer.json", Tokenizer.find),
+        ("tokenizer.json", Tokenizer.load_if_present),
     ],
 )
 def test_every_reader_asks_first(

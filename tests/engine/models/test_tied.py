@@ -37,8 +37,8 @@ def test_rows_of_a_packed_matrix_are_those_it_was_made_of(dtype, shape) -> None:
     weight = torch.randn(shape).to(dtype)
     packed = PackedMatrix((weight,))
     ids = torch.cat([torch.randperm(shape[0]), torch.tensor([shape[0] - 1, 0])])
-    assert torch.equal(packed.rows(ids), weight[ids])
-    assert packed.rows(ids[:0]).shape == (0, shape[1])
+    assert torch.equal(packed.gather_rows(ids), weight[ids])
+    assert packed.gather_rows(ids[:0]).shape == (0, shape[1])
 
 
 @needs_library
@@ -46,14 +46,14 @@ def test_rows_of_a_packed_matrix_are_those_it_was_made_of(dtype, shape) -> None:
 def test_an_id_that_names_no_row_is_refused(wrong) -> None:
     packed = PackedMatrix((torch.randn(5, 8),))  # behind its five rows the panel has others
     with pytest.raises(IndexError, match=f"rows from 0 to 4, got {wrong}$"):
-        packed.rows(torch.tensor([0, wrong, 4]))
+        packed.gather_rows(torch.tensor([0, wrong, 4]))
 
 
 @needs_library
 def test_rows_of_a_pair_are_refused() -> None:
     pair = PackedMatrix((torch.randn(4, 8), torch.randn(4, 8)))
     with pytest.raises(ValueError, match="got a pair"):
-        pair.rows(torch.tensor([0]))
+        pair.gather_rows(torch.tensor([0]))
 
 
 @needs_library

@@ -63,7 +63,10 @@ def test_prefill_counts_each_weight_of_the_layers_twice(spec: ModelSpec) -> None
     prefill = plan.prefill_of(shapes, spec, 1.0)
     assert prefill.per_token == 2 * (5_475_584 - ends - vectors)
     assert prefill.per_square == 2 * spec.num_layers * spec.num_heads * spec.head_dim
-    assert plan.prefill_of(shapes, spec, 4.0).seconds(100) == prefill.seconds(100) / 4
+    assert (
+        plan.prefill_of(shapes, spec, 4.0).estimate_seconds(100)
+        == prefill.estimate_seconds(100) / 4
+    )
 
 
 def test_what_lies_deeper_passes_through_the_cpu_tier() -> None:

@@ -81,7 +81,7 @@ def test_a_prefill_node_that_differs_in_one_thing_computes_nothing(
             wrong, right, decode = *it.prefill, it.decode[0]
             for _ in range(3):
                 assert check(await it.complete())
-                await it.router.nodes.look()
+                await it.router.nodes.probe_all()
             assert not wrong.seen and len(right.seen) == 3
             [(url, reason)] = (await refused(it)).items()
             assert url == wrong.url
@@ -133,17 +133,17 @@ def test_a_node_that_comes_back_with_another_model_is_refused_until_it_is_right(
         async with rig(decode=3, identities=[ONE, ONE, ONE]) as it:
             first = it.decode[0]
             await first.stop()
-            await it.router.nodes.look()
+            await it.router.nodes.probe_all()
             first.identity = OTHER
             await first.start()
-            await it.router.nodes.look()
+            await it.router.nodes.probe_all()
             [reason] = (await refused(it)).values()
             assert it.decode[1].url in reason
             for _ in range(4):
                 assert check(await it.complete(SHORT), SHORT)
             assert not first.seen
             first.identity = ONE  # between two looks
-            await it.router.nodes.look()
+            await it.router.nodes.probe_all()
             assert not await refused(it)
             for _ in range(3):
                 assert check(await it.complete(SHORT), SHORT)
@@ -159,15 +159,15 @@ def test_all_can_be_restarted_with_another_model() -> None:
         async with rig(prefill=1, decode=2, identities=[ONE, ONE, ONE]) as it:
             for fake in it.decode:
                 await fake.stop()
-                await it.router.nodes.look()
+                await it.router.nodes.probe_all()
                 fake.identity = OTHER
                 await fake.start()
-                await it.router.nodes.look()
+                await it.router.nodes.probe_all()
             # The last of the old ones is gone, so the new ones are right.
             assert list(await refused(it)) == [it.prefill[0].url]
             assert check(await it.complete()) and not it.prefill[0].seen
             it.prefill[0].identity = OTHER
-            await it.router.nodes.look()
+            await it.router.nodes.probe_all()
             assert not await refused(it)
             assert check(await it.complete()) and len(it.prefill[0].seen) == 1
 
@@ -181,15 +181,15 @@ def test_the_last_old_node_counts_until_it_is_gone_for_good() -> None:
             assert list(await refused(it)) == [new.url]
             await old.stop()
             for _ in range(HOPELESS_LOOKS - 1):
-                await it.router.nodes.look()
+                await it.router.nodes.probe_all()
                 assert list(await refused(it)) == [new.url]
                 assert (await it.complete(SHORT)).status == 503 and not new.seen
                 assert (await it.request("GET", "/health")).status == 503
-            await it.router.nodes.look()
+            await it.router.nodes.probe_all()
             assert list(await refused(it)) == [old.url]
             assert check(await it.complete(SHORT), SHORT) and len(new.seen) == 1
             await old.start()
-            await it.router.nodes.look()
+            await it.router.nodes.probe_all()
             assert list(await refused(it)) == [old.url]
 
     go(run)
@@ -252,12 +252,12 @@ def test_other_software_is_used_unchecked_and_asked_once(
             other = it.decode[0]
             status = answer if isinstance(answer, int) else 200
             await other.stop()
-            await it.router.nodes.look()
+            await it.router.nodes.probe_all()
             caplog.clear()
             other.node_asked = 0
             await other.start()
             for _ in range(3):
-                await it.router.nodes.look()
+                await it.router.nodes.probe_all()
             assert other.node_asked == 1
             assert lines() == [
                 f"decode node {other.url} does not tell what it is (its /node answers {status}), "
@@ -265,9 +265,9 @@ def test_other_software_is_used_unchecked_and_asked_once(
             ]
             assert check(await it.complete()) and not await refused(it)
             other.health = 503
-            await it.router.nodes.look()
+            await it.router.nodes.probe_all()
             other.health = 200
-            await it.router.nodes.look()
+            await it.router.nodes.probe_all()
             assert other.node_asked == 2 and len(lines()) == 2
 
     go(run)
@@ -285,7 +285,7 @@ def test_a_node_that_cannot_tell_what_it_is_is_down(answer: Any, text: str) -> N
             assert not node["is_up"] and text in node["last_error"] and not node["refused"]
             assert check(await it.complete(SHORT), SHORT) and not it.decode[1].seen
             it.decode[1].identity = ONE
-            await it.router.nodes.look()
+            await it.router.nodes.probe_all()
             [_, node] = (await states(it)).values()
             assert node["is_up"] and node["identity"]["fingerprint"] == "aa"
 

@@ -95,7 +95,7 @@ def test_all_parameters_in_one_batch_with_seeds_and_without(rng, scale):
     rng.shuffle(kinds)
     sampler = Sampler(len(kinds), VOCAB, (2,), seed=rng.randrange(2**40))
     rows = [row_of(row, kind[2], PROMPT, OUTPUT) for row, kind in enumerate(kinds)]
-    sampler.update(added(*rows))
+    sampler.apply_batch_update(added(*rows))
     sampled = sampler.sample(LOGITS.repeat(len(kinds), 1), np.arange(len(kinds)))
     assert all(sampled.is_finite)
     counts = np.zeros((len(TOGETHER) + 1, 2, VOCAB))
@@ -118,7 +118,7 @@ def test_the_cases_differ_from_the_plain_distribution():
 def test_seeds_draw_afresh_at_each_position(rng):
     sampler = Sampler(40, VOCAB, (2,))
     rows = [row_of(row, {"seed": rng.randrange(2**40), "top_k": 6}) for row in range(40)]
-    sampler.update(added(*rows))
+    sampler.apply_batch_update(added(*rows))
     counts = np.zeros(VOCAB)
     for _ in range(100):
         tokens = sampler.sample(LOGITS.repeat(40, 1), np.arange(40)).token_ids
@@ -138,7 +138,9 @@ def test_a_large_vocabulary(wishes, rng, monkeypatch):
     tokens: list[int] = []
     for _ in range(4):
         seeds = [{"seed": rng.randrange(2**40)} if "seed" in wishes else {} for _ in range(copies)]
-        sampler.update(added(*(row_of(row, wishes | seeds[row]) for row in range(copies))))
+        sampler.apply_batch_update(
+            added(*(row_of(row, wishes | seeds[row]) for row in range(copies)))
+        )
         tokens += sampler.sample(logits.repeat(copies, 1), np.arange(copies)).token_ids
     probabilities = torch.softmax(logits.double(), -1)
     if "top_k" in wishes:

@@ -58,7 +58,7 @@ def test_a_row_behind_drafts_is_as_if_they_were_there(chunk, rng, scale, monkeyp
     monkeypatch.setattr(row_states, "LOGITS_CHUNK_CPU", chunk)
     batch, together, differ = RandomBatch(rng, MAX_ROWS, VOCAB), sampler(), 0
     for _ in range(80 if scale == "ci" else 4000):
-        together.update(batch.change([wishes_of(rng) for _ in range(3)]))
+        together.apply_batch_update(batch.change([wishes_of(rng) for _ in range(3)]))
         rows, offsets, drafts = draft_rows(batch, rng)
         generator = torch.Generator().manual_seed(rng.randrange(2**32))
         logits = 3 * torch.randn(len(rows), VOCAB, generator=generator, dtype=torch.float64)
@@ -71,7 +71,7 @@ def test_a_row_behind_drafts_is_as_if_they_were_there(chunk, rng, scale, monkeyp
                 one = batch.rows[row]
                 output = [*one.output_token_ids, *drafts[index][: offsets[index]]]
                 alone = sampler()
-                alone.update(added(one._replace(row=0, output_token_ids=output)))
+                alone.apply_batch_update(added(one._replace(row=0, output_token_ids=output)))
                 sampled = alone.sample(logits[index : index + 1].clone(), np.array([0]))
                 assert entries(sampled) == found[index : index + 1]
         batch.grow()
@@ -83,8 +83,8 @@ def test_offsets_of_zero_are_as_none(rng):
     batch, one, other = RandomBatch(rng, MAX_ROWS, VOCAB), sampler(), sampler()
     for _ in range(40):
         update = batch.change([wishes_of(rng), {"temperature": 1.0}, {}])
-        one.update(update)
-        other.update(update)
+        one.apply_batch_update(update)
+        other.apply_batch_update(update)
         rows = np.array(sorted(batch.rows), np.int64)
         logits = torch.randn(len(rows), VOCAB, dtype=torch.float64)
         drafts = [[4, 5, 6]] * len(rows)

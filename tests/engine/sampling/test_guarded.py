@@ -200,7 +200,9 @@ class Idle(Halve):
 
 def test_an_idle_processor_costs_one_check_a_step():
     sampler = Sampler(MAX_ROWS, VOCAB, ENDS, [LoadedProcessor("idle", Idle)])
-    sampler.update(added(row_of(0, {"temperature": 0.0}), row_of(1, {"temperature": 0.0})))
+    sampler.apply_batch_update(
+        added(row_of(0, {"temperature": 0.0}), row_of(1, {"temperature": 0.0}))
+    )
     Idle.checks = Idle.others = 0
     for _ in range(5):
         sampler.sample(torch.randn(2, VOCAB), np.array([0, 1]))
@@ -236,24 +238,24 @@ def test_whatever_it_does_wrong_fails_those_it_applies_to(where, temperature, mo
     sampler = Sampler(MAX_ROWS, VOCAB, ENDS, [LoadedProcessor("raises", Raises)])
     wishes = {"temperature": temperature, "seed": 1}
     asking = wishes | {"extra_args": {"halve": 2.0}}
-    sampler.update(added(row_of(0, asking), row_of(1, wishes), row_of(2, asking)))
+    sampler.apply_batch_update(added(row_of(0, asking), row_of(1, wishes), row_of(2, asking)))
     monkeypatch.setattr(Raises, "where", where)
     logits, rows = torch.randn(3, VOCAB), np.array([0, 1, 2])
     sampled = sampler.sample(logits.clone(), rows)
     assert sorted(sampled.failures) == [0, 2]
     assert all("the logits processor raises failed" in one for one in sampled.failures.values())
     alone = Sampler(MAX_ROWS, VOCAB, ENDS)
-    alone.update(added(row_of(1, wishes)))
+    alone.apply_batch_update(added(row_of(1, wishes)))
     [token] = alone.sample(logits[1:2], np.array([1])).token_ids
     assert sampled.token_ids[1] == token
     monkeypatch.setattr(Raises, "where", "")  # and the next request is well again
-    sampler.update(added(row_of(0, asking)))
+    sampler.apply_batch_update(added(row_of(0, asking)))
     assert sorted(sampler.sample(logits.clone(), rows).failures) == [2]
 
 
 def test_concerns_that_raises_is_done_without(monkeypatch):
     sampler = Sampler(MAX_ROWS, VOCAB, ENDS, [LoadedProcessor("raises", Raises)])
-    sampler.update(added(row_of(0, {"extra_args": {"halve": 2.0}})))
+    sampler.apply_batch_update(added(row_of(0, {"extra_args": {"halve": 2.0}})))
     monkeypatch.setattr(Raises, "where", "concerns")
     assert sampler.sample(torch.randn(1, VOCAB), np.array([0])).failures == {}
 
@@ -269,7 +271,9 @@ class AfterTemperature(Halve):
 def test_a_fault_after_the_temperature_fails_its_request_alone():
     sampler = Sampler(MAX_ROWS, VOCAB, ENDS, [LoadedProcessor("after", AfterTemperature)])
     boom = {"extra_args": {"halve": 2.0, "boom": "apply"}, "temperature": 1.0}
-    sampler.update(added(row_of(0, boom), row_of(1, {"extra_args": {"halve": 2.0}}), row_of(2, {})))
+    sampler.apply_batch_update(
+        added(row_of(0, boom), row_of(1, {"extra_args": {"halve": 2.0}}), row_of(2, {}))
+    )
     sampled = sampler.sample(torch.randn(3, VOCAB), np.array([0, 1, 2]))
     assert list(sampled.failures) == [0] and len(sampled.token_ids) == 3
 
@@ -315,7 +319,7 @@ class Deaf(Halve):
 
 def test_drafts_are_refused_for_the_requests_of_a_processor_that_follows_none():
     sampler = Sampler(MAX_ROWS, VOCAB, ENDS, [LoadedProcessor("deaf", Deaf)])
-    sampler.update(added(row_of(0, {"extra_args": {"halve": 2.0}}), row_of(1, {})))
+    sampler.apply_batch_update(added(row_of(0, {"extra_args": {"halve": 2.0}}), row_of(1, {})))
     rows = np.array([0, 1])
     assert sampler.take_drafts(rows).tolist() == [False, True]
     offsets, drafts = np.array([0, 1]), [[], [5]]

@@ -28,7 +28,7 @@ GREEDY = {"temperature": 0.0}
 
 def sample(*requests: dict[str, Any], logits: torch.Tensor, order: list[int]) -> Sampled:
     sampler = Sampler(8, VOCAB, (2,), seed=5)
-    sampler.update(added(*(row_of(row, one) for row, one in enumerate(requests))))
+    sampler.apply_batch_update(added(*(row_of(row, one) for row, one in enumerate(requests))))
     return sampler.sample(logits[order], np.array(order))
 
 

@@ -25,7 +25,7 @@ def sampler_for(
     """A sampler with one row for each request, and the output lists it watches."""
     sampler = Sampler(64, vocab, eos, seed=5)
     rows = [row_of(row, one) for row, one in enumerate(requests)]
-    sampler.update(added(*rows))
+    sampler.apply_batch_update(added(*rows))
     return sampler, [row.output_token_ids for row in rows]
 
 
@@ -214,19 +214,19 @@ def test_rows_follow_moves_and_removals():
     alone = draw(sampler, logits[:1], rows=[3])
     # Row 0 goes and row 3 moves into it; a new request takes row 3.
     greedy = AddedRow(3, SamplingParams(temperature=0.0), np.array([1], np.int32), [])
-    sampler.update(BatchUpdate(3, (0,), (), [MovedRow(3, 0)]))
-    sampler.update(BatchUpdate(4, (), [greedy], ()))
+    sampler.apply_batch_update(BatchUpdate(3, (0,), (), [MovedRow(3, 0)]))
+    sampler.apply_batch_update(BatchUpdate(4, (), [greedy], ()))
     assert draw(sampler, logits[:1], rows=[0]) == alone
     assert draw(sampler, logits[:1], rows=[3]) == [2]
     # Row 1 goes; row 3 moves into it, row 2 stays, and a new request takes row 3.
     new = AddedRow(3, SamplingParams(temperature=0.0), np.array([1], np.int32), [])
-    sampler.update(BatchUpdate(3, (1,), (), [MovedRow(3, 1)]))
-    sampler.update(BatchUpdate(4, (), [new], ()))
+    sampler.apply_batch_update(BatchUpdate(3, (1,), (), [MovedRow(3, 1)]))
+    sampler.apply_batch_update(BatchUpdate(4, (), [new], ()))
     assert draw(sampler, logits[1:], rows=[1, 2, 3]) == [2, 5, 2]
-    sampler.update(BatchUpdate(3, (), (), [MovedRow(2, 1)]))
+    sampler.apply_batch_update(BatchUpdate(3, (), (), [MovedRow(2, 1)]))
     assert draw(sampler, logits[:1], rows=[1]) == [5]
     # What a row held is gone once another request has it.
-    sampler.update(BatchUpdate(3, (), [new._replace(row=1), new._replace(row=0)], ()))
+    sampler.apply_batch_update(BatchUpdate(3, (), [new._replace(row=1), new._replace(row=0)], ()))
     assert draw(sampler, logits[:2], rows=[0, 1]) == [2, 2]
     assert outputs == [[], [], [], []]
 
@@ -272,7 +272,7 @@ def test_rows_drawn_again_after_the_wait_are_those_that_are_drawn_at_once(
 
     def run() -> Sampled:
         sampler = Sampler(64, vocab, (2,), seed=5)
-        sampler.update(added(*(row_of(row, one) for row, one in enumerate(wishes))))
+        sampler.apply_batch_update(added(*(row_of(row, one) for row, one in enumerate(wishes))))
         return sampler.sample(logits.clone(), np.arange(len(wishes)))
 
     at_first = run()

@@ -56,9 +56,9 @@ class Life:
         self.batch.take_tokens(self.batch.expect_tokens(np.array(rows)), tokens)
 
     def finish(self) -> None:
-        update = self.batch.finish()
+        update = self.batch.condense_rows()
         if update is not None:
-            self.sampler.update(update)
+            self.sampler.apply_batch_update(update)
 
 
 def alone(params: SamplingParams) -> list[int]:
@@ -76,7 +76,7 @@ def in_company(params: SamplingParams, rng: random.Random) -> list[int]:
     while len(followed.output_token_ids) < STEPS:
         gone = [name for name in batch.row_of if rng.random() < 0.15]  # the followed one too
         for name in gone:
-            batch.remove(name)
+            batch.remove_request(name)
         while len(batch) < MAX_ROWS and rng.random() < 0.7:
             if "followed" not in batch.row_of and rng.random() < 0.5:
                 life.add(followed)

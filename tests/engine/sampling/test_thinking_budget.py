@@ -255,7 +255,7 @@ def test_nothing_outweighs_a_forced_token(dtype: torch.dtype) -> None:
     asked = {"temperature": 100.0, "seed": 1, "repetition_penalty": 1e-38,
              "logit_bias": {7: -100.0, 5: 100.0}, **wishes(0)}  # fmt: skip
     sampler = Sampler(4, VOCAB)
-    sampler.update(added(row_of(0, asked, prompt=[3, 4]), row_of(1, {}, prompt=[3, 4])))
+    sampler.apply_batch_update(added(row_of(0, asked, prompt=[3, 4]), row_of(1, {}, prompt=[3, 4])))
     for value in (0.0, 1e9, 1e30, largest / 20):
         logits = torch.zeros(2, VOCAB, dtype=dtype)
         logits[:, 5], logits[:, 7] = value, -value
@@ -270,7 +270,7 @@ def test_it_comes_last_whatever_the_order() -> None:
              "frequency_penalty": 2.0, **wishes(0)}  # fmt: skip
     sampler = Sampler(1, VOCAB, seed=3)
     row = row_of(0, asked, prompt=[3, 4])
-    sampler.update(added(row))
+    sampler.apply_batch_update(added(row))
     for token in END:
         [found] = sampler.sample(torch.randn(1, VOCAB), np.array([0])).token_ids
         assert found == token
@@ -285,7 +285,7 @@ def test_a_banned_token_stays_banned() -> None:
     sampler = Sampler(1, VOCAB)
     asked = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (7,), **wishes(0)}
     row = row_of(0, asked, prompt=[3, 4])
-    sampler.update(added(row))
+    sampler.apply_batch_update(added(row))
     for wanted in (5, 5, 7, 8, 9, 5):
         logits = torch.zeros(1, VOCAB)
         logits[0, 5] = 1.0
@@ -298,12 +298,12 @@ def test_an_idle_processor_costs_one_check(monkeypatch: pytest.MonkeyPatch) -> N
     """Without a budget in the batch it is not applied, and looks at no prompt and no output."""
     touched: list[str] = []
     for owner, name in (
-        (ThinkingBudget, "apply"), (ThoughtTracker, "behind"), (ThoughtTracker, "push"),
+        (ThinkingBudget, "apply"), (ThoughtTracker, "behind"), (ThoughtTracker, "track_token"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, lambda *_, n=name, **__: touched.append(n))
     sampler = Sampler(4, VOCAB)
     rows = [row_of(row, {"temperature": 0.0}, prompt=[3, 4]) for row in range(4)]
-    sampler.update(added(*rows))
+    sampler.apply_batch_update(added(*rows))
     for _ in range(3):
         sampler.sample(torch.randn(4, VOCAB), np.arange(4))
     assert not touched
@@ -371,13 +371,13 @@ def test_random_streams_never_exceed_their_budget(
     for _ in range(rounds):
         batch = streams(rng, 50)
         sampler, processor = Sampler(64, VOCAB), ThinkingBudget(CONTEXT)
-        for target in (sampler.update, processor.update_state):
+        for target in (sampler.apply_batch_update, processor.update_state):
             target(batch_of(batch, range(50)))
         for _ in range(steps):
             if rng.random() < 0.2:  # some go, and come back in other rows
                 places = rng.sample(range(50), 50)
                 batch = [batch[place] for place in places]
-                for target in (sampler.update, processor.update_state):
+                for target in (sampler.apply_batch_update, processor.update_state):
                     target(batch_of(batch, range(50)))
             num_forced += one_step(batch, sampler, processor, rng, with_drafts=with_drafts)
         for stream in batch:
@@ -469,7 +469,7 @@ def test_tokens_of_thoughts_are_counted_without_their_marks(rng: random.Random) 
         total, rest = 0, output
         while rest:
             piece, rest = rest[: (size := rng.randint(1, 3))], rest[size:]
-            more = counter.take(piece, is_last=not rest)
+            more = counter.count_thoughts(piece, is_last=not rest)
             assert more >= 0
             total += more
         assert total == slow_count(output, [3, 4], [7, 8])

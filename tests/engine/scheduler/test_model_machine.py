@@ -262,7 +262,7 @@ class Life:
 
     def checked_hit(self, request: Request) -> tuple[GroupBlocks, int]:
         hits, num_tokens = self.find(request)
-        names = set(self.engine.manager.pool.names())
+        names = set(self.engine.manager.pool.list_names())
         expected = 0
         for num_blocks in range((request.num_tokens - 1) // SIZE, 0, -1):
             if request.skip_reading_prefix_cache:

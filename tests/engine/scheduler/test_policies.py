@@ -52,8 +52,8 @@ def test_the_order_is_total_and_the_same_in_every_run() -> None:
             (queue.add if rng.random() < 0.8 else queue.prepend)(each)
         gone = set(rng.sample(range(300), 150))
         for index in gone:
-            assert queue.remove(expected[index])
-            assert not queue.remove(expected[index])
+            assert queue.remove_request(expected[index])
+            assert not queue.remove_request(expected[index])
         assert len(queue) == 150
         assert list(queue) == [each for index, each in enumerate(expected) if index not in gone]
 
@@ -65,7 +65,7 @@ def test_a_queue_keeps_no_more_than_twice_what_waits() -> None:
     others = [request(f"r{number}", number) for number in range(500)]
     queue.add_all(others)
     for each in others:
-        queue.remove(each)
+        queue.remove_request(each)
     assert list(queue) == [first]
     assert len(queue._heap) <= 18
 
@@ -156,7 +156,7 @@ def test_deferred_requests_do_not_go_before_more_important_ones(
     states = engine.scheduler._states
     important, deferred = request("a", 0), request("b", 3)
     engine.scheduler.add_request(deferred)
-    assert states.waiting.remove(deferred)
+    assert states.waiting.remove_request(deferred)
     states.deferred.add(deferred)
     engine.scheduler.add_request(important)
     while not (states.running or states.loads.blocking):

@@ -16,9 +16,9 @@ def test_first_come_first_served_and_the_front() -> None:
     queue.add(b)
     queue.prepend(c)
     assert list(queue) == [c, a, b]
-    assert queue.remove(c)
-    assert queue.remove(b)
-    assert not queue.remove(b)
+    assert queue.remove_request(c)
+    assert queue.remove_request(b)
+    assert not queue.remove_request(b)
     queue.add_all([c, d])
     assert list(queue) == [a, c, d]
     assert len(queue) == 3

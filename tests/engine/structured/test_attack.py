@@ -71,7 +71,9 @@ def test_y03_honest_schemas_are_answered_beside_hostile_ones(
         return compiler.ask(StructuredOutputsParams(**fields).spec, tenant)  # type: ignore[arg-type]
 
     def until_done(*compilations: Compilation) -> None:
-        wait_for(lambda: (compiler.collect(), all(each.is_done for each in compilations))[1])
+        wait_for(
+            lambda: (compiler.poll_compilations(), all(each.is_done for each in compilations))[1]
+        )
 
     try:
         until_done(ask(tool.honest_schema(0), "honest"))

@@ -160,7 +160,9 @@ def test_the_sampler_keeps_to_the_rows_of_drafts(backend: Backend) -> None:
     fill_drafts(backend.compile(spec(regex="a[bc]{2}")).matcher(), drafts, rows)
     sampler = Sampler(2, VOCAB, (END,))
     params = SamplingParams(temperature=0.0)
-    sampler.update(BatchUpdate(1, [], [AddedRow(0, params, np.array([1], np.int32), [])], []))
+    sampler.apply_batch_update(
+        BatchUpdate(1, [], [AddedRow(0, params, np.array([1], np.int32), [])], [])
+    )
     mask = TokenMask(["r"] * 3, rows.view(np.uint32))
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
     sampled = sampler.sample(

@@ -54,7 +54,7 @@ class Requests:
         if request.request_id in self.manager:
             wait_for(lambda: self.manager.is_due)
             [waiting] = self.manager.take_compiled()
-        self.manager.follow(waiting)
+        self.manager.activate_grammar(waiting)
         for token in output:
             request.append_output_token(token)
         return request

@@ -100,7 +100,7 @@ def test_what_a_process_compiles_is_taken_over_as_it_would_be_compiled_here(
 
     def compiled(spec: GrammarSpec) -> Compilation:
         compilation = compiler.ask(spec)
-        wait_for(lambda: (compiler.collect(), compilation.is_done)[1])
+        wait_for(lambda: (compiler.poll_compilations(), compilation.is_done)[1])
         return compilation
 
     for spec in (MANY_RULES, object_of(20), object_of(80), GrammarSpec(Kind.REGEX, "[ab]{2,9}c")):
@@ -141,12 +141,12 @@ def test_y03_no_small_regex_is_compiled_in_the_engine(backend: str) -> None:
             for count in (600, 601)
         ]
         honest = compiler.ask(GrammarSpec(Kind.REGEX, "[0-9]{3}"), "honest")
-        wait_for(lambda: (compiler.collect(), honest.is_done)[1])
-        wait_for(lambda: (compiler.collect(), all(each.is_done for each in asked))[1])
+        wait_for(lambda: (compiler.poll_compilations(), honest.is_done)[1])
+        wait_for(lambda: (compiler.poll_compilations(), all(each.is_done for each in asked))[1])
         assert honest.grammar is not None, honest.error
         assert all(each.error for each in asked)
         later = compiler.ask(GrammarSpec(Kind.REGEX, "[a-f]{3}"), "hostile")
-        wait_for(lambda: (compiler.collect(), later.is_done)[1])
+        wait_for(lambda: (compiler.poll_compilations(), later.is_done)[1])
         assert later.grammar is not None and made.trusts_threads
     finally:
         compiler.close()
@@ -229,7 +229,7 @@ def test_processes_that_end_leave_no_descriptor_behind(monkeypatch: pytest.Monke
         made.try_out(FEW_RULES, COMPILE_LIMIT)
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
-            made._idle[0].end()
+            made._idle[0].kill_and_reap()
             made.try_out(FEW_RULES, COMPILE_LIMIT)
         assert len(os.listdir("/proc/self/fd")) == before and len(made.process_ids) == 1
         made.close()
@@ -342,8 +342,8 @@ def test_y03_few_grammars_are_followed_apart(
 
     def compiled(text: str, tenant: str) -> Compilation:
         compilation = compiler.ask(GrammarSpec(Kind.REGEX, text), tenant)
-        wait_for(lambda: (compiler.collect(), compilation.is_done)[1])
-        compiler.collect()
+        wait_for(lambda: (compiler.poll_compilations(), compilation.is_done)[1])
+        compiler.poll_compilations()
         return compilation
 
     try:

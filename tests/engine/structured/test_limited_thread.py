@@ -202,7 +202,7 @@ class NoProcesses(GrammarProcesses):
         self.policies.append(os.sched_getscheduler(0))
         return Tried(Form("any", spec.text, is_bounded=True), bytes(8), 0.0, None)
 
-    def open(self) -> None:
+    def start_first_process(self) -> None:
         pass
 
     def close(self) -> None:
@@ -227,8 +227,8 @@ def test_grammars_are_compiled_and_freed_where_no_step_waits(is_taken_over: bool
     try:
         for text in "abc":
             compilation = compiler.ask(spec(text))
-            wait_for(lambda it=compilation: (compiler.collect(), it.is_done)[1])
-            compiler.collect()
+            wait_for(lambda it=compilation: (compiler.poll_compilations(), it.is_done)[1])
+            compiler.poll_compilations()
         del compilation
         wait_for(lambda: len(backend.freed) == 2)
         assert set(backend.freed) == {"stratakv-grammar"}
@@ -252,12 +252,12 @@ def test_the_grammar_of_a_request_that_ends_is_freed_where_no_step_waits(
         request = Request("r", [5], params)
         manager.ask(AddRequest("r", pack_token_ids([5]), params), request)
         wait_for(lambda: manager.is_due)
-        manager.follow(*manager.take_compiled())
+        manager.activate_grammar(*manager.take_compiled())
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         let_go = threading.Event()  # of all that the cache dropped
         manager._compiler._builder.put("", lambda _: let_go.set())
         assert let_go.wait(WAIT_SECONDS) and not backend.freed
-        manager.begin([])
+        manager.begin_masks([])
         wait_for(lambda: backend.freed)
         assert backend.freed == ["stratakv-grammar"]
     finally:

@@ -113,10 +113,14 @@ def test_one_that_does_not_stop_compiling_here_is_given_up(threads_end: None) ->
                 GrammarSpec(Kind.GRAMMAR, "spin", whitespace_pattern=f"{number}")
             )
             behind = compiler.ask(spec(f"b{number}"))
-            wait_for(lambda h=hanging, b=behind: (compiler.collect(), h.is_done and b.is_done)[1])
+            wait_for(
+                lambda h=hanging, b=behind: (compiler.poll_compilations(), h.is_done and b.is_done)[
+                    1
+                ]
+            )
             assert "more than 0.05 s" in hanging.error
             assert behind.grammar is not None  # however many hang before
-        compiler.collect()
+        compiler.poll_compilations()
         assert compiler.ask(hanging.spec) is hanging  # known, and not tried again
         assert (compiler.num_compiled, compiler.num_failed, compiler.num_found) == (5, 5, 1)
     finally:
@@ -145,7 +149,7 @@ class FakeProcesses(GrammarProcesses):
             raise TooLate("the machine is busy")
         return Tried(Form("spinner", is_bounded=True), bytes(8), 0.0, None)
 
-    def open(self) -> None:
+    def start_first_process(self) -> None:
         pass
 
     def close(self) -> None:
@@ -164,8 +168,8 @@ def fake(threads_end: None) -> Iterator[tuple[GrammarCompiler, FakeProcesses]]:
 
 
 def until_done(compiler: GrammarCompiler, *compilations: Compilation) -> None:
-    wait_for(lambda: (compiler.collect(), all(each.is_done for each in compilations))[1])
-    compiler.collect()
+    wait_for(lambda: (compiler.poll_compilations(), all(each.is_done for each in compilations))[1])
+    compiler.poll_compilations()
 
 
 def begun(compiler: GrammarCompiler, processes: FakeProcesses) -> Compilation:
@@ -270,7 +274,7 @@ def test_y03_whoever_has_used_least_is_next() -> None:
     assert queue.get() == "n0"  # it has saved up a little, however much others have used
     queue.charge("n", 2.0)
     assert [queue.get(), queue.get()] == ["a2", "n1"] and len(queue) == 0
-    queue.end(1)
+    queue.stop_threads(1)
     assert queue.get() is None
 
 
@@ -386,17 +390,17 @@ def test_grammars_are_kept_up_to_a_size(threads_end: None) -> None:
     try:
         for text in "abacad":
             compilation = compiler.ask(spec(text))
-            wait_for(lambda it=compilation: (compiler.collect(), it.is_done)[1])
-            compiler.collect()
+            wait_for(lambda it=compilation: (compiler.poll_compilations(), it.is_done)[1])
+            compiler.poll_compilations()
             assert compiler.num_cached_bytes <= 2000
         assert compiler.num_compiled == 4 and compiler.num_found == 2  # a was always used last
         large = compiler.ask(spec("large"))
-        wait_for(lambda: (compiler.collect(), large.is_done)[1])
+        wait_for(lambda: (compiler.poll_compilations(), large.is_done)[1])
         assert large.grammar is None and f"takes {MOST_BYTES + 1} bytes" in large.error
         for text in "xy":  # texts that do not compile take memory too
             failed = compiler.ask(spec(f"wrong {text}" * 200))
-            wait_for(lambda it=failed: (compiler.collect(), it.is_done)[1])
-            compiler.collect()
+            wait_for(lambda it=failed: (compiler.poll_compilations(), it.is_done)[1])
+            compiler.poll_compilations()
         assert compiler.num_cached_bytes == 1400
     finally:
         compiler.close()

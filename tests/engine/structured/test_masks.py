@@ -30,7 +30,7 @@ def test_one_that_does_not_stop_in_a_step_fails_alone(threads_end: None) -> None
     try:
         for count in (1, 1):
             rows_of = (("a", ()), ("spin", ()), ("b", (1,)), ("spin", (2,)), ("c", ()))
-            maker.begin([
+            maker.start_jobs([
                 MaskJob(
                     Follower(spinning if text == "spin" else backend.compile(spec(text))),
                     [1, 2], drafts,
@@ -47,7 +47,7 @@ def test_one_that_does_not_stop_in_a_step_fails_alone(threads_end: None) -> None
 
 
 def collected(maker: MaskMaker) -> tuple[Sequence[MaskJob], Words]:
-    jobs, rows, num_rows = maker.collect()
+    jobs, rows, num_rows = maker.wait_for_masks()
     return jobs, rows.words[:num_rows]
 
 
@@ -92,7 +92,7 @@ def test_quick_rows_are_made_by_the_caller_and_others_by_the_thread(threads_end:
         for follower in followers:
             if new:
                 follower.row_seconds = costs
-        maker.begin([MaskJob(follower, new) for follower in followers])
+        maker.start_jobs([MaskJob(follower, new) for follower in followers])
         jobs, rows = collected(maker)
         assert [job.error for job in jobs] == ["", ""]
         return rows.tolist()
@@ -113,8 +113,8 @@ def test_quick_rows_are_made_by_the_caller_and_others_by_the_thread(threads_end:
         rows_of_all = len(made[0])
         for follower in followers:
             follower.row_seconds = 0.0002
-        maker.begin([MaskJob(follower, [1]) for follower in followers])
-        maker.collect()
+        maker.start_jobs([MaskJob(follower, [1]) for follower in followers])
+        maker.wait_for_masks()
         callers = [thread is threading.current_thread() for thread in made[0][rows_of_all:]]
         assert callers.count(True) == 5  # a millisecond's worth
     finally:
@@ -129,7 +129,7 @@ def test_rows_behind_a_draft_that_is_refused_allow_everything(threads_end: None)
     maker = MaskMaker(40)
     try:
         follower = Follower(NotingGrammar(is_bounded=True))
-        maker.begin([MaskJob(follower, [], drafts=(2, 9, 1))])  # 0 to 2 are allowed
+        maker.start_jobs([MaskJob(follower, [], drafts=(2, 9, 1))])  # 0 to 2 are allowed
         [job], rows = collected(maker)
         assert job.error == "" and rows.tolist() == [[7, 7], [7, 7], [-1, -1], [-1, -1]]
     finally:

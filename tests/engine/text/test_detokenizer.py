@@ -22,9 +22,9 @@ def in_pieces(
     pieces, start = [], 0
     while start < len(ids):
         count = rng.randrange(1, 4)
-        pieces.append(detokenizer.push(ids[start : start + count]))
+        pieces.append(detokenizer.push_tokens(ids[start : start + count]))
         start += count
-    return [*pieces, detokenizer.finish()]
+    return [*pieces, detokenizer.decode_rest()]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -48,9 +48,9 @@ def test_many_tokens_at_once(name: str) -> None:
     ids = tokenizer.encode(text)
     for cut in range(1, len(ids)):
         detokenizer = IncrementalDetokenizer(tokenizer)
-        first = detokenizer.push(ids[:cut])
+        first = detokenizer.push_tokens(ids[:cut])
         assert text.startswith(first)
-        assert first + detokenizer.push(ids[cut:]) + detokenizer.finish() == text
+        assert first + detokenizer.push_tokens(ids[cut:]) + detokenizer.decode_rest() == text
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -113,24 +113,24 @@ def test_a_prompt_that_ends_within_a_character() -> None:
     ids = tokenizer.encode("道")
     assert len(ids) == 3
     detokenizer = IncrementalDetokenizer(tokenizer, ids[:2])
-    assert detokenizer.push(ids[2:]) == "道"
+    assert detokenizer.push_tokens(ids[2:]) == "道"
     detokenizer = IncrementalDetokenizer(tokenizer, ids[:2])
-    assert detokenizer.push(tokenizer.encode("x")) == "x"
+    assert detokenizer.push_tokens(tokenizer.encode("x")) == "x"
 
 
 def test_a_character_is_held_back_until_it_is_whole() -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode("a道b")
     detokenizer = IncrementalDetokenizer(tokenizer)
-    assert [detokenizer.push([token]) for token in ids] == ["a", "", "", "道", "b"]
+    assert [detokenizer.push_tokens([token]) for token in ids] == ["a", "", "", "道", "b"]
 
 
 def test_half_a_character_at_the_end_shows_as_one_mark() -> None:
     tokenizer = byte_level()
     detokenizer = IncrementalDetokenizer(tokenizer)
-    assert detokenizer.push(tokenizer.encode("a道")[:-1]) == "a"
-    assert detokenizer.finish() == REPLACEMENT
-    assert detokenizer.finish() == ""
+    assert detokenizer.push_tokens(tokenizer.encode("a道")[:-1]) == "a"
+    assert detokenizer.decode_rest() == REPLACEMENT
+    assert detokenizer.decode_rest() == ""
 
 
 def test_special_tokens_are_left_out_or_shown() -> None:
@@ -140,7 +140,7 @@ def test_special_tokens_are_left_out_or_shown() -> None:
     ids = [*tokenizer.encode("a"), end, *tokenizer.encode("b")]
     for skip, expected in ((True, "ab"), (False, "a<end>b")):
         detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
-        assert "".join([detokenizer.push([token]) for token in ids]) == expected
+        assert "".join([detokenizer.push_tokens([token]) for token in ids]) == expected
 
 
 def test_a_space_after_a_special_token_is_kept() -> None:
@@ -149,7 +149,7 @@ def test_a_space_after_a_special_token_is_kept() -> None:
     assert end is not None
     word = tokenizer.encode("b")
     detokenizer = IncrementalDetokenizer(tokenizer, tokenizer.encode("a"))
-    assert [detokenizer.push([end]), detokenizer.push(word)] == ["", " b"]
+    assert [detokenizer.push_tokens([end]), detokenizer.push_tokens(word)] == ["", " b"]
 
 
 def test_the_work_per_token_is_bounded() -> None:
@@ -167,5 +167,5 @@ def test_the_work_per_token_is_bounded() -> None:
     for ids in ([broken] * 500, [end] * 500, tokenizer.encode(TEXT * 5)):
         detokenizer = IncrementalDetokenizer(Counting())
         for token in ids:
-            detokenizer.push([token or 0])
+            detokenizer.push_tokens([token or 0])
     assert max(decoded) <= 40

@@ -128,8 +128,8 @@ def test_marks_with_line_breaks() -> None:
         assert marks.is_open(prompt)
     assert not marks.is_open("<a>\nx\n</a>\n\n")
     splitter = ReasoningSplitter(marks.start, marks.end)
-    assert splitter.push("<a>\nb\n</a>\n") == ("b", "")
-    assert splitter.push("\nc") == ("", "c")
+    assert splitter.split_text("<a>\nb\n</a>\n") == ("b", "")
+    assert splitter.split_text("\nc") == ("", "c")
 
 
 # Splitting
@@ -137,7 +137,7 @@ def test_marks_with_line_breaks() -> None:
 
 def split(pieces: list[str], is_inside: bool = False) -> tuple[str, str]:
     splitter = ReasoningSplitter(START, END, is_inside=is_inside)
-    parts = [*map(splitter.push, pieces), splitter.finish()]
+    parts = [*map(splitter.split_text, pieces), splitter.flush_text()]
     return "".join(p.reasoning for p in parts), "".join(p.content for p in parts)
 
 
@@ -191,10 +191,10 @@ def slow_split(text: str, is_inside: bool) -> tuple[str, str]:
 
 def test_no_more_is_held_back_than_a_mark_needs() -> None:
     splitter = ReasoningSplitter(START, END)
-    assert splitter.push("a <").content == "a "
-    assert splitter.push("b").content == "<b"
-    assert splitter.push("<think>c</thin").reasoning == "c"
-    assert splitter.push("g").reasoning == "</thing"
+    assert splitter.split_text("a <").content == "a "
+    assert splitter.split_text("b").content == "<b"
+    assert splitter.split_text("<think>c</thin").reasoning == "c"
+    assert splitter.split_text("g").reasoning == "</thing"
 
 
 # From tokens

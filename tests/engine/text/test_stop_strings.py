@@ -14,8 +14,8 @@ from stratakv.engine.text.output_processor import StopStrings
 def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[str, str | None]:
     """The text that came out, and what matched."""
     checker = StopStrings(stops, include=include)
-    out = [checker.push(piece) for piece in pieces]
-    return "".join([*out, checker.finish()]), checker.matched
+    out = [checker.filter_text(piece) for piece in pieces]
+    return "".join([*out, checker.flush_held()]), checker.matched
 
 
 def test_every_way_to_cut_the_text(rng: random.Random) -> None:
@@ -49,9 +49,9 @@ def test_what_one_holds_back_is_not_looked_at_again_for_the_others() -> None:
     stops = ["a" * 1023 + "b", *("a" * 500 + f"c{i}" + "a" * 500 for i in range(15))]
     checker = StopStrings(stops)
     began = time.thread_time()
-    out = [checker.push("a") for _ in range(5000)]
+    out = [checker.filter_text("a") for _ in range(5000)]
     assert time.thread_time() - began < 3
-    assert "".join([*out, checker.finish()]) == "a" * 5000
+    assert "".join([*out, checker.flush_held()]) == "a" * 5000
 
 
 def test_of_several_the_first_in_the_text_wins() -> None:
@@ -65,14 +65,19 @@ def test_the_stop_string_is_kept_where_asked_for() -> None:
 
 def test_only_a_possible_beginning_is_held_back() -> None:
     checker = StopStrings(["###"])
-    assert [checker.push(piece) for piece in ("a#", "#b", "##", "c")] == ["a", "##b", "", "##c"]
-    assert checker.push("#") == ""
-    assert checker.finish() == "#"
+    assert [checker.filter_text(piece) for piece in ("a#", "#b", "##", "c")] == [
+        "a",
+        "##b",
+        "",
+        "##c",
+    ]
+    assert checker.filter_text("#") == ""
+    assert checker.flush_held() == "#"
 
 
 @pytest.mark.parametrize("piece", ["x", ""])
 def test_nothing_comes_after_a_match(piece: str) -> None:
     checker = StopStrings(["!"])
-    assert checker.push("a!b") == "a"
-    assert checker.push(piece) == ""
-    assert checker.finish() == ""
+    assert checker.filter_text("a!b") == "a"
+    assert checker.filter_text(piece) == ""
+    assert checker.flush_held() == ""

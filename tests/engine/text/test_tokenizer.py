@@ -95,13 +95,13 @@ def test_a_tokenizer_needs_no_configuration(directory: Path) -> None:
 
 
 def test_a_directory_without_one(tmp_path: Path) -> None:
-    assert Tokenizer.find(tmp_path) is None
+    assert Tokenizer.load_if_present(tmp_path) is None
 
 
 def test_files_of_any_size_are_not_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_module, "MAX_TOKENIZER_BYTES", 100)
     with pytest.raises(ConfigError, match="must have at most 100 bytes and has more"):
-        Tokenizer.find(directory)
+        Tokenizer.load_if_present(directory)
 
 
 def test_a_text_that_the_vocabulary_cannot_spell(tmp_path: Path) -> None:

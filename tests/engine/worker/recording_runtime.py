@@ -47,7 +47,7 @@ class RecordingRuntime:
         self.num_marks += 1
         return _Counted(partial(self._waited, self.num_marks))
 
-    def record(self, work: Work) -> Work:
+    def record_work(self, work: Work) -> Work:
         with torch.inference_mode(False):
             output = work().clone()
         self.num_recorded += 1

@@ -39,7 +39,7 @@ def plan(
         planner.max_group_blocks = max_group_blocks
     rows, before_, counts_ = np.arange(len(computed)), np.array(computed), np.array(counts)
     slots = table.slot_mapping(np.repeat(rows, counts_), ranges(before_, counts_))
-    return planner.plan(table, rows, before_, counts_, slots)
+    return planner.plan_attention(table, rows, before_, counts_, slots)
 
 
 def test_ranges():
@@ -111,7 +111,7 @@ def test_slots_of_other_ranks_are_not_written():
     table = BlockTable(1, 8, 4)
     table.add_row([3, 4], 0)
     slots = np.array([12, -1, 13, -1, -1, 18])
-    made = planner.plan(table, np.array([0]), np.array([0]), np.array([6]), slots)
+    made = planner.plan_attention(table, np.array([0]), np.array([0]), np.array([6]), slots)
     assert made.written is not None and made.written.tolist() == [0, 2, 5]
     assert made.blocks.tolist() == [3, 3, 4]
     assert made.offsets.tolist() == [0, 1, 2]
@@ -178,7 +178,7 @@ def test_rows_see_their_window_and_nothing_else(
         computed, counts = (np.array(column) for column in zip(*work, strict=True))
         rows = np.arange(len(work))
         slots = table.slot_mapping(np.repeat(rows, counts), ranges(computed, counts))
-        made = planner.plan(table, rows, computed, counts, slots)
+        made = planner.plan_attention(table, rows, computed, counts, slots)
     seen = iter(seen_places(made, int(counts.sum())))
     start = 0
     for row, (before, count) in enumerate(work):

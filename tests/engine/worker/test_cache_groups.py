@@ -63,9 +63,9 @@ def hidden_states(runner, tables, prompts) -> list[torch.Tensor]:
         step_of(tables, prompts, [31, 26, 32], [1, 1, 1]),
     ]
     with torch.inference_mode():
-        found = [runner._forward.prepare(step)().clone() for step in steps]
+        found = [runner._forward.prepare_step(step)().clone() for step in steps]
         last = replace(steps[2], wanted=np.array([2, 0]))
-        return [*found, runner._forward.prepare(last)().clone()]
+        return [*found, runner._forward.prepare_step(last)().clone()]
 
 
 @pytest.mark.parametrize("num_groups", [2, 4])

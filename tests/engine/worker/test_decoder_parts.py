@@ -55,7 +55,7 @@ def step_of(table, prompts, computed, wanted) -> StepInputs:
 
 def run(runner, step: StepInputs) -> torch.Tensor:
     with torch.inference_mode():
-        return runner._forward.prepare(step)().clone()
+        return runner._forward.prepare_step(step)().clone()
 
 
 @pytest.mark.parametrize("computed", [0, 39])

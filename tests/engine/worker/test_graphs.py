@@ -40,10 +40,10 @@ def test_records_keep_their_buffers_and_run_anew():
     prepared: list[int] = []
 
     graphs = StepGraphs(runtime, lambda bucket: lambda: buffer[:bucket] + 1, (1, 2, 4, 8))
-    assert graphs.find(1) is None, "nothing is recorded yet"
+    assert graphs.find_recorded(1) is None, "nothing is recorded yet"
     assert graphs.record_all(prepared.append) == 4
     assert prepared == [8, 4, 2, 1]
-    found = graphs.find(3)
+    found = graphs.find_recorded(3)
     assert found is not None
     bucket, work = found
     buffer[:3] = torch.tensor([5.0, 6.0, 7.0])
@@ -51,4 +51,4 @@ def test_records_keep_their_buffers_and_run_anew():
     assert bucket == 4 and first.tolist() == [6.0, 7.0, 8.0, 1.0]
     buffer.zero_()
     assert work() is first and first.tolist() == [1.0] * 4
-    assert graphs.find(9) is None
+    assert graphs.find_recorded(9) is None

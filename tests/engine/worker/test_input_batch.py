@@ -56,21 +56,21 @@ def test_any_order_of_changes_keeps_rows_dense_and_readers_in_step(steps):
     alive: dict[str, WorkerRequest] = {}
     for removed, new in steps:
         for number in removed:
-            batch.remove(str(number))
+            batch.remove_request(str(number))
             alive.pop(str(number), None)
         for number in new:
             name = str(number)
             if name not in alive and len(alive) < MAX_ROWS:
                 alive[name] = request(name, [number] * (number + 1), [number])
                 batch.add(alive[name], ([number, number + 1],), number)
-        follower.update(batch.finish())
+        follower.update(batch.condense_rows())
         assert sorted(batch.row_of.values()) == list(range(len(alive))) == sorted(follower.outputs)
         for name, row in batch.row_of.items():
             number = int(name)
             assert batch.requests[row] is alive[name]
             assert follower.outputs[row] is alive[name].output_token_ids
             assert batch.num_computed[row] == number
-            assert batch.tables[0].row(row).tolist() == [number, number + 1]
+            assert batch.tables[0].view_row(row).tolist() == [number, number + 1]
             tokens = batch.token_ids[row, : batch.num_tokens[row]]
             assert tokens.tolist() == [number] * (number + 2)
 
@@ -79,11 +79,11 @@ def test_a_hole_is_filled_by_a_new_request_before_anything_moves():
     batch = make_batch()
     for name in "abc":
         batch.add(request(name, [1]), ([1],), 0)
-    batch.finish()
-    batch.remove("b")
-    batch.remove("a")
+    batch.condense_rows()
+    batch.remove_request("b")
+    batch.remove_request("a")
     batch.add(request("d", [2]), ([2],), 0)
-    update = batch.finish()
+    update = batch.condense_rows()
     assert update is not None
     assert batch.row_of == {"d": 0, "c": 1}
     assert [one.row for one in update.added] == [0]
@@ -117,8 +117,8 @@ def test_what_the_batch_has_no_room_for_is_refused():
         batch.add(request("0", [1]), ([1],), 0)
     with pytest.raises(ValueError, match="full with 6 requests"):
         batch.add(request("x", [1]), ([1],), 0)
-    batch.finish()
-    batch.remove("5")
+    batch.condense_rows()
+    batch.remove_request("5")
     with pytest.raises(ValueError, match="row 5 of the batch is empty"):
         append(batch, 5, 1)
 
@@ -130,15 +130,15 @@ def test_tokens_that_are_expected_find_their_requests_wherever_they_are():
     requests = {name: request(name, [1, 2]) for name in names}
     for one in requests.values():
         batch.add(one, ([1],), 2)
-    batch.finish()
+    batch.condense_rows()
     expected = batch.expect_tokens(np.array([3, 2, 1, 0]))
     assert batch.num_tokens[:4].tolist() == [3] * 4
     assert batch.expected_index[:4].tolist() == [3, 2, 1, 0]
-    batch.remove("gone")
-    batch.remove("replaced")
+    batch.remove_request("gone")
+    batch.remove_request("replaced")
     heir = request("replaced", [5, 6, 7])
     row = batch.add(heir, ([2],), 0)
-    batch.finish()
+    batch.condense_rows()
     assert batch.expected_index[row] == -1
     assert batch.expected_index[batch.row_of["moves"]] == 2
     batch.take_tokens(expected, [40, 30, 20, 10])
@@ -155,7 +155,7 @@ def test_a_token_that_does_not_come_leaves_nothing():
     requests = [request(name, [1, 2]) for name in "abc"]
     for one in requests:
         batch.add(one, ([1],), 2)
-    batch.finish()
+    batch.condense_rows()
     batch.take_tokens(batch.expect_tokens(np.arange(3)), [7, 8, 9], [1])
     assert [one.output_token_ids for one in requests] == [[7], [], [9]]
     assert batch.num_tokens[:3].tolist() == [3, 2, 3]

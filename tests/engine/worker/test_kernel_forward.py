@@ -169,10 +169,10 @@ class Capturing(TorchDispatchMode):
 
 
 class CapturingRuntime(RecordingRuntime):
-    def record(self, work):
+    def record_work(self, work):
         work()
         with Capturing():
-            return super().record(work)
+            return super().record_work(work)
 
 
 def test_steps_of_plain_kernels_are_launched_and_not_recorded(

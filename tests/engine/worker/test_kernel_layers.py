@@ -200,7 +200,7 @@ def states(runner: ModelRunner, prompt: list[int]) -> list[torch.Tensor]:
             wanted, aux=aux,
         )  # fmt: skip
         with torch.inference_mode():
-            found += [runner._forward.prepare(step)().clone(), *aux.found.values()]
+            found += [runner._forward.prepare_step(step)().clone(), *aux.found.values()]
     return found
 
 

@@ -208,9 +208,9 @@ def with_mask(drive: Any, mask: TokenMask) -> ModelRunnerOutput:
     runner = drive.runner
 
     def execute(output: SchedulerOutput) -> ModelRunnerOutput:
-        step = runner.begin(output)
+        step = runner.launch_step(output)
         runner.sample(step, mask)
-        return runner.collect(step)
+        return runner.collect_output(step)
 
     runner.execute = execute
     return drive.step()

@@ -99,7 +99,7 @@ class Lives:
         slots = [table.slot_mapping(token_rows, positions) for table in self.tables]
         step = StepInputs(self.tables, rows, before, sizes, np.array(ids), positions, slots, None)
         with torch.inference_mode():
-            hidden = self.runner._forward.prepare(step)()
+            hidden = self.runner._forward.prepare_step(step)()
             logits = self.runner.model.logits(hidden).clone()
         self.computed[rows] += sizes
         return dict(zip(rows.tolist(), logits.split(sizes.tolist()), strict=True))

@@ -169,7 +169,7 @@ def test_a_load_out_of_memory_goes_in_few_parts(monkeypatch: pytest.MonkeyPatch)
     for key, buffer in zip(below, buffers, strict=True):
         buffer[: LAYOUT.page_bytes] = payload_of(key, LAYOUT)
     proofs = [proof_of(k, b[: LAYOUT.page_bytes]) for k, b in zip(below, buffers, strict=True)]
-    store.store(KeySalt(SECRET, "tenant").stored(below), buffers, proofs).result(0)
+    store.store(KeySalt(SECRET, "tenant").salt_keys(below), buffers, proofs).result(0)
     monkeypatch.setattr(data_session, "part_blocks", lambda _page, _slots, most=0: 8 if most else 2)
     plane = Plane(stores=[store])
     parts: list[int] = []
@@ -203,7 +203,7 @@ def test_blocks_that_only_the_disk_has_are_promoted(kind: str) -> None:
         proof_of(key, buffer[: LAYOUT.page_bytes])
         for key, buffer in zip(keys, buffers, strict=True)
     ]
-    store.store(KeySalt(SECRET, "tenant").stored(keys), buffers, proofs).result(0)
+    store.store(KeySalt(SECRET, "tenant").salt_keys(keys), buffers, proofs).result(0)
     plane = Plane(slots=16, stores=[store])
     connection = plane.connect(kind)
     for start in range(0, 32, 4):
@@ -382,7 +382,7 @@ def test_a_server_that_stands_still_costs_the_deadline_and_no_more(plane: Plane,
 def test_a_call_can_be_ended_from_another_thread(plane: Plane, kind: str) -> None:
     connection = plane.connect(kind)
     with plane.tenant_store._changed:
-        threading.Timer(0.05, connection.abort).start()
+        threading.Timer(0.05, connection.abort_call).start()
         with pytest.raises(ConnectionLost):
             connection.load(make_keys(1), make_buffers(1, LAYOUT), soon())
     connection.close()

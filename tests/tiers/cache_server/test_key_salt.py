@@ -34,7 +34,7 @@ print(KeySalt(bytes(range(32)), "ann").stored([bytes.fromhex(sys.argv[1])])[0].h
 
 
 def test_a_stored_key_is_the_one_written_down() -> None:
-    (stored,) = KeySalt(SECRET, "ann").stored([KEY])
+    (stored,) = KeySalt(SECRET, "ann").salt_keys([KEY])
     assert stored.hex() == STORED
 
 
@@ -58,10 +58,10 @@ def test_it_is_hmac_sha256(secret: bytes, tenant: str, key: bytes) -> None:
     """Whoever makes it: OpenSSL's functions by themselves, where they are found, and hashlib."""
     tenant_key = hmac.new(secret, tenant.encode(), hashlib.sha256).digest()
     expected = hmac.new(tenant_key, key, hashlib.sha256).digest() + key[32:]
-    assert KeySalt(secret, tenant).stored([key]) == [expected]
+    assert KeySalt(secret, tenant).salt_keys([key]) == [expected]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(key_salt, "name_maker", lambda _key: None)
-        assert KeySalt(secret, tenant).stored([key]) == [expected]
+        assert KeySalt(secret, tenant).salt_keys([key]) == [expected]
 
 
 def test_openssl_is_found_here() -> None:
@@ -72,11 +72,11 @@ def test_openssl_is_found_here() -> None:
     assert maker is not None
     keys = [pack_key(bytes([number]) * 32, number) for number in range(100)]
     made = [hmac.digest(SECRET, key, "sha256") + key[32:] for key in keys]
-    assert maker.names(b"".join(keys), 100) == b"".join(made)
-    assert maker.names(b"", 0) == b""
+    assert maker.hmac_keys(b"".join(keys), 100) == b"".join(made)
+    assert maker.hmac_keys(b"", 0) == b""
     for damaged, count in ((bytes(41), 2), (bytes(31), 1), (b"", 1), (bytes(40), 0)):
         with pytest.raises(ValueError, match="are no"):
-            maker.names(damaged, count)
+            maker.hmac_keys(damaged, count)
 
 
 @pytest.mark.parametrize("fault", ["another digest", "an error", "no memory"])
@@ -97,7 +97,7 @@ def test_where_openssl_fails_hashlib_makes_the_names(
     monkeypatch.setattr(found, "names", names)
     if fault == "no memory":
         monkeypatch.setattr(here, "_new", lambda: None)
-    (stored,) = KeySalt(SECRET, "ann").stored([KEY])
+    (stored,) = KeySalt(SECRET, "ann").salt_keys([KEY])
     assert stored.hex() == STORED
     assert "names of blocks are made by hashlib" in caplog.text
 
@@ -113,16 +113,16 @@ def test_secret_tenant_and_every_bit_of_a_key_count() -> None:
         changed = bytearray(KEY)
         changed[bit // 8] ^= 1 << bit % 8
         keys.append(bytes(changed))
-    digests = [stored[:32] for salt in salts for stored in salt.stored(keys)]
+    digests = [stored[:32] for salt in salts for stored in salt.salt_keys(keys)]
     assert len(set(digests)) == len(salts) * len(keys)
 
 
 def test_keys_stand_in_their_order_and_on_their_own() -> None:
     keys = make_keys(10)
     salt = KeySalt(SECRET, "ann")
-    assert salt.stored(keys) == [salt.stored([key])[0] for key in keys]
-    assert salt.stored([]) == []
-    assert [stored[32:] for stored in salt.stored(keys)] == [key[32:] for key in keys]
+    assert salt.salt_keys(keys) == [salt.salt_keys([key])[0] for key in keys]
+    assert salt.salt_keys([]) == []
+    assert [stored[32:] for stored in salt.salt_keys(keys)] == [key[32:] for key in keys]
 
 
 def test_a_short_secret_is_refused() -> None:

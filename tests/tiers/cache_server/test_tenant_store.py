@@ -83,7 +83,7 @@ def test_a_lease_holds_its_blocks_against_everything(tenant_store: TenantStore) 
     held = make_keys(4, "held")
     assert store(tenant_store, held) == [KEPT] * 4
     lease = tenant_store.pin([*held, *make_keys(1, "unknown")], 60.0, soon())
-    assert lease.held == KeySalt(SECRET, "ann").stored(held)
+    assert lease.held == KeySalt(SECRET, "ann").salt_keys(held)
     assert tenant_store.num_leases == 1
     for number in range(5):
         store(tenant_store, make_keys(SLOTS, str(number)))
@@ -213,7 +213,9 @@ def test_a_wait_has_an_end() -> None:
     held: list[object] = []
     store_below = Hanging(LAYOUT, 100 * LAYOUT.page_bytes, name="ssd")
     keys = make_keys(2)
-    store_below.store(KeySalt(SECRET, "ann").stored(keys), filled_buffers(keys, LAYOUT)).result(0)
+    store_below.store(KeySalt(SECRET, "ann").salt_keys(keys), filled_buffers(keys, LAYOUT)).result(
+        0
+    )
     slow = make_room([store_below])
     assert slow.lookup(keys) == [HIT] * 2
     read_lease = slow.begin_load(keys)

@@ -42,7 +42,7 @@ def _rows(folder: Path) -> list[Row]:
     assert check_store(store).is_clean
     index = IndexFile(store / "index", 0)
     try:
-        return list(index.rows())
+        return list(index.iter_rows())
     finally:
         index.close()
 
@@ -104,7 +104,7 @@ def test_a_filter_that_learns_is_told_of_look_ups(
 ) -> None:
     """And of nothing else: neither of blocks that come in nor of those that go out."""
     told: list[int] = []
-    monkeypatch.setattr(Hierarchy, "observe", lambda _self, chain: told.append(len(chain)))
+    monkeypatch.setattr(Hierarchy, "announce_prompt", lambda _self, chain: told.append(len(chain)))
     keys = make_keys(12)
     for admission in ("all", "while-used", "reuse"):
         settings = {"ssd": replace(SERVER_SSD, admission=admission)}

@@ -118,7 +118,7 @@ def test_at_the_end_everything_is_written_whatever_the_filter_says(rig: Rig) -> 
 def test_policy_and_filter_are_told_of_prompts() -> None:
     policy, admission = Watching(), Refusing()
     rig, plain = Rig(8, policy=policy, admission=admission), Rig(8)
-    rig.hierarchy.observe(keys(1, 2, 3))
+    rig.hierarchy.announce_prompt(keys(1, 2, 3))
     assert policy.chains == admission.chains == [[key(1), key(2), key(3)]]
     assert rig.hierarchy.learns and not plain.hierarchy.learns
     assert rig.hierarchy.close(1.0) and plain.hierarchy.close(1.0)
@@ -145,14 +145,14 @@ def test_a_store_that_learns_is_told_of_prompts_and_its_faults_are_counted() -> 
     slab = CpuSlab(LAYOUT, 8 * LAYOUT.slot_bytes)
     hierarchy = Hierarchy(slab, [other, store], wakeup=lambda: None)
     assert hierarchy.learns, "for a store, though the slab evicts by plain LRU"
-    hierarchy.observe(keys(1, 2, 3))
+    hierarchy.announce_prompt(keys(1, 2, 3))
     store.fails = True
-    hierarchy.observe(keys(4))
+    hierarchy.announce_prompt(keys(4))
     assert store.chains == [keys(1, 2, 3)]
     assert hierarchy.stats()["learning"].errors == {"OSError": 1}
     store.learns = False
     assert not hierarchy.learns
-    hierarchy.observe(keys(5))
+    hierarchy.announce_prompt(keys(5))
     assert hierarchy.stats()["learning"].errors == {"OSError": 1}
     assert hierarchy.close(1.0)
 
@@ -184,7 +184,7 @@ def test_a_shared_store_gets_every_block_at_once_and_the_other_one_in_need() -> 
     assert shared.lookup(keys(1, 2)) == [Answer.HIT] * 2
     hierarchy.poll()  # takes the completions in, which give the slots back
     slab.forget(slab.keys())
-    assert hierarchy.find(keys(1, 2)).tiers == ["shared", "shared"]
+    assert hierarchy.find_prefix(keys(1, 2)).tiers == ["shared", "shared"]
     hierarchy.end_load(hierarchy.begin_load(keys(1, 2)))
     hierarchy.poll()
     assert slab.lookup(keys(1, 2)) == [Answer.HIT] * 2

@@ -19,7 +19,7 @@ from ..rig import LAYOUT, WAIT_SECONDS, Rig, keys, with_rig
 
 def test_a_stored_block_is_found_and_loaded(rig: Rig) -> None:
     rig.put(1, 2, 3)
-    assert rig.hierarchy.find(keys(1, 2, 9, 3)) == Prefix(["cpu", "cpu"], False)
+    assert rig.hierarchy.find_prefix(keys(1, 2, 9, 3)) == Prefix(["cpu", "cpu"], False)
     assert rig.get(1, 2, 3) == [0, 1, 2]
 
 
@@ -53,7 +53,7 @@ def test_two_loads_share_one_read(rig: Rig) -> None:
     first = rig.hierarchy.begin_load(keys(1, 2))
     second = rig.hierarchy.begin_load(keys(1, 2, 3))
     third = rig.hierarchy.begin_load(keys(1))
-    assert not first.done()
+    assert not first.is_complete()
     assert second.tiers == ["ssd"] * 3
     assert rig.store.batches == [("load", 2), ("load", 1)]
     assert rig.traffic().active_promotions == 2
@@ -73,13 +73,13 @@ def test_blocks_being_read_may_be_joined_and_blocks_being_stored_are_pending(rig
     rig.store.hold_loads = True
     reading = rig.hierarchy.begin_load(keys(1))
     storing = rig.hierarchy.begin_store(keys(2))
-    assert rig.hierarchy.find(keys(1)) == Prefix(["ssd"], False)
-    assert rig.hierarchy.find(keys(5, 2)) == Prefix(["cpu"], True)
+    assert rig.hierarchy.find_prefix(keys(1)) == Prefix(["ssd"], False)
+    assert rig.hierarchy.find_prefix(keys(5, 2)) == Prefix(["cpu"], True)
     assert rig.finish(rig.hierarchy.begin_load(keys(5, 2, 1))) == [0]  # as far as it is known
     rig.hierarchy.end_store(storing, ok=False)
     rig.store.release()
     assert rig.finish(reading) == [0]
-    assert rig.hierarchy.find(keys(1)) == Prefix(["cpu"], False)
+    assert rig.hierarchy.find_prefix(keys(1)) == Prefix(["cpu"], False)
 
 
 def test_a_block_that_is_forgotten_while_it_is_read_is_not_joined(rig: Rig) -> None:
@@ -87,7 +87,7 @@ def test_a_block_that_is_forgotten_while_it_is_read_is_not_joined(rig: Rig) -> N
     rig.put_below(1, 2)
     rig.store.hold_loads = True
     reading = rig.hierarchy.begin_load(keys(1, 2))
-    rig.hierarchy.drop(keys(2))
+    rig.hierarchy.forget_blocks(keys(2))
     rig.put_below(2)
     joining = rig.hierarchy.begin_load(keys(1, 2))
     assert joining.begun == 1 and joining.tiers[:1] == ["ssd"]
@@ -107,7 +107,7 @@ def test_a_late_read_fails_and_cannot_touch_a_slot_of_others(rig: Rig) -> None:
     assert time.monotonic() - began < WAIT_SECONDS
     assert rig.errors() == {"late": 1}
     # Nobody waits for it any more, and nobody joins it.
-    assert rig.hierarchy.find(keys(1)) == Prefix([], False)
+    assert rig.hierarchy.find_prefix(keys(1)) == Prefix([], False)
     assert rig.get(1) == []
     # Its slots stay reserved however much room is needed.
     rig.put(*range(10, 40))
@@ -166,7 +166,7 @@ def test_a_look_up_that_fails_is_a_miss(rig: Rig) -> None:
         raise RuntimeError("a bug in a store")
 
     rig.store.fault = broken
-    assert rig.hierarchy.find(keys(1, 2)) == Prefix(["cpu"], False)
+    assert rig.hierarchy.find_prefix(keys(1, 2)) == Prefix(["cpu"], False)
     assert rig.get(1, 2) == [0]
     assert rig.errors()["RuntimeError"] == 2
     rig.store.fault = None
@@ -268,7 +268,7 @@ def test_without_a_store_the_slab_is_all_there_is() -> None:
     for number in range(8):
         hierarchy.end_store(hierarchy.begin_store(keys(number)), ok=True)
     assert not hierarchy.poll()
-    assert hierarchy.find(keys(7, 6, 0)) == Prefix(["cpu", "cpu"], False)
+    assert hierarchy.find_prefix(keys(7, 6, 0)) == Prefix(["cpu", "cpu"], False)
     assert set(hierarchy.stats()) == {"cpu"}
     assert hierarchy.flush(0.0)
     assert hierarchy.close(1.0)
@@ -292,7 +292,7 @@ def test_a_poll_costs_nothing_while_nothing_happens(
     ticket = rig.hierarchy.begin_load(keys(9))
     rig.hierarchy.poll()
     rig.store.release()
-    assert rig.hierarchy.poll() and ticket.done()
+    assert rig.hierarchy.poll() and ticket.is_complete()
     assert rig.finish(ticket) == [0]
 
 

@@ -131,7 +131,7 @@ def test_blocks_of_a_hung_write_stay_pinned_and_their_number_is_bounded(drill: D
     pinned = drill.slab.stats().pinned_blocks
     assert drill.traffic.late_write_blocks <= pinned <= LATE_SHARE * SLOTS
     assert drill.traffic.lost_blocks > 300, "what could not be written was dropped and counted"
-    assert drill.hierarchy.find(keys(499)).tiers == ["cpu"], "the slab goes on with the rest"
+    assert drill.hierarchy.find_prefix(keys(499)).tiers == ["cpu"], "the slab goes on with the rest"
 
 
 def test_it_is_written_to_again(drill: Drill) -> None:
@@ -172,9 +172,9 @@ def test_reads_go_on_where_writes_hang(drill: Drill) -> None:
     for number in range(100, 200):
         drill.put(number)
     drill.wait_for(lambda: drill.traffic.write_breaker != "closed", 1.0)
-    assert drill.hierarchy.find(keys(written[0])).tiers == ["ssd"]
+    assert drill.hierarchy.find_prefix(keys(written[0])).tiers == ["ssd"]
     ticket = drill.hierarchy.begin_load(keys(written[0]))
-    drill.wait_for(ticket.done, 1.0)
+    drill.wait_for(ticket.is_complete, 1.0)
     assert ticket.slots != [None]
     drill.hierarchy.end_load(ticket)
 

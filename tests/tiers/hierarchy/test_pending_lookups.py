@@ -88,16 +88,16 @@ def test_a_look_up_says_that_an_answer_is_coming(
     hierarchy = make(far, woken=woken)
     wanted = keys(1, 2, 3)
     far.there.update(wanted[:2])
-    assert not hierarchy.find(wanted).asked, "nobody has asked"
+    assert not hierarchy.find_prefix(wanted).asked, "nobody has asked"
     assert hierarchy.prefetch_lookup(wanted)
-    prefix = hierarchy.find(wanted)
+    prefix = hierarchy.find_prefix(wanted)
     assert (prefix.tiers, prefix.asked, prefix.pending) == ([], True, False)
     version = hierarchy.version
     far.answer()
     assert woken, "whoever waits for it is woken"
     assert hierarchy.poll()
     assert hierarchy.version != version
-    prefix = hierarchy.find(wanted)
+    prefix = hierarchy.find_prefix(wanted)
     assert (prefix.tiers, prefix.asked) == (["remote"] * 2, False)
     assert not hierarchy.prefetch_lookup(wanted), "it is known by now"
 
@@ -106,7 +106,9 @@ def test_only_the_first_unknown_block_counts(far: FarStore, make: Callable[..., 
     hierarchy = make(far)
     far.asked.append((keys(3), Future()))
     hierarchy.prefetch_lookup(keys(9))
-    assert not hierarchy.find(keys(1, 2, 3)).asked, "the first is a miss, whatever comes later"
+    assert not hierarchy.find_prefix(keys(1, 2, 3)).asked, (
+        "the first is a miss, whatever comes later"
+    )
     far.answer()
     far.answer()
 
@@ -119,7 +121,7 @@ def test_what_a_nearer_tier_has_is_not_waited_for(
     near.store(keys(1), buffers).result(0)
     hierarchy = make(near, far)
     assert hierarchy.prefetch_lookup(keys(1, 2))
-    prefix = hierarchy.find(keys(1, 2))
+    prefix = hierarchy.find_prefix(keys(1, 2))
     assert (prefix.tiers, prefix.asked) == (["ssd"], True)
     far.answer()
 
@@ -131,7 +133,7 @@ def test_a_pending_of_nobodys_question_is_a_miss(
     hierarchy = make(far)
     far.asked.append((keys(1), Future()))  # not asked through the hierarchy
     assert far.lookup(keys(1)) == [Answer.PENDING]
-    prefix = hierarchy.find(keys(1))
+    prefix = hierarchy.find_prefix(keys(1))
     assert (prefix.tiers, prefix.asked) == ([], False)
     far.answer()
 
@@ -145,7 +147,7 @@ def test_a_question_that_fails_is_a_miss_and_counted(
     far.answer(TierError("no answer in time"))
     assert woken
     hierarchy.poll()
-    prefix = hierarchy.find(keys(1))
+    prefix = hierarchy.find_prefix(keys(1))
     assert (prefix.tiers, prefix.asked) == ([], False)
     assert sum(hierarchy.stats()["remote"].errors.values()) == 1
 
@@ -157,7 +159,7 @@ def test_a_question_that_was_given_up_ends_too(
     assert hierarchy.prefetch_lookup(keys(1))
     far.asked[0][1].cancel()
     hierarchy.poll()
-    assert not hierarchy.find(keys(1)).asked
+    assert not hierarchy.find_prefix(keys(1)).asked
 
 
 @pytest.mark.parametrize(
@@ -180,11 +182,11 @@ def test_several_questions_at_a_time(far: FarStore, make: Callable[..., Hierarch
     assert hierarchy.prefetch_lookup(keys(1)) and hierarchy.prefetch_lookup(keys(2))
     far.answer()
     hierarchy.poll()
-    assert hierarchy.find(keys(1)).tiers == ["remote"]
-    assert hierarchy.find(keys(2)).asked, "its own is still open"
+    assert hierarchy.find_prefix(keys(1)).tiers == ["remote"]
+    assert hierarchy.find_prefix(keys(2)).asked, "its own is still open"
     far.answer()
     hierarchy.poll()
-    assert hierarchy.find(keys(2)).tiers == ["remote"]
+    assert hierarchy.find_prefix(keys(2)).tiers == ["remote"]
 
 
 def test_an_answer_that_comes_when_all_is_closed(far: FarStore) -> None:

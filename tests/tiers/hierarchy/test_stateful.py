@@ -107,7 +107,7 @@ class Tiers(RuleBasedStateMachine):
     def serve(self, prompts: list[list[bytes]]) -> None:
         """What a pool does for a prompt: take what there is, store what it then computes."""
         for prompt in prompts:
-            self.hierarchy.observe(prompt)
+            self.hierarchy.announce_prompt(prompt)
             self.begin_load(prompt)
             self.end_load(-1, waits=True)
             self.begin_store(prompt)
@@ -141,14 +141,14 @@ class Tiers(RuleBasedStateMachine):
     def end_load(self, which: int, waits: bool) -> None:
         ticket = self.loads.pop(which % len(self.loads))
         deadline = time.monotonic() + WAIT_SECONDS
-        while waits and not ticket.done():
+        while waits and not ticket.is_complete():
             assert self.take_completion(deadline - time.monotonic()), "no wake-up came"
         self.check(ticket)
         self.hierarchy.end_load(ticket)
 
     @rule(chain=st.sampled_from(CHAINS))
     def find(self, chain: list[bytes]) -> None:
-        found = self.hierarchy.find(chain).tiers
+        found = self.hierarchy.find_prefix(chain).tiers
         assert set(chain[: len(found)]) <= self.stored
 
     @rule()
@@ -199,12 +199,12 @@ class Tiers(RuleBasedStateMachine):
             assert stats.blocks <= stats.capacity_blocks
             assert not stats.rejected
         for ticket in self.loads:
-            if ticket.done():
+            if ticket.is_complete():
                 self.check(ticket)
 
     def check(self, ticket: LoadTicket) -> None:
         """Slots of a load hold what was stored, for as long as it is open."""
-        if ticket.done():
+        if ticket.is_complete():
             for key, slot in zip(ticket.keys, ticket.slots, strict=True):
                 if slot is not None:
                     held = bytes(self.slab.buffer(slot)[: LAYOUT.page_bytes])

@@ -49,7 +49,7 @@ def test_a_block_forgotten_while_it_is_written_goes_when_it_arrives(rig: Rig) ->
     rig.store.hold_stores = True
     rig.put(*range(13))
     gone, stays = rig.store.written[:2]
-    rig.hierarchy.drop([gone])
+    rig.hierarchy.forget_blocks([gone])
     rig.store.hold_stores = False
     rig.store.release()
     rig.hierarchy.poll()

@@ -34,9 +34,9 @@ def entry_of(folder: Path) -> Path:
 
 
 def test_what_is_added_is_found_by_another_process(cache: DigestCache, folder: Path) -> None:
-    assert cache.find(STATE) is None
+    assert cache.load_digest(STATE) is None
     cache.add(STATE, DIGEST)
-    assert DigestCache(folder).find(STATE) == DIGEST
+    assert DigestCache(folder).load_digest(STATE) == DIGEST
     assert stat.S_IMODE(entry_of(folder).stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
@@ -45,19 +45,23 @@ def test_what_is_added_is_found_by_another_process(cache: DigestCache, folder: P
 def test_each_part_of_the_state_counts(cache: DigestCache, field: str) -> None:
     cache.add(STATE, DIGEST)
     for step in (1, -1, 2**32):
-        assert cache.find(STATE._replace(**{field: getattr(STATE, field) + step})) is None
+        assert cache.load_digest(STATE._replace(**{field: getattr(STATE, field) + step})) is None
 
 
 def test_y01_the_same_numbers_on_another_file_system_are_another_file(cache: DigestCache) -> None:
     cache.add(STATE, DIGEST, 5)
-    assert (cache.find(STATE, 5), cache.find(STATE, 6), cache.find(STATE)) == (DIGEST, None, None)
+    assert (cache.load_digest(STATE, 5), cache.load_digest(STATE, 6), cache.load_digest(STATE)) == (
+        DIGEST,
+        None,
+        None,
+    )
 
 
 def test_a_later_state_takes_the_place_of_an_earlier_one(cache: DigestCache, folder: Path) -> None:
     cache.add(STATE, DIGEST)
     later = STATE._replace(ctime_ns=12)
     cache.add(later, bytes(32))
-    assert (cache.find(STATE), cache.find(later)) == (None, bytes(32))
+    assert (cache.load_digest(STATE), cache.load_digest(later)) == (None, bytes(32))
     entry_of(folder)
 
 
@@ -67,19 +71,19 @@ def test_a_damaged_entry_is_ignored(cache: DigestCache, folder: Path) -> None:
     good = entry.read_bytes()
     for place in range(len(good)):
         entry.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
-        assert cache.find(STATE) is None, place
+        assert cache.load_digest(STATE) is None, place
     for content in (b"", good[:-1], good + b"\0"):
         entry.write_bytes(content)
-        assert cache.find(STATE) is None
+        assert cache.load_digest(STATE) is None
     entry.write_bytes(good)
-    assert cache.find(STATE) == DIGEST
+    assert cache.load_digest(STATE) == DIGEST
 
 
 def test_an_entry_of_another_file_is_ignored(cache: DigestCache, folder: Path) -> None:
     cache.add(STATE, DIGEST)
     other = STATE._replace(inode=9)
     entry_of(folder).rename(folder / "7-9")
-    assert cache.find(other) is None and cache.find(STATE) is None
+    assert cache.load_digest(other) is None and cache.load_digest(STATE) is None
 
 
 def test_what_others_may_have_written_is_ignored(cache: DigestCache, folder: Path) -> None:
@@ -87,35 +91,35 @@ def test_what_others_may_have_written_is_ignored(cache: DigestCache, folder: Pat
     entry = entry_of(folder)
     for mode in (0o620, 0o602, 0o640, 0o666):
         entry.chmod(mode)
-        assert cache.find(STATE) is None, oct(mode)
+        assert cache.load_digest(STATE) is None, oct(mode)
     entry.chmod(0o600)
     for mode in (0o770, 0o707):
         folder.chmod(mode)
-        assert cache.find(STATE) is None, oct(mode)
+        assert cache.load_digest(STATE) is None, oct(mode)
     folder.chmod(0o700)
     os.link(entry, folder.parent / "link")
-    assert cache.find(STATE) is None
+    assert cache.load_digest(STATE) is None
     (folder.parent / "link").unlink()
-    assert cache.find(STATE) == DIGEST
+    assert cache.load_digest(STATE) == DIGEST
     entry.rename(folder.parent / "moved")
     entry.symlink_to(folder.parent / "moved")
-    assert cache.find(STATE) is None
+    assert cache.load_digest(STATE) is None
     entry.unlink()
     os.mkfifo(entry, 0o600)
-    assert cache.find(STATE) is None
+    assert cache.load_digest(STATE) is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_what_belongs_to_another_user_is_ignored(cache: DigestCache, folder: Path) -> None:
     cache.add(STATE, DIGEST)
     os.chown(entry_of(folder), 12345, -1)
-    assert cache.find(STATE) is None
+    assert cache.load_digest(STATE) is None
     os.chown(entry_of(folder), 0, -1)
     os.chown(folder, 12345, -1)
-    assert cache.find(STATE) is None
+    assert cache.load_digest(STATE) is None
     cache.add(STATE, bytes(32))  # says nothing
     os.chown(folder, 0, -1)
-    assert cache.find(STATE) == DIGEST
+    assert cache.load_digest(STATE) == DIGEST
 
 
 def test_without_a_folder_nothing_is_remembered(tmp_path: Path) -> None:
@@ -123,7 +127,7 @@ def test_without_a_folder_nothing_is_remembered(tmp_path: Path) -> None:
     for folder in (None, tmp_path / "file" / "digests"):
         cache = DigestCache(folder)
         cache.add(STATE, DIGEST)
-        assert cache.find(STATE) is None
+        assert cache.load_digest(STATE) is None
 
 
 @pytest.mark.parametrize(
@@ -159,7 +163,7 @@ def test_the_oldest_entries_make_room(
         cache.add(STATE._replace(inode=inode), DIGEST)
         (folder / f"7-{inode:x}").touch()
         os.utime(folder / f"7-{inode:x}", ns=(inode, inode))
-    kept = [inode for inode in range(5) if cache.find(STATE._replace(inode=inode))]
+    kept = [inode for inode in range(5) if cache.load_digest(STATE._replace(inode=inode))]
     assert kept == [2, 3, 4]
 
 

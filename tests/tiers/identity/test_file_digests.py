@@ -141,10 +141,10 @@ def test_y01_a_mapped_write_behind_the_hashing_is_seen(tmp_path: Path) -> None:
 def test_a_young_file_is_read_again(tmp_path: Path) -> None:
     path, cache = tmp_path / "file", DigestCache(tmp_path / "cache")
     path.write_bytes(b"content")
-    state = FileState.of(path.stat())
+    state = FileState.from_stat(path.stat())
     digest_of(path, cache)
     if time.time_ns() - state.ctime_ns < YOUNG_NS:
-        assert cache.find(state) is None
+        assert cache.load_digest(state) is None
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(
@@ -162,7 +162,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     monkeypatch.setattr(os, "preadv", read_and_change)
     with pytest.raises(ConfigError, match="was changed while it was read; start again"):
         digest_of(path, cache)
-    assert cache.find(FileState.of(path.stat())) is None
+    assert cache.load_digest(FileState.from_stat(path.stat())) is None
 
 
 @pytest.mark.parametrize("length", [0, OSError(errno.EIO, os.strerror(errno.EIO))])

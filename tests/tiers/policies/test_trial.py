@@ -12,7 +12,7 @@ CHAIN = [b"a", b"b", b"c"]
 def _warm(trial: Trial) -> None:
     for _ in range(WARM_UP):
         assert not trial.is_trusted
-        trial.observe(CHAIN, 3)
+        trial.compare_prompt(CHAIN, 3)
     assert trial.is_trusted
 
 
@@ -20,18 +20,18 @@ def test_it_is_trusted_after_the_warm_up_and_while_it_serves_as_much() -> None:
     trial = Trial(10)
     _warm(trial)
     for _ in range(2000):
-        trial.observe(CHAIN, 3)
+        trial.compare_prompt(CHAIN, 3)
         assert trial.is_trusted
 
 
 def test_one_bad_prompt_is_chance_and_many_are_not() -> None:
     trial = Trial(10)
     _warm(trial)
-    trial.observe(CHAIN, 0)
+    trial.compare_prompt(CHAIN, 0)
     assert trial.is_trusted
     prompts = 0
     while trial.is_trusted:
-        trial.observe(CHAIN, 0)
+        trial.compare_prompt(CHAIN, 0)
         prompts += 1
     assert prompts < 10
 
@@ -41,10 +41,10 @@ def test_each_time_it_is_set_aside_for_twice_as_long() -> None:
     _warm(trial)
     for times in (1, 2, 4):
         while trial.is_trusted:
-            trial.observe(CHAIN, 0)
+            trial.compare_prompt(CHAIN, 0)
         aside = 0
         while not trial.is_trusted:
-            trial.observe(CHAIN, 0)
+            trial.compare_prompt(CHAIN, 0)
             aside += 1
         assert aside == times * SUSPEND
 

@@ -31,7 +31,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
 
 def test_nothing_is_shown_unless_named() -> None:
     nothing = Credentials()
-    nothing.check()
+    nothing.check_files()
     assert nothing.metadata() == ()
     assert nothing.context().verify_mode is ssl.CERT_REQUIRED
     assert isinstance(nothing.grpc(), grpc.ChannelCredentials)
@@ -39,7 +39,7 @@ def test_nothing_is_shown_unless_named() -> None:
 
 def test_everything_from_files(files: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
     credentials = Credentials(**files)
-    credentials.check()
+    credentials.check_files()
     assert credentials.metadata() == (("authorization", "Bearer a token of some length"),)
     context = credentials.context()
     assert context.check_hostname and context.verify_mode is ssl.CERT_REQUIRED
@@ -71,7 +71,7 @@ def test_a_file_without_a_token(files: dict[str, Path], content: bytes) -> None:
 def test_a_file_that_is_not_there(files: dict[str, Path], name: str) -> None:
     files[name].unlink()
     with pytest.raises(TierConfigError, match=f"{name} cannot be read: No such file"):
-        Credentials(**files).check()
+        Credentials(**files).check_files()
 
 
 @pytest.mark.parametrize("name", ["ca_file", "cert_file", "key_file"])
@@ -94,7 +94,7 @@ def test_secrets_that_others_can_read(
     files: dict[str, Path], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     files[name].chmod(0o640)
-    Credentials(**files).check()
+    Credentials(**files).check_files()
     (record,) = caplog.records
     assert "can be read by other users; `chmod 600` it" in record.getMessage()
 

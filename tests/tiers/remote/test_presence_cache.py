@@ -58,7 +58,7 @@ def test_what_was_forgotten_or_displaced_is_not_counted() -> None:
     keys = make_keys(6)
     presence.learn(keys[:3], [True, True, False])
     assert (len(presence), presence.hits) == (3, 2)
-    assert presence.forget(keys[:1] + keys[5:]) == 1
+    assert presence.invalidate_keys(keys[:1] + keys[5:]) == 1
     presence.learn(keys[1:5], [True] * 4)
     assert (len(presence), presence.hits) == (3, 3)
     assert presence.answers(keys) == [MISS, MISS, HIT, HIT, HIT, MISS]

@@ -318,7 +318,7 @@ def test_a_token_that_others_can_read_is_warned_of(
     path = tmp_path / "token"
     path.write_text("a token")
     path.chmod(0o644)
-    Credentials(token_file=path).check()
+    Credentials(token_file=path).check_files()
     assert "can be read by other users" in caplog.text
 
 

@@ -214,7 +214,7 @@ def test_an_end_from_another_thread(liar: Liar, connection: StreamConnection) ->
     with ThreadPoolExecutor(1) as pool:
         loading: Future[Any] = pool.submit(load, connection)
         time.sleep(0.1)
-        connection.abort()
+        connection.abort_call()
         with pytest.raises(ConnectionLost, match="CANCELLED"):
             loading.result(WAIT_SECONDS)
     with pytest.raises(ConnectionLost, match="the call was ended"):

@@ -161,7 +161,7 @@ class Waiting:
     def __init__(self) -> None:
         self.aborted, self.closed_by = threading.Event(), ""
 
-    def abort(self) -> None:
+    def abort_call(self) -> None:
         self.aborted.set()
 
     def close(self) -> None:

@@ -62,13 +62,13 @@ def test_reader_sees_what_the_slab_holds(index: SlabIndex, reader: SlabReader, s
     reader.refresh()
     now = time.monotonic()
     for key in keys:
-        (found,) = reader.hold([key], now + LATER)
+        (found,) = reader.acquire_blocks([key], now + LATER)
         assert (found is not None) == (key in slots.values())
         if found is not None:
             assert slots[found.slot] == key
             assert found.proof == proof_of(key)
             assert index.is_held(found.slot)
-            reader.release([found.slot])
+            reader.release_slots([found.slot])
             assert not index.is_held(found.slot)
 
 
@@ -94,7 +94,7 @@ def test_block_that_went_since_the_last_look_is_not_held(
     reader.refresh()
     index.retract(0)
     index.publish(0, second, proof_of(second))
-    assert reader.hold([first], time.monotonic() + LATER) == [None]
+    assert reader.acquire_blocks([first], time.monotonic() + LATER) == [None]
     assert not index.is_held(0)
     assert not reader.is_still(first, 0)
     assert reader.is_still(second, 0)
@@ -106,18 +106,18 @@ def test_holds_have_a_share_and_an_end(index: SlabIndex, reader: SlabReader) -> 
         index.publish(slot, key, proof_of(key))
     reader.refresh()
     now = time.monotonic()
-    found = reader.hold(keys, now + LATER)
+    found = reader.acquire_blocks(keys, now + LATER)
     assert [each is not None for each in found] == [True] * 4 + [False] * 4
     # One that is held already may be held again.
-    (again,) = reader.hold(keys[:1], now + LATER)
+    (again,) = reader.acquire_blocks(keys[:1], now + LATER)
     assert again is not None
-    reader.release([again.slot])
+    reader.release_slots([again.slot])
     assert index.is_held(again.slot)
-    reader.release([each.slot for each in found if each is not None])
+    reader.release_slots([each.slot for each in found if each is not None])
     assert not any(map(index.is_held, range(SLOTS)))
     # Nothing is held for ever, whatever the other process writes there.
-    reader.hold(keys[:1], now - 1)
-    reader.hold(keys[1:2], now + 2 * MAX_HOLD_SECONDS)
+    reader.acquire_blocks(keys[:1], now - 1)
+    reader.acquire_blocks(keys[1:2], now + 2 * MAX_HOLD_SECONDS)
     assert not any(map(index.is_held, range(SLOTS)))
 
 
@@ -125,10 +125,10 @@ def test_what_a_dead_process_held_is_free_again(index: SlabIndex, reader: SlabRe
     (key,) = make_keys(1)
     index.publish(0, key, proof_of(key))
     reader.refresh()
-    reader.hold([key], time.monotonic() + LATER)
+    reader.acquire_blocks([key], time.monotonic() + LATER)
     index.release_all()
     assert not index.is_held(0)
-    reader.hold([key], time.monotonic() + LATER)
+    reader.acquire_blocks([key], time.monotonic() + LATER)
     SlabReader(index.fd, SLOTS, share=0.5).close()  # the next one begins with nothing
     assert not index.is_held(0)
 
@@ -141,7 +141,7 @@ def test_record_that_is_being_written_is_nothing(index: SlabIndex, reader: SlabR
     index._memory[at] = sequence - 1  # its writer was stopped in the middle
     assert not reader.refresh().stored
     index._memory[at] = sequence
-    index._note(0)
+    index._append_journal(0)
     assert reader.refresh().stored == [key]
 
 

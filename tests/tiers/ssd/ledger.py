@@ -66,7 +66,7 @@ class Verdict:
     def __init__(self, path: Path, capacity: int, mac_key: MacKey | None = None) -> None:
         store = SsdStore(path, ODD, capacity, mac_key=mac_key)
         try:
-            rows = list(store._opened.index_file.rows())
+            rows = list(store._opened.index_file.iter_rows())
             self.rows = {row.slot: row.key for row in rows}
             known = store_keys(store)
             found = fetch(store, known)

@@ -36,7 +36,7 @@ def capacity_for(slots: int, layout: BlockLayout = SMALL) -> int:
 
 def batch_of(rows: Sequence[Row]) -> RowBatch:
     """A batch of rows that are in the order of their slots."""
-    return RowBatch.of(rows)
+    return RowBatch.from_rows(rows)
 
 
 def store_keys(store: SsdStore) -> list[bytes]:

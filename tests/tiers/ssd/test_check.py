@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
 
 def rows_of(path: Path) -> dict[bytes, Row]:
     index = IndexFile(path / "index", 0)
-    rows = {row.key: row for row in index.rows()}
+    rows = {row.key: row for row in index.iter_rows()}
     index.close()
     return rows
 

@@ -42,7 +42,7 @@ class Halving(Codec):
     is_lossless = False
 
     @classmethod
-    def check(cls, layout: BlockLayout) -> None:
+    def validate_layout(cls, layout: BlockLayout) -> None:
         pass
 
     def encode(self, payload: memoryview, out: memoryview) -> int | None:
@@ -114,7 +114,7 @@ def served(store: SsdStore, keys: list[bytes], share: float = 0.9) -> set[bytes]
 
 def rows_of(path: Path) -> dict[bytes, Row]:
     index = IndexFile(path / "index", 0)
-    rows = {row.key: row for row in index.rows()}
+    rows = {row.key: row for row in index.iter_rows()}
     index.close()
     return rows
 

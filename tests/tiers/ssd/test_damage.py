@@ -58,7 +58,7 @@ class Victim:
 
     def read_slots(self) -> dict[bytes, int]:
         index = index_file.IndexFile(self.path / "index", 0)
-        slots = {row.key: row.slot for row in index.rows()}
+        slots = {row.key: row.slot for row in index.iter_rows()}
         index.close()
         return slots
 

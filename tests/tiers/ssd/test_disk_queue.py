@@ -68,7 +68,7 @@ def pages(count: int) -> memoryview:
 def wait_for(queue: DiskQueue, count: int) -> dict[int, Result]:
     results: dict[int, Result] = {}
     while len(results) < count:
-        found = queue.finished()
+        found = queue.wait_completions()
         assert found, "a wait that brings nothing"
         assert not results.keys() & {number for number, _ in found}
         results |= dict(found)

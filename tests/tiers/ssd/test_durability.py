@@ -296,10 +296,12 @@ def test_batches_that_are_written_are_ended_together(
     monkeypatch.setattr(IndexFile, "put", noting(events, "row", IndexFile.put))
     assert store_three_batches(store, monkeypatch, keys) == [Stored.KEPT] * 3
     assert events == ["sync", "row"]
-    assert [row.key for row in store._state.index.rows()] == keys, "the oldest is evicted first"
+    assert [row.key for row in store._state.index.iter_by_use()] == keys, (
+        "the oldest is evicted first"
+    )
     store.close(SECONDS)
     store = open_store()
-    assert [row.key for row in store._state.index.rows()] == keys
+    assert [row.key for row in store._state.index.iter_by_use()] == keys
     assert None not in fetch(store, keys)
 
 
@@ -377,7 +379,9 @@ def test_a_due_sync_does_not_wait_for_a_slow_write(
     store = open_store(durability="async")
     steps: list[str] = []
     events: list[str] = []
-    monkeypatch.setattr(writer.Writer, "_step", noting(steps, "step", writer.Writer._step))
+    monkeypatch.setattr(
+        writer.Writer, "_advance_batches", noting(steps, "step", writer.Writer._advance_batches)
+    )
     monkeypatch.setattr(IndexFile, "put", noting(events, "row", IndexFile.put))
     two = TwoBatches(store, monkeypatch)
     assert two.first.result(SECONDS) == [Stored.KEPT]

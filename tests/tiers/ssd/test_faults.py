@@ -153,12 +153,12 @@ def test_a_thread_whose_queue_fails_ends_what_is_with_the_disk(
     left = [RuntimeError("as asked")]
     for queue in (AioQueue, BlockingQueue):
 
-        def finished(self: Any, real: Callable[..., Any] = queue.finished) -> Any:
+        def finished(self: Any, real: Callable[..., Any] = queue.wait_completions) -> Any:
             if left:
                 raise left.pop()
             return real(self)
 
-        monkeypatch.setattr(queue, "finished", finished)
+        monkeypatch.setattr(queue, "wait_completions", finished)
     assert put(store, keys) == [False] * 10
     assert put(store, keys) == [True] * 10
     left.append(RuntimeError("again"))

@@ -50,7 +50,7 @@ class Meeting:
         self.results: list[object] = []
         self._barrier = threading.Barrier(expected)
 
-    def prepare(self, run: range, scratch: Scratch) -> None:
+    def prepare_run(self, run: range, scratch: Scratch) -> None:
         """Nothing to prepare."""
 
     def start(self, run: range, _scratch: Scratch, _disk: DiskQueue, _number: int) -> None:
@@ -58,7 +58,7 @@ class Meeting:
         self.seen.append((threading.current_thread().name, run))
         raise KeyError("as asked")
 
-    def finish(self, done: Sequence[Done]) -> tuple[()]:
+    def complete_runs(self, done: Sequence[Done]) -> tuple[()]:
         self.results += (result for _, _, result in done)
         return ()
 
@@ -152,8 +152,8 @@ class CountingQueue:
     def submit(self) -> None:
         self._real.submit()
 
-    def finished(self) -> list[tuple[int, Result]]:
-        found = self._real.finished()
+    def wait_completions(self) -> list[tuple[int, Result]]:
+        found = self._real.wait_completions()
         self._flying -= len(found)
         return found
 
@@ -171,14 +171,14 @@ class Reading:
         self._pages = [memoryview(mmap.mmap(-1, ALIGNMENT)) for _ in slots]
         self._again = again
 
-    def prepare(self, run: range, scratch: Scratch) -> None:
+    def prepare_run(self, run: range, scratch: Scratch) -> None:
         """A read takes none."""
 
     def start(self, run: range, scratch: Scratch, disk: DiskQueue, number: int) -> None:
         pages = self._pages[run.start : run.stop]
         self._slot_file.start_read(disk, number, self._slots[run.start], pages, scratch)
 
-    def finish(self, done: Sequence[Done]) -> list[range]:
+    def complete_runs(self, done: Sequence[Done]) -> list[range]:
         if self._again:
             self._again -= 1
             return [run for run, _, _ in done]

@@ -24,8 +24,8 @@ def test_the_newest_batch_comes_first_and_each_head_first() -> None:
     blocks.add(older)
     blocks.add(newer)
     assert len(blocks) == 5
-    assert blocks.take() == newer + older
-    assert not blocks and blocks.take() == []
+    assert blocks.drain_entries() == newer + older
+    assert not blocks and blocks.drain_entries() == []
 
 
 def test_they_are_due_a_while_after_the_first_or_when_they_are_many(
@@ -41,7 +41,7 @@ def test_they_are_due_a_while_after_the_first_or_when_they_are_many(
     assert not blocks.is_due() and blocks.seconds_left() == row_writer.SYNC_SECONDS / 2
     now += row_writer.SYNC_SECONDS / 2
     assert blocks.is_due() and blocks.seconds_left() == 0.0
-    blocks.take()
+    blocks.drain_entries()
     assert not blocks.is_due()
     blocks.add(entries(ROWS_PER_COMMIT))
     assert blocks.is_due(), "the time begins anew, but they are as many as a commit takes"
@@ -53,4 +53,4 @@ def test_a_slot_that_left_is_not_committed_for_what_it_held() -> None:
     blocks.add([first, second])
     again = first._replace(generation=999)
     blocks.slots_left([again, second])
-    assert blocks.take() == [first], "another block's slot is another's"
+    assert blocks.drain_entries() == [first], "another block's slot is another's"

@@ -43,7 +43,7 @@ class Owner:
         """Evict for new blocks and publish as many as fit, head first; the keys that went."""
         before = set(self.index.keys())
         self.index.make_room(len(keys))
-        self.index.release(self.index.take_leaving())
+        self.index.free_entries(self.index.take_leaving())
         entries = []
         for key, slot in zip(keys, self.index.allocate(len(keys)), strict=False):
             self.generation += 1
@@ -71,7 +71,7 @@ def live(owners: list[Owner], rng: random.Random, steps: int, *, told: bool) -> 
         evicted = []
         for owner in owners:
             if told:
-                owner.index.observe(chain, float(now))
+                owner.index.observe_chain(chain, float(now))
             held = [key for key in chain if key in owner.index]
             owner.pin(held)
             evicted.append(owner.take_in([key for key in chain if key not in owner.index]))
@@ -101,7 +101,7 @@ def test_without_prompts_every_kind_of_lru_evicts_the_same(rng: random.Random) -
 def test_an_index_whose_every_block_is_read_makes_no_room() -> None:
     owner = Owner(index_with("adaptive", 4))
     keys = make_keys(5)
-    owner.index.observe(keys, 1.0)
+    owner.index.observe_chain(keys, 1.0)
     owner.take_in(keys[:4])
     owner.pin(keys[:4])
     assert owner.index.make_room(1) == 0

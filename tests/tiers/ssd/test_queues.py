@@ -148,7 +148,7 @@ def test_a_block_that_was_dropped_and_stored_again_is_written_once_more() -> Non
     queue.add([block], jobs[0])
     assert queue.cancel(key)
     queue.add([block], jobs[1])
-    first, second = queue.take(2)
+    first, second = queue.pop_writes(2)
     assert queue.settle([first], {id(first)}) == ([jobs[0]], 1)
     assert key in queue
     queue.add([block], jobs[2])

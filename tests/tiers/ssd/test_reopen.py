@@ -131,7 +131,7 @@ def test_what_was_read_is_what_was_written(rng: random.Random, kind: str) -> Non
     index = SlotIndex(490, [batch_of(rows[:130]), batch_of(rows[130:])])
     kept = [row for row in rows if row.slot < 490]
     assert set(index.keys()) == {row.key for row in kept}
-    assert [(row.slot, row.key) for row in index.rows()] == [
+    assert [(row.slot, row.key) for row in index.iter_by_use()] == [
         (row.slot, row.key) for row in sorted(kept, key=lambda row: row.last_use % 2**62)
     ]
     for row, entry in zip(kept, index.pin([row.key for row in kept]), strict=True):
@@ -148,7 +148,7 @@ def test_free_slots_are_given_out_as_from_a_heap(rng: random.Random) -> None:
         if rng.random() < 0.5:
             count = rng.randrange(20)
             wanted = sorted(model)[:count]
-            assert free.take(count) == wanted
+            assert free.pop_lowest(count) == wanted
             model -= set(wanted)
             taken += wanted
         elif taken:

@@ -56,7 +56,7 @@ def path(tmp_path: Path) -> Path:
 
 def _rows(path: Path) -> dict[bytes, Row]:
     index = IndexFile(path / "index", 0)
-    rows = {row.key: row for row in index.rows()}
+    rows = {row.key: row for row in index.iter_rows()}
     index.close()
     return rows
 

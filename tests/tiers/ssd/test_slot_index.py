@@ -61,10 +61,10 @@ def test_a_slot_is_free_after_its_row_and_its_reader_are_gone(reader_first: bool
     entry = index.pin([key])[0]
     assert entry is not None
     assert index.make_room(1) == 0  # it is being read
-    assert index.forget(entry)
-    assert not index.forget(entry)
+    assert index.remove_entry(entry)
+    assert not index.remove_entry(entry)
     leaving = index.take_leaving()
-    steps = [lambda: index.unpin(entry), lambda: index.release(leaving)]
+    steps = [lambda: index.unpin(entry), lambda: index.free_entries(leaving)]
     for step in steps if reader_first else reversed(steps):
         assert index.allocate(1) == []
         step()
@@ -90,7 +90,7 @@ def test_the_index_never_outgrows_its_room(tmp_path: Path, rng: random.Random, s
         index.put(Row(slot, key, 2, 2) for slot in {*gone, *rng.sample(order, len(order) // 2)})
     index.delete(order)
     index.put(Row(slot, key, 3, 3) for slot in order)
-    assert len(list(index.rows())) == plan.num_slots
+    assert len(list(index.iter_rows())) == plan.num_slots
     assert (tmp_path / "index" / "data.mdb").stat().st_size <= plan.index_bytes
     index.close()
 

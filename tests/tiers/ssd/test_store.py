@@ -233,7 +233,7 @@ def test_opening_twice_never_repeats_a_generation(open_store: Open, tmp_path: Pa
         put(store, make_keys(4, f"{round_number}"))
         store.close(SECONDS)
         index = index_file.IndexFile(tmp_path / "ssd" / "index", 0)
-        new = {row.generation for row in index.rows()} - seen
+        new = {row.generation for row in index.iter_rows()} - seen
         index.close()
         assert len(new) == 4
         seen |= new

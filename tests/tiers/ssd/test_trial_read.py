@@ -88,8 +88,8 @@ class _OneAnswer:
         self._held: list[tuple[int, Result]] = []
         self.start, self.submit, self.close = disk.start, disk.submit, disk.close
 
-    def finished(self) -> list[tuple[int, Result]]:
-        held = self._held or self._disk.finished()
+    def wait_completions(self) -> list[tuple[int, Result]]:
+        held = self._held or self._disk.wait_completions()
         if self._answered.acquire(blocking=False):
             first, *self._held = held
             return [first]

@@ -122,9 +122,9 @@ class CallConnections:
                 strangers.append(connection)
             elif not shares.take_place(known[connection.peer][1]):
                 self._turn_away([connection], SHARE)
-        self._judge(strangers)
+        self._turn_away_strangers(strangers)
 
-    def _judge(self, strangers: list[_Connection]) -> None:
+    def _turn_away_strangers(self, strangers: list[_Connection]) -> None:
         """Strangers, the oldest first."""
         limits = self._limits
         begun = time.monotonic() - limits.stranger_seconds

@@ -63,7 +63,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
         self._shares.set_tenants(len(tenants))
         self._authenticator.set_tenants(tenants)
 
-    def drain(self) -> None:
+    def refuse_new_calls(self) -> None:
         """Refuse calls that come from now on."""
         self._draining = True
 

@@ -31,7 +31,7 @@ class ServedFiles(msgspec.Struct, frozen=True, kw_only=True):
     tls_key: str | None = None
     tls_client_ca: str | None = None
 
-    def check(self) -> None:
+    def check_flags(self) -> None:
         """Raises TierConfigError for flags that do not go together, and a token that is none."""
         from ..access.tenants import token_digest
 

@@ -55,7 +55,9 @@ class PeerStore(ServedStore):
         self._map = mmap.mmap(slab_fd, size, prot=mmap.PROT_READ)
         self._memory = memoryview(self._map)
         self._lock = threading.RLock()
-        self._leases = Leases[list[Found]](lambda lease: self._release(lease.held), MAX_LEASES)
+        self._leases = Leases[list[Found]](
+            lambda lease: self._release_slots(lease.held), MAX_LEASES
+        )
         self._reads: dict[int, list[Found | None]] = {}  # by the identity of a read lease
         self._listening = threading.Lock()
         self._listeners: list[Listener] = []
@@ -93,7 +95,7 @@ class PeerStore(ServedStore):
         with self._lock:
             self._refresh()
             self._leases.expire()
-        found = self._reader.hold(keys, time.monotonic() + READ_SECONDS)
+        found = self._reader.acquire_blocks(keys, time.monotonic() + READ_SECONDS)
         slots = [None if each is None else each.slot for each in found]
         read_lease = ReadLease(list(keys), slots, list(keys), LoadTicket([], [], []))
         self._reads[id(read_lease)] = found
@@ -108,7 +110,7 @@ class PeerStore(ServedStore):
         """They are there, or never will be."""
 
     def end_load(self, read_lease: ReadLease) -> None:
-        self._release(self._reads.pop(id(read_lease), ()))
+        self._release_slots(self._reads.pop(id(read_lease), ()))
 
     def proofs(self, read_lease: ReadLease) -> list[Proof | None]:
         proofs: list[Proof | None] = []
@@ -157,9 +159,9 @@ class PeerStore(ServedStore):
                     f"{self._reader.num_held} of {self.num_slots} blocks are held already, and "
                     f"{len(keys)} more would leave too few for the engine; load them instead"
                 )
-            found = self._reader.hold(keys, time.monotonic() + seconds)
+            found = self._reader.acquire_blocks(keys, time.monotonic() + seconds)
             leading = next((i for i, each in enumerate(found) if each is None), len(found))
-            self._release(found[leading:])
+            self._release_slots(found[leading:])
             held = [each for each in found[:leading] if each is not None]
             lease = self._leases.grant_lease(held, seconds, owner)
             if not held:
@@ -171,7 +173,7 @@ class PeerStore(ServedStore):
             lease = self._leases.find_lease(number, owner)
             if lease is not None:
                 self._leases.end_lease(lease)
-                self._release(lease.held)
+                self._release_slots(lease.held)
             return lease is not None
 
     @property
@@ -194,7 +196,7 @@ class PeerStore(ServedStore):
             self._listeners = [*self._listeners, listener]
             if self._watcher is None:
                 self._watcher = threading.Thread(
-                    target=self._watch, name="stratakv-peer-watch", daemon=True
+                    target=self._watch_index, name="stratakv-peer-watch", daemon=True
                 )
                 self._watcher.start()
 
@@ -216,8 +218,8 @@ class PeerStore(ServedStore):
             self._watcher.join(min(timeout_seconds, _CLOSE_SECONDS))
         return True
 
-    def _release(self, found: Sequence[Found | None]) -> None:
-        self._reader.release([each.slot for each in found if each is not None])
+    def _release_slots(self, found: Sequence[Found | None]) -> None:
+        self._reader.release_slots([each.slot for each in found if each is not None])
 
     def _refresh(self) -> None:
         """Take in what the engine has changed, and tell who listens."""
@@ -230,7 +232,7 @@ class PeerStore(ServedStore):
             if changes.stored:
                 listener.stored(changes.stored)
 
-    def _watch(self) -> None:
+    def _watch_index(self) -> None:
         """Look at the index while somebody listens."""
         while not self._closed.wait(_LOOK_SECONDS):
             with self._listening:

@@ -157,7 +157,7 @@ class SlabServing:
             process.stdin.write(msgspec.json.encode(line) + b"\n")
             process.stdin.flush()
             for line_of_it in _lines(process.stdout, START_SECONDS, SILENT_SECONDS):
-                self._take(line_of_it)
+                self._handle_line(line_of_it)
         except TimeoutError as error:
             self._error = f"it hung: {error}"
         except BrokenPipeError:
@@ -179,7 +179,7 @@ class SlabServing:
             self._sent_before = (before[0] + sent[0], before[1] + sent[1])
             self._sent, self._held = (0, 0), 0
 
-    def _take(self, line: bytes) -> None:
+    def _handle_line(self, line: bytes) -> None:
         """One line that it said."""
         try:
             said: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
@@ -237,7 +237,7 @@ def _start_of(
     paths = (settings.token_file, settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     token_file, cert, key, client_ca = (None if path is None else str(path) for path in paths)
     files = ServedFiles(token_file=token_file, tls_cert=cert, tls_key=key, tls_client_ca=client_ca)
-    files.check()
+    files.check_flags()
     is_open = token_file is None and client_ca is None and not settings.insecure
     own_token = new_token() if is_open and is_loopback(address.host) else None
     layout = slab.layout

@@ -186,7 +186,7 @@ class RenewedFiles:
         self._start = start
         self._seen = seen  # their state before they were read
 
-    async def look(self) -> None:
+    async def reload_changed(self) -> None:
         """Look once. Files that cannot be used leave everything as it was, until they change."""
         state = self._start.files.state()
         if state == self._seen:
@@ -208,7 +208,7 @@ class RenewedFiles:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             try:
-                await self.look()
+                await self.reload_changed()
             except Exception:  # the only task that ever looks
                 log.exception("the files of --kv-serve cannot be looked at")
 

@@ -28,9 +28,9 @@ class DataSession(Session):
     _is_in_memory = False  # the last part of a LOAD was, when it was asked for
 
     def _answers(self) -> Mapping[Verb, Callable[[RequestFrame, float], None]]:
-        return {Verb.LOAD: self._load, Verb.STORE: self._store}
+        return {Verb.LOAD: self._serve_load, Verb.STORE: self._store}
 
-    def _load(self, request: RequestFrame, deadline: float) -> None:
+    def _serve_load(self, request: RequestFrame, deadline: float) -> None:
         keys = self._receive_keys(request, deadline)
         tenant_store = self._tenant_store
         sizes = tenant_store.page_bytes, tenant_store.num_slots
@@ -45,7 +45,7 @@ class DataSession(Session):
                 while start < len(keys) and len(read_leases) < PARTS_AHEAD:
                     read_lease = tenant_store.begin_load(keys[start : start + size])
                     read_leases.append(read_lease)
-                    self._is_in_memory = read_lease.ticket.done()
+                    self._is_in_memory = read_lease.ticket.is_complete()
                     start, parts = start + size, parts + 1
                     size = most if self._is_in_memory else min(2 * size, most)
                 tenant_store.wait_loaded(read_leases[0], deadline)

@@ -54,7 +54,7 @@ class MemorySession(Session):
             Verb.COMMIT: self._commit,
         }
 
-    def _wait(self) -> bool:
+    def _wait_for_request(self) -> bool:
         silent_until = time.monotonic() + self._limits.idle_seconds
         while True:
             if self._withheld:

@@ -73,7 +73,7 @@ class Session(ABC):
     def run(self) -> None:
         """Answer requests until the connection ends or is silent for too long. Raises
         ConnectionLost, NotKnown, or WireError for words that are none."""
-        while self._wait():
+        while self._wait_for_request():
             if not self.is_known():
                 raise NotKnown("the client's credentials are not known any more")
             deadline = time.monotonic() + self._limits.request_seconds
@@ -93,7 +93,7 @@ class Session(ABC):
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """Give back what the client still holds."""
 
-    def _wait(self) -> bool:
+    def _wait_for_request(self) -> bool:
         """Wait for a request; False after the longest silence, or where the server goes down."""
         silent_until = time.monotonic() + self._limits.idle_seconds
         return self._connection.wait_readable(silent_until, self._draining.fd)

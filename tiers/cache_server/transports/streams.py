@@ -76,7 +76,7 @@ class Streams:
         parts = [keys[start : start + num] for start in range(0, len(keys), num)]
         wish = min(len(keys), 2 * num) * tenant_store.page_bytes
         async with self._in_flight(tenant, wish):
-            sent = await self._send(tenant, tenant_store, parts, self._timely(write))
+            sent = await self._send_parts(tenant, tenant_store, parts, self._timely(write))
         if len(parts) > 1:
             # Touch the chain as a whole, or its head would be evicted first.
             await self._calls.run_quick(tenant, tenant_store, lambda: tenant_store.touch(keys))
@@ -102,7 +102,7 @@ class Streams:
             finally:
                 turn.end_turn(receiver.close)
 
-    async def _send(
+    async def _send_parts(
         self, tenant: str, tenant_store: ServedStore, parts: list[list[bytes]], write: Write
     ) -> int:
         turn = _Turn(self._calls, tenant, tenant_store)

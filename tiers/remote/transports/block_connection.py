@@ -9,7 +9,7 @@ buffers.
 - buffers are touched until the call ends, and not after it;
 - a call ends at its deadline (monotonic seconds), and then raises ConnectionLost.
 A caller must do this:
-- call from one thread at a time (`abort` from any), and close a connection that raised;
+- call from one thread at a time (`abort_call` from any), and close a connection that raised;
 - give at most `wire.MAX_BLOCKS` blocks.
 """
 
@@ -58,7 +58,7 @@ class BlockConnection(ABC):
         not hold what its proof says, and was not stored."""
 
     @abstractmethod
-    def abort(self) -> None:
+    def abort_call(self) -> None:
         """End the call under way with ConnectionLost. From any thread."""
 
     @abstractmethod

@@ -154,7 +154,7 @@ class MemoryConnection(SocketConnection):
             while waiting and len(asked) < MOST_ASKED:
                 if asked and waiting[0].stop - part.start > most:
                     break
-                asked.append(self._ask(Verb.PIN, keys[waiting.popleft()], deadline))
+                asked.append(self._build_request(Verb.PIN, keys[waiting.popleft()], deadline))
                 words += asked[-1].words
                 must_send = True
             if must_send:
@@ -183,7 +183,7 @@ class MemoryConnection(SocketConnection):
         words = b""
         for number, part in enumerate(parts):
             for ahead in parts[number + len(asked) : number + PARTS_AHEAD]:
-                asked.append(self._ask(Verb.RESERVE, keys[ahead], deadline))
+                asked.append(self._build_request(Verb.RESERVE, keys[ahead], deadline))
                 words += asked[-1].words
             self._connection.send([words], deadline)
             if len(commits) == PARTS_AHEAD:
@@ -212,7 +212,7 @@ class MemoryConnection(SocketConnection):
             start, size = start + size, min(GROWTH * size, most)
         return parts
 
-    def _ask(self, verb: Verb, keys: Sequence[bytes], deadline: float) -> _Asked:
+    def _build_request(self, verb: Verb, keys: Sequence[bytes], deadline: float) -> _Asked:
         lease_ends, milliseconds = self._lease(deadline)
         request = self._next_request(verb, len(keys), milliseconds)
         return _Asked(request, encode_request(request) + pack_keys(keys), lease_ends)

@@ -49,7 +49,7 @@ class SocketConnection(BlockConnection):
         self.corrupt_keys: list[bytes] = []
         self._number = 0
 
-    def abort(self) -> None:
+    def abort_call(self) -> None:
         self._connection.abort()
 
     def close(self) -> None:

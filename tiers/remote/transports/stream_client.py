@@ -90,14 +90,14 @@ class StreamConnection(BlockConnection):
             states[index] = None
         return states
 
-    def abort(self) -> None:
+    def abort_call(self) -> None:
         self._aborted = True
         call = self._call
         if call is not None:
             call.cancel()
 
     def close(self) -> None:
-        self.abort()
+        self.abort_call()
 
     def _begin_call(self, method: Any, request: Any, deadline: float) -> Any:
         left = deadline - time.monotonic()

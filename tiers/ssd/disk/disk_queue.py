@@ -86,7 +86,7 @@ class AioContext:
         self._context = ctypes.c_ulong(0)
         self._call(numbers.setup, ctypes.c_long(depth), ctypes.byref(self._context))
 
-    def prepare(
+    def prepare_request(
         self, number: int, descriptor: int, is_write: bool, vector: Vector, offset: int
     ) -> None:
         """A request for the next `submit`. The buffers are writable, and stay until it has ended;
@@ -186,12 +186,12 @@ class DiskQueue(Protocol):
     def start(self, number: int, is_write: bool, vector: Vector, offset: int) -> None:
         """Have the buffers filled from, or written to, the file at `offset`. Never waits for the
         disk where that can be helped; may begin as late as `submit`. The number is free again once
-        `finished` has told it. The buffers must stay until then, and are held."""
+        `wait_completions` has told it. The buffers must stay until then, and are held."""
 
     def submit(self) -> None:
         """Begin everything that was started."""
 
-    def finished(self) -> list[tuple[int, Result]]:
+    def wait_completions(self) -> list[tuple[int, Result]]:
         """Wait for at least one request; the numbers of those that have ended. There must be one
         under way."""
 
@@ -226,7 +226,7 @@ class BlockingQueue:
     def submit(self) -> None:
         """Nothing waits."""
 
-    def finished(self) -> list[tuple[int, Result]]:
+    def wait_completions(self) -> list[tuple[int, Result]]:
         done, self._done = self._done, []
         return done
 
@@ -235,7 +235,7 @@ class BlockingQueue:
 
 
 class AioQueue:
-    """Requests are with the kernel until `finished`."""
+    """Requests are with the kernel until `wait_completions`."""
 
     is_blocking = False
 
@@ -253,12 +253,12 @@ class AioQueue:
             self._done.append((number, _move(descriptors, is_write, vector, offset)))
             return
         self._flying[number] = (is_write, vector, offset)
-        self._context.prepare(number, self._direct, is_write, vector, offset)
+        self._context.prepare_request(number, self._direct, is_write, vector, offset)
 
     def submit(self) -> None:
         self._context.submit()
 
-    def finished(self) -> list[tuple[int, Result]]:
+    def wait_completions(self) -> list[tuple[int, Result]]:
         self._context.submit()
         done, self._done = self._done, []
         for number, result in self._context.events(0 if done else 1):

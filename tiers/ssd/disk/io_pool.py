@@ -44,15 +44,15 @@ NO_PAGES = Scratch(1, 0)
 
 class Work(Protocol):
     """What is done with the runs of one batch, which are positions in it, by several threads at
-    once. What `prepare` and `start` raise is the result of the run."""
+    once. What `prepare_run` and `start` raise is the result of the run."""
 
-    def prepare(self, run: range, scratch: Scratch) -> None:
+    def prepare_run(self, run: range, scratch: Scratch) -> None:
         """Do what comes before the disk."""
 
     def start(self, run: range, scratch: Scratch, disk: DiskQueue, number: int) -> None:
         """Start the request of this number for a run that is prepared."""
 
-    def finish(self, done: Sequence[Done]) -> Iterable[range]:
+    def complete_runs(self, done: Sequence[Done]) -> Iterable[range]:
         """Take what some runs brought; runs to begin anew. Must not raise."""
 
 
@@ -96,7 +96,7 @@ class IoLane:
         """True where another run would be prepared at once."""
         return not self._waiting and self._has_room()
 
-    def take(self, work: Work, found: Iterable[range]) -> None:
+    def submit_runs(self, work: Work, found: Iterable[range]) -> None:
         """Have these runs worked on, and begin those that fit."""
         self._waiting.extend((work, run) for run in found)
         self._prepare()
@@ -105,7 +105,7 @@ class IoLane:
         """Wait for whatever ends first, and take it on. Must be busy."""
         ended: list[tuple[int, Result]] = []
         if self._flying and not self._failed:
-            ended = self._disk.finished()
+            ended = self._disk.wait_completions()
         self._done += self._failed
         self._failed = []
         for number, result in ended:
@@ -134,7 +134,7 @@ class IoLane:
             number, scratch = self._free.pop(), NO_PAGES
             try:
                 scratch = self._scratch(number)
-                work.prepare(run, scratch)
+                work.prepare_run(run, scratch)
             except Exception as error:  # noqa: BLE001 - the batch must end whatever happens
                 self._failed.append((work, (run, scratch, error), number))
                 continue
@@ -171,7 +171,7 @@ class IoLane:
             works[id(work)] = work
             by_work[id(work)].append(each)
         for name, work in works.items():
-            again = work.finish(by_work[name])
+            again = work.complete_runs(by_work[name])
             self._waiting.extendleft((work, run) for run in again)
             self._free += (number for other, _, number in self._done if other is work)
             self._done = [each for each in self._done if each[0] is not work]
@@ -215,7 +215,7 @@ class IoPool:
             for thread in self._threads:
                 thread.start()
         except RuntimeError:  # the system gives no more of them
-            self.end()
+            self.stop_workers()
             raise
 
     def start(
@@ -230,7 +230,7 @@ class IoPool:
         for _ in parts if spread or self._is_blocking else parts[:1]:
             self._tokens.put(True)
 
-    def end(self) -> None:
+    def stop_workers(self) -> None:
         """Let the threads end after what has been started. No `start` may follow."""
         for _ in self._threads:
             self._tokens.put(False)
@@ -238,7 +238,7 @@ class IoPool:
     def close(self, deadline: float) -> bool:
         """Let the threads end and wait for them; False if one has not ended by `deadline`
         (monotonic)."""
-        self.end()
+        self.stop_workers()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
@@ -275,7 +275,7 @@ class IoPool:
         """Work until there is no share to take and nothing in hand."""
         while True:
             while lane.has_room and (share := self._next_share()) is not None:
-                lane.take(*share)
+                lane.submit_runs(*share)
             if not lane.is_busy:
                 return True
             lane.turn()
@@ -300,7 +300,7 @@ class IoPool:
         while held:
             work, run = held.pop()
             done = [(run, NO_PAGES, self._error)]
-            again = self._try(partial(work.finish, done)) or ()
+            again = self._try(partial(work.complete_runs, done)) or ()
             held += ((work, each) for each in again)
 
 

@@ -298,7 +298,7 @@ def _fit_index(
     """Make the index on the disk, or the one that is there, fit the plan."""
     data = directory.index / DATA_FILE
     if data.exists() and data.stat().st_size > plan.index_bytes:
-        rebuild(directory.index, plan.index_bytes, identity, index.rows())
+        rebuild(directory.index, plan.index_bytes, identity, index.iter_by_use())
     guard.remove_larger(directory.index, plan.index_bytes)
     index_file = IndexFile(directory.index, plan.index_bytes)
     try:

@@ -158,9 +158,12 @@ class RecordFile:
             slots = range(start, start + count)
             return [found for slot in slots for found in self._look(slot, 1, block_bytes, buffer)]
         records = (buffer[i * size : (i + 1) * size] for i in range(count))
-        return [self._judge(slot, each, block_bytes) for slot, each in enumerate(records, start)]
+        return [
+            self._classify_record(slot, each, block_bytes)
+            for slot, each in enumerate(records, start)
+        ]
 
-    def _judge(self, slot: int, record: memoryview, block_bytes: int) -> Found:
+    def _classify_record(self, slot: int, record: memoryview, block_bytes: int) -> Found:
         header = decode_header(record)
         if header is None:
             return Found(slot, None, None, None)
@@ -216,7 +219,7 @@ class Reconciler:
         unreadable = 0
         for found in records:
             if row is not None and row.slot == found.slot:
-                self._judge(row, found)
+                self._reconcile_row(row, found)
                 row = next(waiting, None)
             elif found.error is not None:
                 unreadable += 1
@@ -239,7 +242,7 @@ class Reconciler:
             generation, slot = divmod(self._latest[key], 1 << _SLOT_BITS)
             yield Row(slot, key, generation, use, self._encoded_bytes.get(slot, 0))
 
-    def _judge(self, row: Row, found: Found) -> None:
+    def _reconcile_row(self, row: Row, found: Found) -> None:
         if row.generation <= self._cleared_up_to:
             self._num_cleared += 1
             return

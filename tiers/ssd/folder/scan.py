@@ -94,9 +94,9 @@ class RowStream:
         self._slots += slots
         self._values += values
         if len(self._slots) >= _BATCH:
-            self.flush()
+            self.write_pending()
 
-    def flush(self) -> None:
+    def write_pending(self) -> None:
         """Write what has come together. Raises Damage where it is in no order."""
         slots, values = self._slots, self._values
         if not slots:
@@ -113,7 +113,7 @@ class RowStream:
         self._last = numbers[-1]
         self._slots, self._values = array("I"), []
 
-    def end(self) -> None:
+    def write_terminator(self) -> None:
         """Say that all rows have left."""
         self._out.write(bytes(4))
         self._out.flush()
@@ -146,7 +146,7 @@ class PageScan:
         self._seen = bytearray(self._meta.last_page + 1)
         self._seen[0] = self._seen[1] = 1
 
-    def check(self) -> None:
+    def check_all_pages(self) -> None:
         """Every tree, then the free pages, which no tree may use."""
         self._check_tree(self._meta.main)
         for start, size in self._check_tree(self._meta.free, free_list=True):
@@ -155,7 +155,7 @@ class PageScan:
                 raise Damage("a list of free pages has a wrong length")
             for page in struct.unpack_from(f"<{count}Q", self._data, start + 8):
                 self._claim(page)
-        self._rows.flush()
+        self._rows.write_pending()
 
     def _check_tree(
         self, tree: Tree, *, free_list: bool = False, has_rows: bool = False
@@ -367,8 +367,8 @@ def main(arguments: list[str]) -> int:
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
         ):
             rows = RowStream(sys.stdout.buffer)
-            PageScan(data, rows).check()
-        rows.end()
+            PageScan(data, rows).check_all_pages()
+        rows.write_terminator()
         read_with_lmdb(folder, rows.count)
     except (OSError, MemoryError) as error:
         print(error, file=sys.stderr)  # noqa: T201 - read by the process that asked

@@ -49,14 +49,14 @@ def shrink(directory: StoreDirectory, plan: SpacePlan, index: SlotIndex) -> Slot
     but cold blocks is lost then."""
     began = time.monotonic()
     to_be_removed = [entry.slot for entry in index.take_leaving()]
-    by_heat = list(index.rows())[::-1]
+    by_heat = list(index.iter_by_use())[::-1]
     stays = {row.slot: row for row in by_heat if row.slot < plan.num_slots}
     hot = {row.slot for row in by_heat[: plan.num_slots]}
     moves = [row for row in by_heat[: plan.num_slots] if row.slot >= plan.num_slots]
     targets = (slot for slot in range(plan.num_slots) if slot not in hot)
     tried = moved = 0
     with _Mover(directory, plan) as mover:
-        mover.remove(to_be_removed)  # of which nobody would know any more
+        mover.remove_slots(to_be_removed)  # of which nobody would know any more
         step = max(1, min(_COMMIT_BYTES // plan.record_bytes, _COMMIT_ROWS))
         for start in range(0, len(moves), step):
             if time.monotonic() - began > MOST_SECONDS:
@@ -83,7 +83,7 @@ def shrink(directory: StoreDirectory, plan: SpacePlan, index: SlotIndex) -> Slot
         )  # fmt: skip
     if moved < tried:
         log.warning("%d blocks could not be read and are lost", tried - moved)
-    return SlotIndex(plan.num_slots, [RowBatch.of(stays[slot] for slot in sorted(stays))])
+    return SlotIndex(plan.num_slots, [RowBatch.from_rows(stays[slot] for slot in sorted(stays))])
 
 
 class _Mover:
@@ -106,7 +106,7 @@ class _Mover:
         os.close(self._file)
         self._index.close()
 
-    def remove(self, slots: Sequence[int]) -> None:
+    def remove_slots(self, slots: Sequence[int]) -> None:
         """Remove the rows of these slots."""
         for start in range(0, len(slots), _COMMIT_ROWS):
             self._index.delete(slots[start : start + _COMMIT_ROWS])
@@ -125,7 +125,7 @@ class _Mover:
                     raise
                 fault = error
                 continue
-            self._write(record, slot)
+            self._write_slot(record, slot)
             new.append(row._replace(slot=slot))
         if fault is not None and not new:
             raise fault
@@ -139,7 +139,7 @@ class _Mover:
         if os.fstat(self._file).st_size > self._num_slots * self._size:
             os.ftruncate(self._file, self._num_slots * self._size)
 
-    def _write(self, record: bytes, target: int) -> None:
+    def _write_slot(self, record: bytes, target: int) -> None:
         view, offset = memoryview(record), target * self._size
         while view:
             count = os.pwrite(self._file, view, offset)

@@ -79,12 +79,12 @@ class RowBatch(NamedTuple):
     values: bytes
 
     @classmethod
-    def of(cls, rows: Iterable[Row]) -> RowBatch:
+    def from_rows(cls, rows: Iterable[Row]) -> RowBatch:
         """A batch of rows that come in the order of their slots."""
         packed = [(_SLOT.pack(row.slot), _VALUE.pack(*row[1:])) for row in rows]
         return cls(b"".join(slot for slot, _ in packed), b"".join(value for _, value in packed))
 
-    def rows(self) -> Iterator[Row]:
+    def unpack_rows(self) -> Iterator[Row]:
         for (slot,), value in zip(
             _SLOT.iter_unpack(self.slots), _VALUE.iter_unpack(self.values), strict=True
         ):
@@ -128,7 +128,7 @@ class IndexFile:
         self._data = folder / DATA_FILE
         self._map_bytes = map_bytes
         self._is_refused = False
-        self._open()
+        self._open_env()
 
     def reserve(self, map_bytes: int) -> None:
         """Write the file's whole room once, so that a full disk cannot break a commit later, and
@@ -178,7 +178,7 @@ class IndexFile:
             txn.put(b"epoch", _NUMBER.pack(last + 1))
         return last + 1
 
-    def rows(self) -> Iterator[Row]:
+    def iter_rows(self) -> Iterator[Row]:
         """All rows in the order of their slots. Rows of a wrong length are left out."""
         with self._env.begin(db=self._slots) as txn, txn.cursor() as cursor:
             for slot, value in cursor:
@@ -216,7 +216,7 @@ class IndexFile:
     def close(self) -> None:
         self._env.close()
 
-    def _open(self) -> None:
+    def _open_env(self) -> None:
         self._env = lmdb.open(
             str(self._folder),
             # Never smaller than the file, which a shrinking store has to read before it shrinks.
@@ -239,7 +239,7 @@ class IndexFile:
         until the file is opened anew; that is done here, so that only the disk has to heal."""
         if self._is_refused:
             self._env.close()
-            self._open()
+            self._open_env()
             self._is_refused = False
         try:
             return self._env.begin(write=True, db=self._slots)

@@ -52,7 +52,7 @@ class OfferedBlocks:
         """Seconds until they are due if no more come."""
         return max(0.0, self._due_at - time.monotonic())
 
-    def take(self) -> list[Entry]:
+    def drain_entries(self) -> list[Entry]:
         """All of them, the newest batch first, each head first: the order in which rows say who was
         used last."""
         entries = list(reversed(self._entries.values()))
@@ -97,7 +97,7 @@ class RowWriter:
                 with self._state.lock:
                     self._state.index.keep_leaving(leaving[start:])
                 return False
-            self._release(chunk)
+            self._release_entries(chunk)
         return True
 
     def commit(self, entries: Sequence[Entry]) -> bool:
@@ -121,7 +121,7 @@ class RowWriter:
             with self._state.lock:
                 index.keep_leaving(leaving)
             return False
-        self._release(leaving)
+        self._release_entries(leaving)
         return True
 
     def write_last_uses(self, stop_at: float) -> None:
@@ -137,7 +137,7 @@ class RowWriter:
                 self._state.count_fault(error)
                 return
 
-    def _release(self, gone: Sequence[Entry]) -> None:
+    def _release_entries(self, gone: Sequence[Entry]) -> None:
         with self._state.lock:
-            self._state.index.release(gone)
+            self._state.index.free_entries(gone)
             self._released(gone)

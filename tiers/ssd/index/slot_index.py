@@ -101,7 +101,7 @@ class SlotIndex:
 
     @property
     def learns(self) -> bool:
-        """Whether `observe` does anything."""
+        """Whether `observe_chain` does anything."""
         return self._policy is not None and self._policy.learns
 
     def choose_by(self, policy: EvictionPolicy) -> None:
@@ -110,7 +110,7 @@ class SlotIndex:
         policy.insert(self._keys[slot] or b"" for slot in self._recency)
         self._policy = policy
 
-    def observe(self, chain: Sequence[bytes], now: float) -> None:
+    def observe_chain(self, chain: Sequence[bytes], now: float) -> None:
         """Tell the policy of a prompt, see `EvictionPolicy.observe`."""
         if self._policy is not None:
             self._policy.observe(chain, now)
@@ -118,11 +118,11 @@ class SlotIndex:
     def keys(self) -> list[bytes]:
         return list(self._slots)
 
-    def hold(self, keys: Sequence[bytes], until: float, now: float) -> int:
+    def retain_keys(self, keys: Sequence[bytes], until: float, now: float) -> int:
         """Keep known blocks, given head first, from being evicted until then (seconds, monotonic):
         how many, from the first on. At most HELD_SHARE of the slots are held."""
         leading = list(takewhile(self._slots.__contains__, keys))
-        held = self._holds.hold(leading, until, now).keys
+        held = self._holds.create_hold(leading, until, now).keys
         self.touch(held)  # so that they are not in the way of victims
         return len(held)
 
@@ -156,7 +156,7 @@ class SlotIndex:
         self._pins[entry.slot] -= 1
         self._free_if_left(entry.slot)
 
-    def forget(self, entry: Entry, *, by_name: bool = False) -> bool:
+    def remove_entry(self, entry: Entry, *, by_name: bool = False) -> bool:
         """Take an entry out of sight; False if it already was. `by_name`: as by `forget_key`."""
         slot = self._slots.get(entry.key)
         if slot != entry.slot or self._generations[slot] != entry.generation:
@@ -167,7 +167,7 @@ class SlotIndex:
         return True
 
     def forget_key(self, key: bytes) -> bool:
-        """`forget` by name; False for an unknown key. See `take_dropped`."""
+        """`remove_entry` by name; False for an unknown key. See `take_dropped`."""
         slot = self._slots.get(key)
         if slot is None:
             return False
@@ -221,7 +221,7 @@ class SlotIndex:
         return len(victims)
 
     def take_leaving(self, limit: int | None = None) -> list[Entry]:
-        """Entries whose rows have to go; `release` or `keep_leaving` them afterwards."""
+        """Entries whose rows have to go; `free_entries` or `keep_leaving` them afterwards."""
         slots = self._leaving[:limit]
         del self._leaving[:limit]
         return [self._entry(slot) for slot in slots]
@@ -233,7 +233,7 @@ class SlotIndex:
             self._generations[entry.slot] = entry.generation
             self._leaving.append(entry.slot)
 
-    def release(self, entries: Iterable[Entry]) -> None:
+    def free_entries(self, entries: Iterable[Entry]) -> None:
         """Their rows are gone: the slots are free, or will be after the last reader."""
         row_gone, pins, keys = self._row_gone, self._pins, self._keys
         free = []
@@ -248,7 +248,7 @@ class SlotIndex:
 
     def allocate(self, count: int) -> list[int]:
         """Up to `count` free slots, the lowest, ascending: neighbours where there are any."""
-        return self._free.take(count)
+        return self._free.pop_lowest(count)
 
     def give_back(self, slots: Iterable[int]) -> None:
         """Allocated slots that were not published."""
@@ -286,7 +286,7 @@ class SlotIndex:
             rows.append(self._row(slot, self._next_use))
         return rows
 
-    def rows(self) -> Iterator[Row]:
+    def iter_by_use(self) -> Iterator[Row]:
         """A row for every block, numbered anew in the order of their uses."""
         for use, slot in enumerate(self._recency, 1):
             yield self._row(slot, use)

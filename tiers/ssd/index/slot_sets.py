@@ -86,7 +86,7 @@ class FreeSlots:
     def __contains__(self, slot: int) -> bool:
         return bool(self._flags[slot])
 
-    def take(self, count: int) -> list[int]:
+    def pop_lowest(self, count: int) -> list[int]:
         """Up to `count` slots, the lowest, ascending."""
         slots: list[int] = []
         slot = self._lowest

@@ -398,7 +398,7 @@ class ConversationRenderer:
         if source is None:
             self.template = ChatTemplate.load(model_path, tokenizer)
         elif isinstance(source, str):
-            self.template = ChatTemplate.of(source, tokenizer, "chat_template")
+            self.template = ChatTemplate.from_source(source, tokenizer, "chat_template")
         else:
             raise ValueError(f"chat_template takes a Jinja template, not {format_value(source)}")
         if self.template is None:

@@ -98,10 +98,10 @@ class Answer(ABC):
 
     async def _collect_all(self) -> bytes:
         wholes: dict[int, TextOutput] = {}
-        tally = Tally.of(self.front, self.generations)
+        tally = Tally.from_generations(self.front, self.generations)
 
         async def collect(generation: Generation) -> None:
-            wholes[generation.index] = await self._collect(generation, tally)
+            wholes[generation.index] = await self._merge_outputs(generation, tally)
 
         await run_all(self.generations, collect)
         parts = []
@@ -112,7 +112,7 @@ class Answer(ABC):
             parts.append(self._part(generation, output, is_first=True))
         return await _encoded(parts, lambda: self.whole(parts, tally.usage()))
 
-    async def _collect(self, generation: Generation, tally: Tally) -> TextOutput:
+    async def _merge_outputs(self, generation: Generation, tally: Tally) -> TextOutput:
         """All outputs as one."""
         whole = TextOutput()
         texts: list[str] = []
@@ -136,7 +136,7 @@ class Answer(ABC):
 
     async def _stream(self, write: Write) -> None:
         options = self.request.stream_options or _NO_OPTIONS
-        tally = Tally.of(self.front, self.generations)
+        tally = Tally.from_generations(self.front, self.generations)
 
         def usage() -> UsageField:
             if options.continuous_usage_stats:

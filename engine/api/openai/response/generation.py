@@ -81,7 +81,7 @@ class Generation:
     async def run(self, front: Front) -> AsyncGenerator[TextOutput, None]:
         """Outputs as they are made. Raises ApiError where the engine fails this request, and
         EngineDead; closing it early aborts the request."""
-        watch = front.metrics.watch(self.arrival_seconds, self.num_prompt_tokens)
+        watch = front.metrics.track_request(self.arrival_seconds, self.num_prompt_tokens)
         try:
             async with aclosing(
                 generate_text(
@@ -89,7 +89,7 @@ class Generation:
                 )
             ) as stream:
                 async for output in stream:
-                    watch.observe(output)
+                    watch.record_output(output)
                     if self.calls is not None:
                         self.calls.read(output)
                         self._note_tool(front, output)
@@ -273,7 +273,7 @@ class Tally:
     reasoning_tokens: int | None = None  # None: thoughts are not split off
 
     @classmethod
-    def of(cls, front: Front, generations: Sequence[Generation]) -> Tally:
+    def from_generations(cls, front: Front, generations: Sequence[Generation]) -> Tally:
         prompt_tokens = sum(each.num_prompt_tokens for each in generations if each.child == 0)
         tally = cls(prompt_tokens, dict.fromkeys(front.client.ready.tiers, 0))
         if any(each.thoughts is not None for each in generations):

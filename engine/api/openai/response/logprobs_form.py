@@ -20,7 +20,10 @@ def chat_logprobs(
         each = [
             TopLogprob(known.text, logprob, known.raw)
             for known, logprob in zip(
-                [texts.of(token, as_id=as_ids) for token in position.token_ids[: count + 1]],
+                [
+                    texts.get_token_text(token, as_id=as_ids)
+                    for token in position.token_ids[: count + 1]
+                ],
                 position.logprobs,
                 strict=False,
             )
@@ -43,7 +46,7 @@ def prompt_logprobs(
         tokens: dict[int, PromptToken] = {}
         for token, logprob, rank in zip(position.token_ids, position.logprobs, ranks, strict=False):
             if token not in tokens:
-                text = texts.of(token, as_id=as_ids).text
+                text = texts.get_token_text(token, as_id=as_ids).text
                 tokens[token] = PromptToken(logprob, rank, text)
         form.append(tokens)
     return form
@@ -63,14 +66,14 @@ class CompletionForm:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def of(
+    def format_tokens(
         self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None]
     ) -> CompletionLogprobs:
         """The next tokens of the choice, each with its position."""
         form = CompletionLogprobs([], [], [], [])
         for token, position in zip(token_ids, positions, strict=True):
-            form.tokens.append(self._texts.of(token, as_id=self._as_ids).text)
-            form.text_offset.append(self._take(token))
+            form.tokens.append(self._texts.get_token_text(token, as_id=self._as_ids).text)
+            form.text_offset.append(self._advance_offset(token))
             if position is None:
                 form.token_logprobs.append(None)
                 form.top_logprobs.append(None)
@@ -86,13 +89,13 @@ class CompletionForm:
         for token, logprob in zip(
             position.token_ids[: self._count + 1], position.logprobs, strict=False
         ):
-            text = self._texts.of(token, as_id=self._as_ids).text
+            text = self._texts.get_token_text(token, as_id=self._as_ids).text
             top[text] = max(logprob, top.get(text, logprob))
         return top
 
-    def _take(self, token: int) -> int:
+    def _advance_offset(self, token: int) -> int:
         """The token's offset in the text; the next one begins behind it."""
-        known = self._texts.of(token)
+        known = self._texts.get_token_text(token)
         if known.is_special and self._skip_special_tokens:
             return self._offset
         raw = known.text.encode() if known.raw is None else bytes(known.raw)

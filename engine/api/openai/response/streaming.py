@@ -92,7 +92,7 @@ class EventStream:
         except ClientGone:
             logger.debug("a client left in the middle of its stream")
         except Exception as error:  # noqa: BLE001 - the border: every fault becomes an answer
-            await self._fail(to_api_error(error), scope, receive, send)
+            await self._send_error(to_api_error(error), scope, receive, send)
 
     async def _send_events(self, send: Send) -> None:
         async def write(event: bytes) -> None:
@@ -106,7 +106,9 @@ class EventStream:
             await write(DONE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_error(
+        self, error: ApiError, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         if not self._started:
             await error_response(error)(scope, receive, send)
             return

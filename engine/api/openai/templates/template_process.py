@@ -90,12 +90,12 @@ class TemplateProcess:
             self._wait_until(give_up)
             self._connection.sendall(LENGTH.pack(len(body)) + body)
             most = limits.max_characters * _MAX_BYTES_A_CHARACTER + _MAX_OTHER_BYTES
-            answer = json.loads(self._read(give_up, most))
+            answer = json.loads(self._read_reply_frame(give_up, most))
         except TimeoutError:
-            self.end()
+            self.kill_process()
             raise TemplateRefused(self._too_long(limits)) from None
         except OSError:
-            self.end()
+            self.kill_process()
             if self._process.returncode == -signal.SIGPROF:
                 raise TemplateRefused(self._too_long(limits)) from None
             if self._process.returncode == -signal.SIGKILL and self._has_answered:
@@ -106,7 +106,7 @@ class TemplateProcess:
             raise Broken(answer["broken"])
         if "refused" in answer:
             if answer["refused"] == MEMORY:
-                self.end()  # it may keep what it had
+                self.kill_process()  # it may keep what it had
             raise TemplateRefused(answer["refused"])
         return str(answer["text"])
 
@@ -114,7 +114,7 @@ class TemplateProcess:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def end(self) -> None:
+    def kill_process(self) -> None:
         """At once, and wait for it. Idempotent."""
         if self.owner == os.getpid():
             self._process.kill()
@@ -137,7 +137,7 @@ class TemplateProcess:
             raise TimeoutError
         self._connection.settimeout(left)
 
-    def _read(self, give_up: float, most: int) -> bytes:
+    def _read_reply_frame(self, give_up: float, most: int) -> bytes:
         (size,) = LENGTH.unpack(self._read_exactly(LENGTH.size, give_up))
         if size > most:
             raise ConnectionError("the answer is longer than any may be")
@@ -167,7 +167,7 @@ def take() -> TemplateProcess:
             return TemplateProcess()
         if found.owner == os.getpid() and found.is_alive:
             return found
-        found.end()  # of the process that this one was forked from, or one that was ended
+        found.kill_process()  # of the process that this one was forked from, or one that was ended
 
 
 def give_back(process: TemplateProcess) -> None:
@@ -176,7 +176,7 @@ def give_back(process: TemplateProcess) -> None:
         if process.is_alive and len(_idle) < MAX_IDLE:
             _idle.append(process)
             return
-    process.end()
+    process.kill_process()
 
 
 class Asking:
@@ -212,4 +212,4 @@ class Asking:
             self._is_cancelled = True
             process = self._process
         if process is not None:
-            process.end()
+            process.kill_process()

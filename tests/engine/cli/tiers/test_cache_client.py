@@ -102,7 +102,7 @@ def test_a_server_without_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_server_that_drains(capsys: pytest.CaptureFixture[str]) -> None:
     with running_server() as server:
-        server.server._guard.drain()
+        server.server._guard.refuse_new_calls()
         assert "draining" in refusal(capsys, "ping", address(server))
 
 

@@ -75,7 +75,7 @@ def test_random_requests_get_the_tokens_of_one_process(
         if rng.random() < 0.5:
             outputs += core.step()
         if number % 6 == 5:
-            core.abort([f"r{number}"])
+            core.abort_requests([f"r{number}"])
             del asked[f"r{number}"]
     start, end = (stems[0][0],), (3, 4, 5)
     core.add(request("thinks", stems[0], thinking_token_budget=2, max_tokens=12,
@@ -193,14 +193,14 @@ def test_a_worker_that_goes_as_a_message_is_sent_is_noticed(
     wait_until_dead(executor.pid)
     time.sleep(0.3)  # as above
     waits = []
-    wait = executor._wait
+    wait = executor._poll_socket
 
     def wait_late(event: int, seconds: float) -> None:
         waits.append(event)
         if len(waits) > 1:
             wait(event, seconds)
 
-    monkeypatch.setattr(executor, "_wait", wait_late)
+    monkeypatch.setattr(executor, "_poll_socket", wait_late)
     with pytest.raises(ExecutorDied, match="ended with exit status -9"):
         core.step()
     core.shutdown(5.0)

@@ -149,7 +149,7 @@ def test_what_is_leased_is_not_evicted_and_half_is_left() -> None:
     with served() as made, made.tier() as tier:
         fill(made.slab, keys)
         link = tier._peers[0].link
-        assert link.lease(keys[:20], 60.0).result(SOON) == 20
+        assert link.pin_blocks(keys[:20], 60.0).result(SOON) == 20
         request = messages.PinRequest(keys=pack_keys(keys[20:40]), lease_ms=1000)
         with pytest.raises(grpc.RpcError, match="too few for the engine"):
             link._stub.pin(request, timeout=SOON, metadata=link._metadata)
