@@ -9,15 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..tiers.assemble import close_stores, make_admission, make_slab, open_stores, serve_slab
-from ..tiers.base import StoreTier
+from ..tiers.assemble import CLOSE_SECONDS, open_hierarchy
 from ..tiers.block import BlockLayout
 from ..tiers.cache_server.slab_serving.serving import SlabServing
 from ..tiers.errors import TierConfigError
-from ..tiers.hierarchy.hierarchy import READ_SECONDS, WATERMARK, Hierarchy
 from ..tiers.slab.cpu_slab import CpuSlab
-from ..tiers.tag import Tagger
 from ..tiers.tier_settings import TierSettings
+from .connector_context import ConnectorContext
 from .copy_signal import CopySignal
 from .costs.economics import Choice
 from .costs.rates import PrefillRate
@@ -27,16 +25,6 @@ from .device.fp8_codec import Fp8Codec
 from .offload_scheduler import OffloadScheduler
 from .offload_worker import OffloadWorker
 from .parts import Parts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadSettings(TierSettings):
-    """The tiers, the device of the KV pool, and how blocks move between the two."""
-
-    device: str = "cpu"  # cpu, cuda, or one of several GPUs, cuda:1
-    load: Choice = Choice.AUTO
-    watermark: float = WATERMARK
-    read_seconds: float = READ_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +42,10 @@ class WorkerDescription:
 class AttachedSlab:
     """The memory of a slab of another process."""
 
-    def __init__(self, layout: BlockLayout, fd: int, num_slots: int) -> None:
-        self.layout = layout
-        self.num_slots = num_slots
-        self._map = mmap.mmap(fd, num_slots * layout.slot_bytes)
+    def __init__(self, description: WorkerDescription) -> None:
+        self.layout = description.layout
+        self.num_slots = description.num_slots
+        self._map = mmap.mmap(description.slab_fd, self.num_slots * self.layout.slot_bytes)
 
     def memory(self) -> memoryview:
         """All slots, one after the other."""
@@ -74,7 +62,7 @@ class BuiltSide(NamedTuple):
 
 def build_offload(
     layout: BlockLayout,
-    settings: OffloadSettings,
+    settings: TierSettings,
     *,
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
@@ -95,63 +83,58 @@ def build_offload(
 
 def build_scheduler_side(
     layout: BlockLayout,
-    settings: OffloadSettings,
+    settings: TierSettings,
     *,
     namespace: bytes,
+    device: str = "cpu",
     progress: Callable[[int, int], None] | None = None,
-    wrap_store: Callable[[StoreTier], StoreTier] | None = None,
-    num_groups: int = 1,
     prefill: PrefillRate | None = None,
-    block_tokens: int | None = None,
     parts: Parts | None = None,
 ) -> BuiltSide:
     """The scheduler side, and what the worker side is built from.
 
-    `namespace` binds the stores to whoever may read them, usually the root of the block identity.
-    `progress` is called with bytes done and bytes in all while memory is faulted in. `wrap_store`
-    may put something around each store below the slab, such as
-    `tiers/testing/faulty_store.py` for a drill. `num_groups` cache groups have blocks of this
-    layout; `parts` says more of them, where they do not attend to everything or live on several
-    ranks. `prefill` is what computing costs, where somebody else measures it. `block_tokens`: of a
-    block whose layout does not say so, since its bytes are another engine's.
+    `namespace` binds the stores to those that may read them, usually the root of the block
+    identity. `device` is that of the KV pool: cpu, cuda, or one of several GPUs, cuda:1. `progress`
+    is called with bytes done and bytes in all while memory is faulted in. `prefill` is what
+    computing costs, where it is measured elsewhere. `parts` says how the cache groups of this
+    layout attend, and on which ranks they live; by default there is one that attends to everything.
     Raises TierConfigError for sizes, paths and names that cannot work; nothing stays open then. A
     store that is down is waited for behind the scenes, unless the settings require it: then
     TierDown says which.
     """
-    if settings.load is Choice.OVERLAP and parts is not None and parts.is_windowed:
+    choice = Choice(settings.load)
+    if choice is Choice.OVERLAP and parts is not None and parts.is_windowed:
         raise TierConfigError(
             "a load of this model cannot be overlapped with its computing, because some of its "
             "layers see only the tokens of a window and their blocks come for one length; take "
             "--kv-offload-load auto or always"
         )
-    # The stores first: faulting a slab in takes seconds, and a bad path should not wait for that.
-    stores = open_stores(layout, settings, namespace=namespace, codecs={"fp8": Fp8Codec})
-    try:
-        if wrap_store is not None:
-            stores = [wrap_store(store) for store in stores]
-        is_served = settings.serve_at is not None
-        slab = make_slab(layout, settings.cpu, progress, is_served=is_served)
-        serving: SlabServing | None = None
-        try:
-            serving = serve_slab(slab, settings, namespace=namespace)
-            if parts is None:
-                parts = Parts(block_tokens or layout.block_size, [None] * num_groups)
-            side = _connect(slab, stores, settings, parts, prefill, serving)
-        except BaseException:
-            if serving is not None:
-                serving.close(0.0)
-            slab.close()
-            raise
-    except BaseException:
-        close_stores(stores)
-        raise
-    description = WorkerDescription(
-        slab.layout,
-        slab.fd,
-        slab.num_slots,
-        settings.device,
-        makes_digests=bool(stores) or is_served,
+    signal = CopySignal()
+    tiers = open_hierarchy(
+        layout,
+        settings,
+        signal.wake,
+        namespace=namespace,
+        codecs={"fp8": Fp8Codec},
+        progress=progress,
     )
+    slab: CpuSlab = tiers.slab
+    serving: SlabServing | None = None
+    try:
+        if (address := settings.listen_address) is not None:
+            serving = SlabServing(slab, address, settings.serve, namespace=namespace)
+        if parts is None:
+            parts = Parts(layout.block_size, [None])
+        prefill = PrefillRate() if prefill is None else prefill
+        connector = ConnectorContext(tiers.hierarchy, parts, signal, choice, prefill)
+        side = OffloadScheduler(connector, copies_beside=device != "cpu", serving=serving)
+    except BaseException:
+        if serving is not None:
+            serving.close(0.0)
+        tiers.hierarchy.close(CLOSE_SECONDS)
+        raise
+    makes_digests = tiers.hierarchy.has_stores or slab.is_served
+    description = WorkerDescription(slab.layout, slab.fd, slab.num_slots, device, makes_digests)
     return BuiltSide(side, description, slab)
 
 
@@ -167,39 +150,8 @@ def build_worker_side(
     a device that is not there."""
     device = make_device(description.device, progress)
     if slab is None:
-        slab = AttachedSlab(description.layout, description.slab_fd, description.num_slots)
+        slab = AttachedSlab(description)
     device.register_slab(slab)
     if description.makes_digests:
         device.make_digests()
     return OffloadWorker(device, wakeup)
-
-
-def _connect(
-    slab: CpuSlab,
-    stores: list[StoreTier],
-    settings: OffloadSettings,
-    parts: Parts,
-    prefill: PrefillRate | None,
-    serving: SlabServing | None,
-) -> OffloadScheduler:
-    signal = CopySignal()
-    ssd = settings.ssd
-    hierarchy = Hierarchy(
-        slab,
-        stores,
-        wakeup=signal.wake,
-        watermark=settings.watermark,
-        read_seconds=settings.read_seconds,
-        inclusive=ssd is None or not ssd.exclusive,
-        admission=None if ssd is None else make_admission(slab.layout, ssd),
-        tagger=Tagger(slab.layout.layout_id(), slab.layout.page_bytes),
-    )
-    return OffloadScheduler(
-        hierarchy,
-        parts,
-        signal,
-        choice=settings.load,
-        prefill=prefill,
-        copies_beside=settings.device != "cpu",
-        serving=serving,
-    )

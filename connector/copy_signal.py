@@ -26,7 +26,7 @@ class CopySignal:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._given = 0
-        self._ended = 0
+        self.ended = 0  # jobs, since the start; not to be changed
         self._wakeup: Callable[[], None] = _nothing
 
     def set_wakeup(self, wakeup: Callable[[], None] | None) -> None:
@@ -54,20 +54,15 @@ class CopySignal:
 
     def catch_up(self, num_jobs: int) -> None:
         """As `note_ended`, without waking anybody."""
-        if num_jobs <= self._ended:
+        if num_jobs <= self.ended:
             return  # as mostly, since it was noted before
         with self._changed:
-            self._ended = max(self._ended, num_jobs)
+            self.ended = max(self.ended, num_jobs)
             self._changed.notify_all()
-
-    @property
-    def ended(self) -> int:
-        """Jobs ended since start."""
-        return self._ended
 
     def wait_idle(self, timeout_seconds: float) -> bool:
         """Wait until every job given has ended; False if the time was too short."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: self._ended >= self._given, timeout=max(0.0, timeout_seconds)
+                lambda: self.ended >= self._given, timeout=max(0.0, timeout_seconds)
             )

@@ -16,12 +16,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..tiers.hierarchy.hierarchy import Hierarchy
 from ..tiers.hierarchy.promotions import LoadTicket
 from ..tiers.holds import Hold
-from ..tiers.mailbox import Alarm
 from .base import JobRetention
-from .parts import Parts
+from .connector_context import ConnectorContext
 
 MOST_TURNS = 4096
 # Reads of this kind hold at most this share of the slab at once.
@@ -47,16 +45,16 @@ class KeptTurn:
 
 
 class KeptTurns(JobRetention):
-    """The kept turns of one connector, by job. `alarm` wakes the engine where one is due. Of
-    `parts` that lie in windows nothing is read ahead."""
+    """The kept turns of one connector, by job. The engine is woken where one is due. Blocks that
+    lie in windows are not read ahead."""
 
-    def __init__(self, hierarchy: Hierarchy, alarm: Alarm, parts: Parts) -> None:
-        self._hierarchy = hierarchy
-        self._alarm = alarm
-        self._parts = parts
-        self._reads_ahead = hierarchy.has_stores and not parts.is_windowed
+    def __init__(self, connector: ConnectorContext) -> None:
+        self._hierarchy = connector.hierarchy
+        self._alarm = connector.alarm
+        self._parts = connector.parts
+        self._reads_ahead = self._hierarchy.has_stores and not self._parts.is_windowed
         self._turns: OrderedDict[bytes, KeptTurn] = OrderedDict()  # the oldest first
-        self._room = int(SHARE * hierarchy.num_slots)  # slots
+        self._room = int(SHARE * self._hierarchy.num_slots)  # slots
         self.num_kept = 0  # since the start
         self.blocks_read_ahead = 0  # since the start
 

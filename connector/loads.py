@@ -23,114 +23,46 @@ is there when all of those are that the load needs (`parts.py`).
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
 from typing import cast
 
-from ..tiers.base import NO_CONTEXT, RequestContext
-from ..tiers.hierarchy.hierarchy import Hierarchy
 from ..tiers.hierarchy.promotions import LoadTicket
 from .base import OverlappedLoads
+from .connector_context import ConnectorContext
 from .costs.economics import OVERLAP_PARTS, PIECES_AT_ONCE
-from .costs.rates import ReadTimes
-from .counters import OffloadCounters
 from .messages import ConnectorMetadata, CopyJob, GroupBlockIds, LoadReport, LoadState
-from .parts import Parts, whole_positions
-from .remembered import REMEMBERED_REQUESTS, Remembered
+from .parts import whole_positions
+from .request_offload import Load, Piece, RequestOffload, Stage
 
 COPY_FAULT = "a copy from the cpu tier to the KV pool failed"
 SPOILT = "dropped"  # the tiers were told to forget blocks of a load that was under way
 
 
-@dataclass(slots=True)
-class Piece:
-    """Positions `start` to `end` of a load."""
-
-    start: int
-    end: int
-    ticket: LoadTicket
-    jobs: set[int] = field(default_factory=set)  # copies under way
-    is_good: bool = True  # so far
-
-
-@dataclass(slots=True)
-class Load:
-    """The blocks that one request is to get."""
-
-    request_id: str
-    first_token: int
-    keys: list[bytes]  # of the blocks that are needed
-    block_ids: GroupBlockIds
-    num_blocks: int  # positions
-    started: float
-    load_frontier: int  # positions from here on have been loaded
-    next_end: int  # positions from here on have been asked for
-    num_short_tokens: int = 0  # that the last position has less than others
-    give_up_at: float | None = None  # on the monotonic clock
-    reading: deque[Piece] = field(default_factory=deque)
-    copying: deque[Piece] = field(default_factory=deque)
-    is_over: bool = False  # only the copies under way are waited for
-    is_spoilt: bool = False  # what it brings may be wrong
-    failure: str | None = None
-    fault: str | None = None  # see `LoadReport.failure`
-    shorter_tokens: int = 0  # see `LoadReport.shorter_tokens`
-    context: RequestContext = NO_CONTEXT
-    needed: Sequence[int] = ()  # the place of each among the keys of all parts
-    blocks_by_tier: Counter[str] = field(default_factory=Counter)
-    # Of an overlapped load:
-    is_overlapped: bool = False
-    piece_blocks: int = 0
-    chunk_tokens: int = 0  # grows while nothing comes, so that a late store costs few steps
-    compute_frontier: int = 0  # positions below are computed by the request itself
-
-
-def fault_of(ticket: LoadTicket) -> str | None:
-    """What went wrong with reads that have ended, in words; None where all that was begun came."""
-    if ticket.fault is None:
-        return None
-    missing = [i for i, slot in enumerate(ticket.slots[: ticket.begun]) if slot is None]
-    tiers = " and ".join(sorted({ticket.tiers[i] for i in missing}))
-    return f"{len(missing)} of {ticket.begun} blocks did not come from {tiers} ({ticket.fault})"
-
-
 class Loads(OverlappedLoads):
-    """The loads of one connector, by request."""
+    """The loads of one connector; that of a request is in its record."""
 
-    def __init__(
-        self,
-        hierarchy: Hierarchy,
-        counters: OffloadCounters,
-        job_ids: Iterator[int],
-        read_times: ReadTimes,
-        parts: Parts,
-    ) -> None:
-        self._hierarchy = hierarchy
+    def __init__(self, connector: ConnectorContext) -> None:
+        self._hierarchy = connector.hierarchy
+        self._counters = connector.counters
+        self._job_ids = connector.job_ids
+        self._read_times = connector.read_times
+        self._economics = connector.economics
+        self._alarm = connector.alarm
+        self._requests = connector.requests
+        self._parts = parts = connector.parts
         self._block_size = parts.block_size
-        self._counters = counters
-        self._job_ids = job_ids
-        self._read_times = read_times
-        self._parts = parts
         self._num_parts = parts.width
-        self._loads: dict[str, Load] = {}
+        self._loads: list[Load] = []
         self._piece_of: dict[int, tuple[Load, Piece]] = {}  # by copy job
         self._ready: list[Load] = []  # to be copied by the next step
         self._reports: list[LoadReport] = []
         self._coming: dict[bytes, int] = {}  # keys of blocking loads, and of how many
         self._has_news = False  # of overlapped loads, that the scheduler has not asked for
         self.num_ended = 0  # blocking ones
-        # Requests whose load has failed, which are offered nothing more.
-        self.failed: Remembered[None] = Remembered(REMEMBERED_REQUESTS)
 
     def __len__(self) -> int:
         return len(self._loads)
-
-    def __iter__(self) -> Iterator[Load]:
-        return iter(self._loads.values())
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._loads
 
     @property
     def has_due(self) -> bool:
@@ -141,24 +73,34 @@ class Loads(OverlappedLoads):
         """Whether a blocking load will bring this block, which others then find in the pool."""
         return key in self._coming
 
+    def num_sharing(self, offload: RequestOffload) -> int:
+        """How many requests would compute if this one's load was overlapped, it included; 0 where
+        another one that has no load under way computes, or will."""
+        loads = [load for load in self._loads if load.offload.stage is not Stage.FINISHED]
+        # A record whose request has ended is that of a load.
+        num_alive = len(self._requests) - (len(self._loads) - len(loads))
+        num_others = num_alive - 1
+        if not num_others:
+            return 1
+        if offload.load is not None or len(loads) < num_others:
+            return 0
+        return 1 + sum(load.is_overlapped for load in loads)
+
     def begin_blocking(
         self,
-        request_id: str,
+        offload: RequestOffload,
         first_token: int,
         keys: Sequence[bytes],
         block_ids: GroupBlockIds,
-        origins: Mapping[bytes, str],
-        max_wait_seconds: Callable[[int], float | None],
-        context: RequestContext = NO_CONTEXT,
+        num_queued_tokens: int,
         num_short_tokens: int = 0,
-    ) -> float | None:
-        """Begin a load whose request waits for it. `origins`: where blocks came from that were read
-        ahead for it and now are in the slab. `max_wait_seconds`: how many seconds to wait at most,
-        given the first position that is not there yet. `num_short_tokens`: that are not wanted of
-        the last position. When the load is given up, if ever."""
+    ) -> None:
+        """Begin a load whose request waits for it, as long as computing it would take at most.
+        `num_queued_tokens` would be computed before it. `num_short_tokens`: that are not wanted of
+        the last position."""
         num_blocks = len(block_ids[0])
         load = Load(
-            request_id,
+            offload,
             first_token,
             list(keys),
             block_ids,
@@ -167,7 +109,6 @@ class Loads(OverlappedLoads):
             load_frontier=num_blocks,
             next_end=0,
             num_short_tokens=num_short_tokens,
-            context=context,
             needed=self._parts.needed(
                 first_token // self._block_size,
                 num_blocks,
@@ -175,32 +116,38 @@ class Loads(OverlappedLoads):
             ),
         )
         ticket = self._begin_read(load, 0, num_blocks)
-        if origins:
+        if (ahead := offload.read_ahead) is not None:  # and now is in the slab
+            origins = dict(zip(ahead.keys, ahead.tiers, strict=True))
             ticket.tiers = [origins.get(k, t) for k, t in zip(keys, ticket.tiers, strict=True)]
-        self._loads[request_id] = load
+        self._begin(load)
         coming = self._coming
         for key in keys:
             coming[key] = coming.get(key, 0) + 1
         if not ticket.is_complete():
-            seconds = max_wait_seconds(load.needed[ticket.slots.index(None)] // self._num_parts)
-            load.give_up_at = None if seconds is None else load.started + seconds
-        return load.give_up_at
+            missing = load.needed[ticket.slots.index(None)] // self._num_parts
+            seconds = self._economics.max_wait_seconds(
+                first_token + missing * self._block_size,
+                num_blocks - missing,
+                num_queued_tokens=num_queued_tokens,
+            )
+            if seconds is not None:
+                load.give_up_at = load.started + seconds
+                self._alarm.at(load.give_up_at)
 
     def begin_overlapped(
         self,
-        request_id: str,
+        offload: RequestOffload,
         first_token: int,
         keys: Sequence[bytes],
         block_ids: GroupBlockIds,
         compute_blocks: int,
-        context: RequestContext = NO_CONTEXT,
     ) -> None:
         """Begin a load whose request computes meanwhile, and is expected to come to what was loaded
         after about `compute_blocks`."""
         num_blocks = len(keys) // self._num_parts
         compute_blocks = min(compute_blocks, num_blocks)
-        self._loads[request_id] = load = Load(
-            request_id,
+        load = Load(
+            offload,
             first_token,
             list(keys),
             block_ids,
@@ -208,15 +155,16 @@ class Loads(OverlappedLoads):
             time.monotonic(),
             load_frontier=num_blocks,
             next_end=num_blocks,
-            context=context,
             is_overlapped=True,
             piece_blocks=-(-(num_blocks - compute_blocks) // OVERLAP_PARTS) or 1,
             chunk_tokens=(-(-compute_blocks // OVERLAP_PARTS) or 1) * self._block_size,
         )
+        self._begin(load)
         self._read_more(load)
 
     def load_state(self, request_id: str, num_computed_tokens: int) -> LoadState:
-        load = self._loads[request_id]
+        load = self._requests[request_id].load
+        assert load is not None
         lowest = min([piece.start for piece in load.copying], default=load.load_frontier)
         bound = load.first_token + lowest * self._block_size
         limit = min(bound, num_computed_tokens + load.chunk_tokens)
@@ -232,22 +180,21 @@ class Loads(OverlappedLoads):
         return LoadState(limit, load_frontier, bool(load.copying), load.fault)
 
     def end_load(self, request_id: str) -> LoadReport | None:
-        load = self._loads[request_id]
+        load = self._requests[request_id].load
+        assert load is not None
         load.is_over = True
         self._stop_reading(load)
         if load.copying:
             return None
-        del self._loads[request_id]
         report = self._report_of(load)
         self._counters.count_load(report)
-        if not report.is_whole:
-            self.failed.put(request_id, None)
+        self._end(load, has_failed=not report.is_whole)
         return report
 
     def poll_reads(self) -> None:
         """Look which reads have ended, or have taken too long."""
         now = time.monotonic() if self._loads else 0.0
-        self._ready = [load for load in self._loads.values() if _is_ready(load, now)]
+        self._ready = [load for load in self._loads if _is_ready(load, now)]
 
     def copy_ready(self, meta: ConnectorMetadata) -> None:
         """Have what has been read copied to the pool, and more read."""
@@ -275,10 +222,10 @@ class Loads(OverlappedLoads):
         while load.copying and not load.copying[0].jobs:
             self._land(load, load.copying.popleft())
         if load.is_over and not load.copying:
-            del self._loads[load.request_id]
+            self._end(load, has_failed=load.failure is not None)
             self._reports.append(
                 LoadReport(
-                    load.request_id,
+                    load.offload.request_id,
                     0,
                     is_whole=False,
                     failure=load.fault,
@@ -288,7 +235,7 @@ class Loads(OverlappedLoads):
 
     def spoil(self, keys: AbstractSet[bytes]) -> None:
         """Nothing that loads with one of these keys bring is to be used; their requests compute."""
-        for load in self._loads.values():
+        for load in self._loads:
             if load.is_spoilt or keys.isdisjoint(load.keys):
                 continue
             load.is_spoilt = True
@@ -308,7 +255,7 @@ class Loads(OverlappedLoads):
         keys = load.keys
         if load.is_overlapped:
             keys = keys[start * self._num_parts : end * self._num_parts]
-        ticket = self._hierarchy.begin_load(keys, load.context)
+        ticket = self._hierarchy.begin_load(keys, load.offload.context)
         self._read_times.track_load(ticket)
         load.reading.append(Piece(start, end, ticket))
         return ticket
@@ -387,7 +334,6 @@ class Loads(OverlappedLoads):
         ticket = piece.ticket
         is_late = not ticket.is_complete()
         self._read_times.let_go(ticket)
-        del self._loads[load.request_id]
         self.num_ended += 1
         coming = self._coming
         for key in load.keys:
@@ -416,12 +362,15 @@ class Loads(OverlappedLoads):
         report.seconds = time.monotonic() - load.started
         self._counters.count_load(report)
         self._reports.append(report)
+        if report.shorter_tokens:
+            load.offload.most_blocks = report.shorter_tokens // self._block_size
+        self._end(load, has_failed=not (report.is_whole or report.shorter_tokens))
 
     def _land(self, load: Load, piece: Piece) -> None:
         """The copy of the next piece of an overlapped load has ended."""
         self._read_times.let_go(piece.ticket)
         if not piece.is_good:
-            # Of one that is over nobody hears how it went on.
+            # The request no longer waits for a load that is over, so its fault is not reported.
             self._fail_load(load, "load_copy", None if load.is_over else COPY_FAULT)
         elif piece.end == load.load_frontier:
             load.load_frontier = piece.start
@@ -444,13 +393,28 @@ class Loads(OverlappedLoads):
     def _report_of(self, load: Load) -> LoadReport:
         tokens = {t: n * self._block_size for t, n in load.blocks_by_tier.items()}
         return LoadReport(
-            load.request_id,
+            load.offload.request_id,
             sum(tokens.values()),
             tokens,
             is_whole=load.failure is None,
             failure=load.fault,
             shorter_tokens=0 if load.is_spoilt else load.shorter_tokens,
         )
+
+    def _begin(self, load: Load) -> None:
+        self._loads.append(load)
+        load.offload.load = load
+        load.offload.stage = Stage.LOADING
+
+    def _end(self, load: Load, *, has_failed: bool) -> None:
+        """The load is over, and with it the record of a request that has ended."""
+        self._loads.remove(load)
+        offload = load.offload
+        offload.load = None
+        if offload.stage is Stage.FINISHED:
+            del self._requests[offload.request_id]
+        else:
+            offload.stage = Stage.FAILED if has_failed else Stage.READY
 
     def _fail_load(self, load: Load, reason: str, fault: str | None) -> None:
         """Give a load up: every block that is not on its way to the pool will be computed."""
@@ -470,3 +434,12 @@ def _is_ready(load: Load, now: float) -> bool:
         return False
     is_late = load.give_up_at is not None and load.give_up_at <= now
     return is_late or load.reading[0].ticket.is_complete()
+
+
+def fault_of(ticket: LoadTicket) -> str | None:
+    """What went wrong with reads that have ended, in words; None where all that was begun came."""
+    if ticket.fault is None:
+        return None
+    missing = [i for i, slot in enumerate(ticket.slots[: ticket.begun]) if slot is None]
+    tiers = " and ".join(sorted({ticket.tiers[i] for i in missing}))
+    return f"{len(missing)} of {ticket.begun} blocks did not come from {tiers} ({ticket.fault})"

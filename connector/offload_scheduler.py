@@ -13,7 +13,6 @@ kept is the hierarchy's business.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -21,14 +20,10 @@ from dataclasses import asdict
 
 from ..tiers.base import NO_CONTEXT, RequestContext
 from ..tiers.cache_server.slab_serving.serving import SlabServing
-from ..tiers.hierarchy.hierarchy import Hierarchy
-from ..tiers.mailbox import Alarm
 from .base import KVConnectorScheduler, RequestView
-from .copy_signal import CopySignal
+from .connector_context import ConnectorContext
 from .costs.calibration import Calibration
-from .costs.economics import NOTHING, Choice, Economics
-from .costs.rates import PrefillRate, ReadTimes
-from .counters import OffloadCounters
+from .costs.economics import NOTHING
 from .kept_turns import KeptTurns
 from .loads import Loads
 from .lookups import Lookups
@@ -38,6 +33,7 @@ from .messages import (
     NOTHING_TO_MOVE,
     ConnectorMetadata,
     ConnectorWorkerOutput,
+    Elsewhere,
     EvictedBlock,
     GroupBlockIds,
     LoadReport,
@@ -45,10 +41,10 @@ from .messages import (
     MatchKind,
 )
 from .outgoing import Outgoing
-from .parts import Parts
 from .prefill_decode.hand_overs import HandOvers
 from .prefill_decode.prefill_waits import PrefillWaits
-from .remembered import REMEMBERED_REQUESTS, Remembered
+from .prefill_decode.wait_limit import End
+from .request_offload import RequestOffload, Stage
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +55,8 @@ _RETRY = Match(0, MatchKind.RETRY)
 
 
 class OffloadScheduler(KVConnectorScheduler):
-    """Decides what moves between the pool and `hierarchy`. Takes over the hierarchy.
+    """Decides what moves between the pool and the tiers of `connector`. Takes over the hierarchy.
 
-    `parts` are the blocks of a position. `prefill` is what computing costs, told by the part that
-    runs steps.
     `copies_beside`: see `Outgoing`. `serving` ends with it.
     """
 
@@ -75,68 +69,32 @@ class OffloadScheduler(KVConnectorScheduler):
 
     def __init__(
         self,
-        hierarchy: Hierarchy,
-        parts: Parts,
-        signal: CopySignal,
+        connector: ConnectorContext,
         *,
-        choice: Choice = Choice.AUTO,
-        prefill: PrefillRate | None = None,
         copies_beside: bool = True,
         serving: SlabServing | None = None,
     ) -> None:
-        self._parts = parts
-        job_ids = itertools.count(1)
-        self._hierarchy = hierarchy
+        self._hierarchy = hierarchy = connector.hierarchy
+        self._parts = connector.parts
+        self._block_size = connector.parts.block_size
+        self._signal = connector.signal
+        self._alarm = connector.alarm
+        self._economics = connector.economics
+        self._links = connector.economics.links
+        self._read_times = connector.read_times
+        self._counters = connector.counters
+        self.requests: dict[str, RequestOffload] = connector.requests
         self._serving = serving
-        self._block_size = block_size = parts.block_size
-        self._signal = signal
-        self._counters = OffloadCounters()
-        tiers, block_bytes = hierarchy.tiers, hierarchy.block_bytes
-        self._economics = Economics(
-            tiers,
-            block_size,
-            block_bytes,
-            choice,
-            num_needed=parts.num_needed,
-            prefill=prefill,
-        )
-        self._links = self._economics.links
-        self._read_times = ReadTimes(
-            {name: self._links[name] for name in tiers[1:]},
-            block_bytes,
-            hierarchy.end_load,
-            time.monotonic,
-        )
-        self._economics.queued = self._read_times.queued
         self._copies: dict[int, tuple[float, int]] = {}  # loads: when they began, bytes
-        self._alarm = Alarm(signal.wake)
-        self._alive: set[str] = set()
-        self._lookups = Lookups(
-            hierarchy,
-            parts,
-            self._counters,
-            self._economics,
-            self._read_times,
-            self._num_sharing,
-        )
-        self._outgoing = Outgoing(
-            hierarchy, self._counters, job_ids, parts, copies_beside=copies_beside
-        )
-        self.stores_ahead = self._outgoing
-        self.job_retention = self._kept_turns = KeptTurns(hierarchy, self._alarm, parts)
-        self.prompts_elsewhere = PrefillWaits(
-            hierarchy, self._economics, self._counters, self._alarm, parts
-        )
+        self.overlapped_loads = self._loads = Loads(connector)
+        self._lookups = Lookups(connector, self._loads)
+        self.stores_ahead = self._outgoing = Outgoing(connector, copies_beside=copies_beside)
+        self.job_retention = self._kept_turns = KeptTurns(connector)
+        self.prompts_elsewhere = PrefillWaits(connector)
         self.awaiting_prefill = self.prompts_elsewhere.request_ids
-        self.handover = HandOvers(hierarchy, parts.shards, self._alarm)
-        self.overlapped_loads = self._loads = Loads(
-            hierarchy, self._counters, job_ids, self._read_times, parts
-        )
-        self.estimates = self._calibration = Calibration(
-            self._economics, hierarchy, signal, job_ids
-        )
+        self.handover = HandOvers(connector)
+        self.estimates = self._calibration = Calibration(connector)
         self.wants_all = hierarchy.is_shared
-        self._shorter: Remembered[int] = Remembered(REMEMBERED_REQUESTS)  # the longest hit, blocks
         self._jobs_reported = 0
         self._retry_version: int | None = None  # when RETRY was last answered
         self._retry_due = False
@@ -157,26 +115,35 @@ class OffloadScheduler(KVConnectorScheduler):
         self._signal.note_ended(num_jobs)
 
     def request_queued(self, request: RequestView, context: RequestContext = NO_CONTEXT) -> None:
-        self._alive.add(request.request_id)
         self._has_begun = True
-        self._lookups.queued(request, context)
+        offload = self._offload_of(request.request_id)
+        if offload.stage is Stage.FINISHED:  # its name is used again
+            offload.stage = Stage.LOADING
+        if context is not NO_CONTEXT:
+            offload.context = context
+        self._lookups.queued(offload, request)
 
     def request_finished(self, request_id: str) -> None:
-        self._alive.discard(request_id)
-        self.prompts_elsewhere.cancel_wait(request_id)
-        self._lookups.remove_request(request_id)
-        self._shorter.pop(request_id, None)
+        offload = self.requests.get(request_id)
+        if offload is None:
+            return
+        self.prompts_elsewhere.end_wait(offload, End.GONE)
+        self._lookups.drop_lookup(offload)
+        if offload.load is None:
+            del self.requests[request_id]
+        else:  # the record ends with the load
+            offload.stage = Stage.FINISHED
 
     def get_matched_tokens(
         self, request: RequestView, num_computed_tokens: int, *, num_queued_tokens: int = 0
     ) -> Match:
-        request_id = request.request_id
-        if request_id in self._loads.failed or request_id in self._loads:
+        offload = self._offload_of(request.request_id)
+        if offload.stage is not Stage.READY:
             return NO_MATCH
         first = num_computed_tokens // self._block_size
         end = self._lookups.end_of(request)
-        most = self._shorter.get(request_id, end)
-        lookup = self._lookups.look_up_range(request, first, min(end, most))
+        most = end if offload.most_blocks is None else offload.most_blocks
+        lookup = self._lookups.look_up_range(offload, request, first, min(end, most))
         if lookup is None:
             return NO_MATCH
         if most < end:  # it was counted, and decided upon, when the longer hit was found
@@ -184,16 +151,16 @@ class OffloadScheduler(KVConnectorScheduler):
         if lookup.prefix.asked:  # a store that is far away will soon say what it has
             self._retry_version = self._version
             return _RETRY
-        waits = self.prompts_elsewhere
-        if waits.expects_any and waits.begin_wait(request, lookup):
+        is_elsewhere = offload.elsewhere is not Elsewhere.NO
+        if is_elsewhere and self.prompts_elsewhere.begin_wait(offload, request, lookup):
             return _RETRY
         tiers = lookup.prefix.tiers
         plan = NOTHING
         if tiers:
-            plan = self._lookups.plan_of(request_id, lookup, num_queued_tokens)
+            plan = self._lookups.plan_of(offload, lookup, num_queued_tokens)
             if not plan.num_blocks:
                 self._lookups.record_lookup(lookup)
-                self._lookups.let_go(request_id)
+                self._lookups.let_go(offload)
                 return NO_MATCH
         # Blocks that another request is loading will be in the pool for this one too.
         if (not tiers and lookup.prefix.pending) or (
@@ -223,41 +190,26 @@ class OffloadScheduler(KVConnectorScheduler):
     ) -> None:
         if num_tokens == 0:
             return
-        request_id = request.request_id
         self._has_begun = True
-        lookup = self._lookups.taken(request_id)
+        offload = self.requests[request.request_id]
+        lookup = self._lookups.taken(offload)
         num_blocks = -(-num_tokens // self._block_size)
         first_token = lookup.first * self._block_size
         keys = self._lookups.needed_keys(lookup, num_blocks, first_token + num_tokens)
-        context = self._lookups.context_of(request_id)
-
-        def max_wait_seconds(index: int) -> float | None:
-            return self._economics.max_wait_seconds(
-                first_token + index * self._block_size,
-                num_blocks - index,
-                num_queued_tokens=lookup.num_queued_tokens,
-            )
 
         if overlapped:
             compute_blocks = lookup.plan.compute_blocks if lookup.plan else 0
-            self._loads.begin_overlapped(
-                request_id, first_token, keys, block_ids, compute_blocks, context
-            )
+            self._loads.begin_overlapped(offload, first_token, keys, block_ids, compute_blocks)
         else:
-            origins = self._lookups.origins(request_id)
-            give_up_at = self._loads.begin_blocking(
-                request_id,
+            self._loads.begin_blocking(
+                offload,
                 first_token,
                 keys,
                 block_ids,
-                origins,
-                max_wait_seconds,
-                context,
+                lookup.num_queued_tokens,
                 num_blocks * self._block_size - num_tokens,
             )
-            if give_up_at is not None:
-                self._alarm.at(give_up_at)
-        self._lookups.drop_lookup(request_id)
+        self._lookups.drop_lookup(offload)
 
     def invalidate_blocks(self, keys: Sequence[bytes], cause: str) -> None:
         named = [key + shard for key in keys for shard in self._parts.shards]
@@ -288,13 +240,7 @@ class OffloadScheduler(KVConnectorScheduler):
     def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
         if output is not NOTHING_FINISHED:
             self._handle_worker_output(output)
-        reports = self._loads.take_reports()
-        for report in reports:
-            if report.shorter_tokens:
-                self._shorter.put(report.request_id, report.shorter_tokens // self._block_size)
-            elif not (report.is_whole or report.is_cancelled):
-                self._loads.failed.put(report.request_id, None)
-        return reports
+        return self._loads.take_reports()
 
     def has_pending_work(self) -> bool:
         self._poll_tiers()
@@ -306,9 +252,7 @@ class OffloadScheduler(KVConnectorScheduler):
         )
 
     def reset(self) -> None:
-        self._lookups.clear()
-        self.prompts_elsewhere.clear()
-        self._kept_turns.clear()
+        self._forget_answers()
         self._hierarchy.clear()
         for store in self._hierarchy.stores:
             if not store.wait_forgotten(FORGET_SECONDS):
@@ -340,9 +284,7 @@ class OffloadScheduler(KVConnectorScheduler):
         self._closed = True
         self._signal.set_wakeup(None)  # the engine's loop is over
         self._alarm.close()
-        self._lookups.clear()
-        self.prompts_elsewhere.clear()
-        self._kept_turns.clear()
+        self._forget_answers()
         # Closing what was written has time of its own, within the limit where possible.
         deadline = time.monotonic() + max(timeout_seconds, CLOSE_SECONDS)
         flush_seconds = timeout_seconds - CLOSE_SECONDS
@@ -358,16 +300,19 @@ class OffloadScheduler(KVConnectorScheduler):
         if not self._hierarchy.close(left if is_flushed else min(left, CLOSE_SECONDS)):
             log.error("a tier still uses memory that it should have given back")
 
-    def _num_sharing(self, request_id: str) -> int:
-        """How many requests would compute if this one's load was overlapped, it included; 0 where
-        another one that has no load under way computes, or will."""
-        others = len(self._alive) - (request_id in self._alive)
-        if not others:
-            return 1
-        loads = [load for load in self._loads if load.request_id in self._alive]
-        if any(load.request_id == request_id for load in loads) or len(loads) < others:
-            return 0
-        return 1 + sum(load.is_overlapped for load in loads)
+    def _offload_of(self, request_id: str) -> RequestOffload:
+        """The record of a request, which begins here if there is none."""
+        offload = self.requests.get(request_id)
+        if offload is None:
+            offload = self.requests[request_id] = RequestOffload(request_id)
+        return offload
+
+    def _forget_answers(self) -> None:
+        """Forget what the tiers had, for requests and jobs, and let go of what was read ahead."""
+        for offload in self.requests.values():
+            self._lookups.drop_lookup(offload)
+        self.prompts_elsewhere.clear()
+        self._kept_turns.clear()
 
     @property
     def _version(self) -> int:

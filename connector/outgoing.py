@@ -11,14 +11,13 @@ cost more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from ..tiers.hierarchy.hierarchy import Hierarchy, StoreTicket
+from ..tiers.hierarchy.hierarchy import StoreTicket
 from .base import StoresAhead
-from .counters import OffloadCounters
+from .connector_context import ConnectorContext
 from .messages import ConnectorMetadata, CopyJob, EvictedBlock
 from .page_names import GROUP_BYTES, group_of, pages_of
-from .parts import Parts
 
 # Limit on one job ahead of need: the evicted blocks of a later step queue behind it.
 AHEAD_BYTES = 16 * 1024**2
@@ -32,30 +31,22 @@ class Outgoing(StoresAhead):
     """Store jobs, from their slots to their end. Each of `parts` has jobs of its own: a block of
     the pool is one on every rank, and its name ends with the cache group."""
 
-    def __init__(
-        self,
-        hierarchy: Hierarchy,
-        counters: OffloadCounters,
-        job_ids: Iterator[int],
-        parts: Parts,
-        *,
-        copies_beside: bool = True,
-    ) -> None:
+    def __init__(self, connector: ConnectorContext, *, copies_beside: bool = True) -> None:
         """`copies_beside`: whether copies run beside forward passes, as a GPU's engines do."""
-        self._hierarchy = hierarchy
-        self._parts = parts
-        self._shards = parts.shards
-        self._counters = counters
-        self._job_ids = job_ids
+        self._hierarchy = connector.hierarchy
+        self._parts = connector.parts
+        self._shards = connector.parts.shards
+        self._counters = connector.counters
+        self._job_ids = connector.job_ids
         self._tickets: dict[int, StoreTicket] = {}
         # Jobs ahead of need, in flight: the block that each key is copied from.
         self._ahead: dict[int, dict[bytes, int]] = {}
         self._ahead_job_of: dict[bytes, int] = {}  # key → such a job
         self._overtaken: set[int] = set()  # to be waited for by the next step
         self._void: dict[int, set[bytes]] = {}  # what such jobs copy in vain
-        self._batch = max(1, min(AHEAD_BLOCKS, AHEAD_BYTES // hierarchy.block_bytes))
+        self._batch = max(1, min(AHEAD_BLOCKS, AHEAD_BYTES // self._hierarchy.block_bytes))
         self._copies_beside = copies_beside
-        self._along = ALONG_BYTES // hierarchy.block_bytes
+        self._along = ALONG_BYTES // self._hierarchy.block_bytes
 
     def __len__(self) -> int:
         """Jobs in flight."""

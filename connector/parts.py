@@ -15,6 +15,7 @@ and is not asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from ..tiers.base import Answer
 from ..tiers.block import key_suffix
@@ -156,24 +157,18 @@ class Parts:
         return [(i, starts[i]) for i, seen in enumerate(self._seen) if seen is not None]
 
 
+@dataclass(slots=True, eq=False)
 class _Search:
     """A search for windowed blocks, in the tiers as they are now."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        hierarchy: Hierarchy,
-        first: int,
-        keys: Sequence[bytes],
-        most_tokens: int | None,
-    ) -> None:
-        self._parts = parts
-        self._most_tokens = most_tokens
-        self._hierarchy = hierarchy
-        self._first = first
-        self._keys = keys
-        self._there: dict[int, bool] = {}  # by place
-        self.pending = self.asked = False
+    parts: Parts
+    hierarchy: Hierarchy
+    first: int  # position
+    keys: Sequence[bytes]
+    most_tokens: int | None
+    there: dict[int, bool] = field(default_factory=dict)  # by place
+    pending: bool = False
+    asked: bool = False
 
     def longest(self, num_positions: int) -> int:
         """See `Parts.longest`."""
@@ -182,7 +177,7 @@ class _Search:
             if missing is not None:
                 # Every hit that ends behind it needs it, up to the one that failed.
                 num_positions = missing
-            elif self._parts.needed(self._first, num_positions, self._most_tokens):
+            elif self.parts.needed(self.first, num_positions, self.most_tokens):
                 break
             else:  # where a chunk begins nothing is attended to; a load has to bring something
                 num_positions -= 1
@@ -190,14 +185,14 @@ class _Search:
 
     def slowest_tiers(self, tiers: Sequence[str]) -> list[str]:
         """The same for each position, the windowed blocks of a hit of so many positions counted."""
-        width, order = self._parts.width, self._hierarchy.tiers
+        width, order = self.parts.width, self.hierarchy.tiers
         found = list(tiers)
         places = [
             position * width + index
-            for index, start in self._parts.windows(self._first, len(tiers), self._most_tokens)
+            for index, start in self.parts.windows(self.first, len(tiers), self.most_tokens)
             for position in range(start, len(tiers))
         ]
-        names = self._hierarchy.find_prefix([self._keys[place] for place in places]).tiers
+        names = self.hierarchy.find_prefix([self.keys[place] for place in places]).tiers
         for place, name in zip(places, names, strict=False):
             position = place // width
             found[position] = max(found[position], name, key=order.index)
@@ -205,9 +200,9 @@ class _Search:
 
     def _missing(self, num_positions: int) -> int | None:
         """The last position that a hit of so many lacks."""
-        width = self._parts.width
+        width = self.parts.width
         last: int | None = None
-        for index, start in self._parts.windows(self._first, num_positions, self._most_tokens):
+        for index, start in self.parts.windows(self.first, num_positions, self.most_tokens):
             least = start if last is None else max(start, last + 1)
             for position in range(num_positions - 1, least - 1, -1):
                 if not self._is_there(position * width + index):
@@ -216,17 +211,17 @@ class _Search:
         return last
 
     def _is_there(self, place: int) -> bool:
-        if place not in self._there:
-            width = self._parts.width
-            places = [p for p in range(place, -1, -width)[:FIND_POSITIONS] if p not in self._there]
-            answers = self._hierarchy.lookup([self._keys[p] for p in places])
+        if place not in self.there:
+            width = self.parts.width
+            places = [p for p in range(place, -1, -width)[:FIND_POSITIONS] if p not in self.there]
+            answers = self.hierarchy.lookup([self.keys[p] for p in places])
             for each, answer in zip(places, answers, strict=True):
-                self._there[each] = answer is Answer.HIT
+                self.there[each] = answer is Answer.HIT
             if answers[0] is not Answer.HIT:
-                alone = self._hierarchy.find_prefix([self._keys[place]])
+                alone = self.hierarchy.find_prefix([self.keys[place]])
                 self.pending |= alone.pending
                 self.asked |= alone.asked
-        return self._there[place]
+        return self.there[place]
 
 
 def whole_positions(tiers: Sequence[str], width: int, order: Sequence[str]) -> list[str]:

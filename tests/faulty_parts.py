@@ -6,7 +6,7 @@ Each fault is one that the part may show in the field and that its user has prom
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import random
 import threading
 import time
@@ -26,6 +26,7 @@ from stratakv.tiers.base import Answer, Stored, StoreTier, TierStats
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierBusy, TierError
 from stratakv.tiers.tag import Proof, Proofs
+from stratakv.tiers.tier_settings import TierSettings
 
 T = TypeVar("T")
 
@@ -194,8 +195,9 @@ def patch_tiers(
     monkeypatch.setattr(assemble, "SsdStore", make_store)
 
     def with_seconds(make: Callable[..., Any]) -> Callable[..., Any]:
-        def made(layout: BlockLayout, settings: build.OffloadSettings, **options: Any) -> Any:
-            settings = dataclasses.replace(settings, read_seconds=read_seconds)
+        def made(layout: BlockLayout, settings: TierSettings, **options: Any) -> Any:
+            settings = copy.copy(settings)  # unchecked: its sizes may be below an operator's
+            object.__setattr__(settings, "read_seconds", read_seconds)
             return make(layout, settings, **options)
 
         return made

@@ -34,7 +34,7 @@ def is_busy(core: EngineCore) -> bool:
         return False
     hierarchy = connector._hierarchy
     return bool(
-        core.scheduler._places.loading.num_waiting
+        core.scheduler._states.loads.blocking
         or len(connector._outgoing)
         or len(connector._loads)
         or hierarchy._promotions
@@ -59,7 +59,7 @@ def check_references(core: EngineCore) -> None:
     """The references to blocks are tables, and what nobody holds is in the queue."""
     manager = core.scheduler.manager
     references: Counter[int] = Counter()
-    for tables in manager._coordinator._tables.values():
+    for tables in manager._tables.values():
         for table in tables:
             references.update(block.block_id for block in table)
     del references[0]  # the null block
@@ -104,21 +104,19 @@ def check_nothing_left(core: EngineCore, look: RunnerLook | None = None) -> None
 def check_ended(scheduler: Scheduler, side: Any) -> None:
     """No request is left in the scheduler or in the connector's scheduler side (None: none), no
     block is held, and the slab's slots are free, or whole and not pinned."""
-    places, manager = scheduler._places, scheduler.manager
+    states, manager = scheduler._states, scheduler.manager
     assert manager.pool.is_idle
-    assert manager._coordinator._tables == {}
-    assert not (places.requests or places.progress or places.running or places.loaded)
-    assert not (len(places.waiting) or len(places.skipped) or len(places.deferred))
-    assert not (places.loading.num_waiting or places.loading.num_overlapped)
+    assert manager._tables == {}
+    assert not (states._requests or states.num_unfinished or states.running or states.loaded)
+    assert not (len(states.waiting) or len(states.skipped) or len(states.deferred))
+    assert not (states.loads.blocking or states.loads.num_overlapped)
     if side is None or not side.has_tiers:
         return
     loads, outgoing = side._loads, side._outgoing
     assert not (len(loads) or loads._piece_of or loads._ready or loads._reports or loads._coming)
     assert not (outgoing._tickets or outgoing._ahead or outgoing._ahead_job_of)
-    assert not (len(side._read_times) or side._lookups._contexts)
-    assert not (side._copies or side._alive)
-    assert not (side.awaiting_prefill or side.prompts_elsewhere.expects_any)
-    assert not (side._lookups._read_ahead or side._lookups._blocks_ahead)
+    assert not (side.requests or side.awaiting_prefill or side._copies or len(side._read_times))
+    assert not (len(side._lookups) or side._lookups.num_asked or side._lookups._blocks_ahead)
     slab = side._hierarchy._slab
     assert all(slot.committed and not slot.pins for slot in slab._slots.values())
     assert len(slab._free) + len(slab._slots) == slab.num_slots

@@ -204,7 +204,7 @@ class Life:
         told = sum(len(asked.token_ids) for asked in self._asked.values())
         assert told == core.scheduler.counts["generated_tokens"]
         # Blocks that a load was writing to when there was no more time stay held.
-        assert not (core.scheduler.requests or core.scheduler._places.running)
+        assert not (core.scheduler.requests or core.scheduler._states.running)
 
     def _make_store(self, *args: Any, **kwargs: Any) -> StoreTier:
         return FaultyStore(SsdStore(*args, **kwargs), self._mischief, self._late_seconds)
@@ -348,7 +348,7 @@ class Life:
         asked = Asked(prompt, params, expected, rng.choice(self._salts), rng.random() < 0.1)
         # A name may come back once its bearer is gone.
         name = f"r{self._number if rng.random() < 0.8 else rng.randint(0, 2)}"
-        if name in self._asked or name in self.core.scheduler._places.loading:
+        if name in self._asked or name in self.core.scheduler._states:
             name = f"n{self._number}"
         self._number += 1
         self._asked[name] = asked
@@ -368,7 +368,8 @@ class Life:
     def _abort(self) -> None:
         names = self._open()
         if self._rng.random() < 0.5:  # those that are being loaded
-            names = [name for name in names if name in self.core.scheduler._places.loading]
+            loading = {each.request_id for each in self.core.scheduler._states.loads.blocking}
+            names = [name for name in names if name in loading]
         for name in names:
             if self._rng.random() < 0.5:
                 self.core.abort_requests([name])

@@ -28,9 +28,13 @@ from stratakv.engine.api.openai.request.protocol import (
 from stratakv.engine.cli import bench, cache_server, config, doctor, generate, route, serve
 from stratakv.engine.cli.args import Parser, log_level
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL, OPTIONS
-from stratakv.engine.config.environment import CACHE_SERVER_PREFIX, OTHER_VARIABLES
-from stratakv.engine.config.resolve import read_config_settings, resolve
-from stratakv.engine.config.schema import SCHEMA, default_text, variable_of
+from stratakv.engine.config.resolve import (
+    CACHE_SERVER_PREFIX,
+    OTHER_VARIABLES,
+    read_config_settings,
+    resolve,
+)
+from stratakv.engine.config.schema import SCHEMA, variable_of
 from stratakv.engine.config.server_options import SERVER_OPTIONS
 from stratakv.engine.config.vllm_aliases import ALIASES
 from stratakv.engine.router.router_settings import ROUTER_OPTIONS
@@ -84,7 +88,7 @@ def _shown(default: Any) -> str:
 
 def _is_default(cell: str, name: str) -> bool:
     """Values have backticks; words and the states of a switch have none."""
-    text = default_text(name)
+    text = SCHEMA[name].default_text
     return cell in (text, f"`{text}`")
 
 
@@ -115,7 +119,7 @@ def test_flags_of_the_cache_server() -> None:
     assert list(table) == own, "in the order of the options"
     assert _flags(_parser_of(cache_server)).keys() == set(own)
     for name in cache_server.OPTIONS:
-        text = cache_server.default_text(name)
+        text = cache_server.OPTIONS[name].default_text
         assert table[flag_of(name)][0] in (text, f"`{text}`"), name
 
 
@@ -125,7 +129,7 @@ def test_flags_of_the_router() -> None:
     assert list(table) == own, "in the order of --help"
     assert _flags(_parser_of(route)).keys() == set(own)
     for name in ROUTER_OPTIONS:
-        text = route.default_text(name)
+        text = ROUTER_OPTIONS[name].default_text
         assert table[flag_of(name)][0] in (text, f"`{text}`"), name
 
 

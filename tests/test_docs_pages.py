@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.connector.vllm.settings import read_settings
+from stratakv.connector.vllm.settings import HOST
 from stratakv.engine.cli.args import Parser
 from stratakv.engine.cli.main import COMMANDS, import_command, main
 from stratakv.engine.config.cache_server_options import read_options
-from stratakv.engine.config.environment import OTHER_VARIABLES
+from stratakv.engine.config.resolve import OTHER_VARIABLES
 from stratakv.engine.config.schema import SCHEMA, variable_of
 
 from .pages import NOT_RUN, ROOT, Block, Reader, blocks, find_block
@@ -343,9 +343,9 @@ def test_what_is_not_run_could_be_given() -> None:
 def test_the_settings_of_the_vllm_page_are_taken() -> None:
     tier = json.loads(find_block("docs/vllm.md", '{"type"').text)
     assert (tier.pop("type"), tier.pop("module_path")) == ("StrataTier", "stratakv.connector.vllm")
-    assert read_settings(tier).ssd.path == Path("/nvme/kv")
+    assert HOST.read(tier).ssd.path == Path("/nvme/kv")
     connector = json.loads(find_block("docs/vllm.md", '{"kv_connector"').text)
-    assert read_settings(connector["kv_connector_extra_config"]["stratakv"]).cpu.capacity_bytes
+    assert HOST.read(connector["kv_connector_extra_config"]["stratakv"]).cpu.capacity_bytes
 
 
 def test_the_environment_of_the_units() -> None:
@@ -358,7 +358,7 @@ def test_the_variables_of_the_image() -> None:
     run = _command("deploy/README.md", "podman run --rm -p 9400")
     given = dict(word.split("=", 1) for word in shlex.split(run) if word.startswith("STRATAKV_"))
     options = read_options({}, given)
-    assert options["cpu_bytes"] == 8 * 2**30 and options["ssd_bytes"] == 100 * 2**30
+    assert options.cpu_bytes == 8 * 2**30 and options.ssd_bytes == 100 * 2**30
     assert len(given) == 5
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from stratakv.connector.connector_context import ConnectorContext
 from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.costs.economics import Choice
 from stratakv.connector.offload_scheduler import OffloadScheduler
@@ -28,6 +29,7 @@ from stratakv.engine.scheduler.scheduler import RETRY_SECONDS
 from stratakv.tiers.base import Answer, Stored, StoreTier
 from stratakv.tiers.hierarchy.breaker import BreakerState
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.hierarchy_options import HierarchyOptions
 from stratakv.tiers.ssd.store import SsdStore
 from stratakv.tiers.tag import Proof, Proofs
 from stratakv.tiers.testing.fault_plan import FaultPlan, parse_faults
@@ -150,14 +152,23 @@ class Sweep:
         signal = CopySignal()
         signal.set_wakeup(self._woken.set)
         self.hierarchy = Hierarchy(
-            slab, [store], wakeup=signal.wake, watermark=1.0, read_seconds=READ_SECONDS,
-            write_seconds=WRITE_SECONDS, inclusive=False,
-        )  # fmt: skip
+            slab,
+            [store],
+            wakeup=signal.wake,
+            options=HierarchyOptions(
+                watermark=1.0,
+                read_seconds=READ_SECONDS,
+                write_seconds=WRITE_SECONDS,
+                inclusive=False,
+            ),
+        )
         device = SimDevice(clock, random.Random(0), 0.0)
         device.register_slab(slab)
         worker = OffloadWorker(device, signal.note_ended)
         worker.register_pool(slots.pool)  # type: ignore[arg-type]
-        self._side = OffloadScheduler(self.hierarchy, Parts(SIZE), signal, choice=Choice.LOAD)
+        self._side = OffloadScheduler(
+            ConnectorContext(self.hierarchy, Parts(SIZE), signal, choice=Choice.LOAD)
+        )
         self.engine = TinyEngine(
             EngineParts(self._side, worker),
             slots,

@@ -2,7 +2,8 @@
 """Limits on how the repository reads, in `house_limits.json`: no count rises.
 
 `tools/house.py` counts; with `--list` it names what a failure here is about, with `--lower` it
-lowers the limits after a count has fallen. `tools/follow_block.py` counts doors.
+lowers the limits after a count has fallen. `tools/follow_block.py` counts doors,
+`tools/follow_walks.py` the stays of a reader.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ RUN_FILE = [sys.executable, "-m", nursery_client.PROGRAM]
 
 LIMITS: dict[str, int] = json.loads((ROOT / "tests" / "house_limits.json").read_text())
 DOORS = "doors"
+STAYS = "stays of "  # and the name of a walk
+WALKS = [name.removeprefix(STAYS) for name in LIMITS if name.startswith(STAYS)]
 RUNS = 3  # what ran in one of them alone depends on the moment
 
 
@@ -53,14 +56,17 @@ def said(findings: list[str]) -> str:
     return "\n" + "\n".join(findings)
 
 
-@pytest.mark.parametrize("name", [name for name in LIMITS if name != DOORS])
+@pytest.mark.parametrize(
+    "name", [name for name in LIMITS if name != DOORS and not name.startswith(STAYS)]
+)
 def test_no_count_rises(house: Any, name: str) -> None:
     found = house.findings | {"words": house.words, "stamps": house.stamps}
     assert house.numbers()[name] <= LIMITS[name], said(found.get(name, []))
 
 
 def test_every_count_has_a_limit(house: Any) -> None:
-    assert {*house.numbers(), DOORS} == set(LIMITS)
+    walked = {STAYS + walk for walk in ("admission", "chat", "settings")}
+    assert {*house.numbers(), DOORS} | walked == set(LIMITS)
 
 
 # The counters themselves, on small packages
@@ -317,10 +323,13 @@ def test_a_block_is_followed_to_the_ssd_and_back() -> None:
 
 
 @pytest.mark.slow
-def test_a_request_is_followed_through_admission() -> None:
-    done = nursery_client.run([*RUN_FILE, str(TOOLS / "walk_admission.py")], timeout=100)
+@pytest.mark.parametrize("walk", WALKS)
+def test_a_reader_changes_files_no_more_often(walk: str) -> None:
+    words = [str(TOOLS / "follow_walks.py"), walk]
+    done = nursery_client.run([*RUN_FILE, *words], timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     counts, files = done.stdout.splitlines()[-2:]
-    stays, returns, _ = (int(word) for word in counts.split() if word.isdigit())
-    assert files.split(" > ")[0] == "admission" and len(files.split(" > ")) == stays
-    assert stays <= 18 and returns <= 12, "the way through admission has become longer"
+    num_stays, returns, num_files = (int(word) for word in counts.split() if word.isdigit())
+    assert len(files.split(" > ")) == num_stays == returns + num_files
+    assert num_files > 5, "the walk ends too soon"
+    assert num_stays <= LIMITS[STAYS + walk], f"the way is longer now: {files}"

@@ -20,7 +20,7 @@ import grpc
 import pytest
 
 from stratakv.engine.llm import LLM
-from stratakv.tiers.hierarchy.hierarchy import READ_SECONDS
+from stratakv.tiers.hierarchy.hierarchy_options import READ_SECONDS
 from stratakv.tiers.remote.remote_settings import RemoteSettings
 
 from .tiers.cache_server.rig import LAYOUT, WAIT_SECONDS, ServerProcess, server_process

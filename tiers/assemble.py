@@ -12,14 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from .admission import AdmissionFilter, WriteBudget, make_filter
+from .admission import AdmissionFilter, AdmitAll, WriteBudget, make_filter
 from .base import StoreTier
 from .block import BlockLayout
-from .cache_server.slab_serving.serving import SlabServing
 from .codecs.known_codecs import CodecFactory, make_codec
 from .errors import TierConfigError, TierDown
+from .hierarchy.hierarchy import Hierarchy
+from .hierarchy.hierarchy_options import HierarchyOptions
 from .mac_key import MacKey, read_mac_key
 from .policies.known_policies import policy_factory
 from .registry import TierRequest, open_tier
@@ -27,6 +28,7 @@ from .reopening_store import open_or_wait
 from .slab.cpu_slab import CpuSlab
 from .ssd.disk_array import Disk, SeveralDisks
 from .ssd.store import SsdStore
+from .tag import Tagger
 from .tier_settings import CpuSettings, SsdSettings, TierSettings
 
 if TYPE_CHECKING:
@@ -38,6 +40,14 @@ if TYPE_CHECKING:
 QUEUE_BYTES = 256 * 1024**2
 CLOSE_SECONDS = 5.0
 REQUIRED_SECONDS = 10.0  # for cache servers to be attached, where they must be
+
+
+class OpenHierarchy(NamedTuple):
+    """Tiers that are open. Closing the hierarchy closes slab and stores."""
+
+    hierarchy: Hierarchy
+    slab: CpuSlab
+    tagger: Tagger
 
 
 def make_slab(
@@ -60,8 +70,10 @@ def make_slab(
     )
 
 
-def make_admission(layout: BlockLayout, ssd: SsdSettings) -> AdmissionFilter:
-    """The filter of what is written to the SSD."""
+def make_admission(layout: BlockLayout, ssd: SsdSettings | None) -> AdmissionFilter:
+    """The filter of what is written to the SSD, if there is one."""
+    if ssd is None:
+        return AdmitAll()
     admission = make_filter(ssd.admission, ssd.capacity_bytes // layout.slot_bytes)
     if ssd.daily_bytes is None:
         return admission
@@ -140,6 +152,47 @@ def _open_disk(
     return store
 
 
+def open_hierarchy(
+    layout: BlockLayout,
+    settings: TierSettings,
+    wakeup: Callable[[], None],
+    *,
+    namespace: bytes,
+    codecs: Mapping[str, CodecFactory] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> OpenHierarchy:
+    """Slab, stores and hierarchy of an engine. `wakeup` is called, on any thread, when the
+    hierarchy may have something to do; `progress` with bytes done and bytes in all while memory is
+    faulted in. Raises as `open_stores` does; nothing stays open then."""
+    # The stores first: faulting a slab in takes seconds, and a bad path should not wait for that.
+    stores = open_stores(layout, settings, namespace=namespace, codecs=codecs)
+    try:
+        is_served = settings.listen_address is not None
+        slab = make_slab(layout, settings.cpu, progress, is_served=is_served)
+        try:
+            tagger = Tagger(layout.layout_id(), layout.page_bytes)
+            hierarchy = Hierarchy(
+                slab,
+                stores,
+                wakeup=wakeup,
+                options=HierarchyOptions(
+                    watermark=settings.watermark,
+                    read_seconds=settings.read_seconds,
+                    inclusive=not settings.ssd.exclusive,
+                    admission=make_admission(layout, settings.ssd if settings.has_ssd else None),
+                    tagger=tagger,
+                    keeps_unwritten=settings.keeps_unwritten,
+                ),
+            )
+        except BaseException:
+            slab.close()
+            raise
+    except BaseException:
+        close_stores(stores)
+        raise
+    return OpenHierarchy(hierarchy, slab, tagger)
+
+
 def open_stores(
     layout: BlockLayout,
     settings: TierSettings,
@@ -147,14 +200,14 @@ def open_stores(
     namespace: bytes,
     codecs: Mapping[str, CodecFactory] | None = None,
 ) -> list[StoreTier]:
-    """The stores below an engine's slab, the fastest first. One that is down is waited for behind
-    the scenes, unless the settings require it: then TierDown says which. Nothing stays open after
-    an error."""
-    require = settings.require
+    """The stores below an engine's slab, the fastest first, with the faults of its drill. One that
+    is down is waited for behind the scenes, unless the settings require it: then TierDown says
+    which. Nothing stays open after an error."""
+    require, drill = settings.require_tiers, settings.drill
     stores: list[StoreTier] = []
     try:
-        if (ssd := settings.ssd) is not None:
-            key = None
+        if settings.has_ssd:
+            ssd, key = settings.ssd, None
             if ssd.mac_key_file is not None:
                 for path in ssd.paths:
                     key = read_mac_key(ssd.mac_key_file, "--kv-offload-ssd-mac-key-file", path)
@@ -162,18 +215,18 @@ def open_stores(
                 layout, ssd, namespace=namespace, mac_key=key, codecs=codecs, require=require
             )
             stores.append(store)
-        for name in settings.others:
-            request = TierRequest(name, layout, namespace, settings.other_options.get(name, {}))
+        for name in settings.other_tiers:
+            request = TierRequest(name, layout, namespace, settings.tier_options.get(name, {}))
             opener = partial(_open_other, request)
             stores.append(open_or_wait(name, layout, opener, require=require))
-        if settings.peers:
+        if settings.peer_addresses:
             stores.append(_open_peers(layout, settings, namespace))
-        if settings.addresses:
+        if settings.cache_servers:
             stores.append(_open_remote(layout, settings, namespace))
+        return stores if drill is None else [drill.wrap(store) for store in stores]
     except BaseException:
         close_stores(stores)
         raise
-    return stores
 
 
 def _open_other(request: TierRequest, create: bool) -> StoreTier:
@@ -199,8 +252,8 @@ def _open_remote(layout: BlockLayout, settings: TierSettings, namespace: bytes) 
         tag_key=key,
         namespace=namespace,
     )
-    store = open_remote(settings.addresses, layout, client)
-    return _attached(store, settings, "cache server", settings.addresses)
+    store = open_remote(settings.cache_servers, layout, client)
+    return _attached(store, settings, "cache server", settings.cache_servers)
 
 
 def _open_peers(layout: BlockLayout, settings: TierSettings, namespace: bytes) -> StoreTier:
@@ -209,8 +262,8 @@ def _open_peers(layout: BlockLayout, settings: TierSettings, namespace: bytes) -
 
     # No key for tags: who has these blocks is an engine, which would have it too.
     client = RemoteSettings(credentials=settings.peer.credentials(), namespace=namespace)
-    tier = PeerTier(settings.peers, layout, client)
-    return _attached(tier, settings, "engine", settings.peers)
+    tier = PeerTier(settings.peer_addresses, layout, client)
+    return _attached(tier, settings, "engine", settings.peer_addresses)
 
 
 def _attached(
@@ -220,17 +273,10 @@ def _attached(
     addresses: Sequence[ServerAddress],
 ) -> StoreTier:
     """The store, once all that it asks are attached, where the settings require it."""
-    if settings.require and not store.wait_up(REQUIRED_SECONDS):
+    if settings.require_tiers and not store.wait_up(REQUIRED_SECONDS):
         store.close(CLOSE_SECONDS)
         raise TierDown(
             f"not every {what} of {', '.join(map(str, addresses))} could be attached within "
             f"{REQUIRED_SECONDS:g} s; start them, or start without them"
         )
     return store
-
-
-def serve_slab(slab: CpuSlab, settings: TierSettings, *, namespace: bytes) -> SlabServing | None:
-    """Serve the slab to other engines, where the settings say so."""
-    if settings.serve_at is None:
-        return None
-    return SlabServing(slab, settings.serve_at, settings.serve, namespace=namespace)

@@ -11,10 +11,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from .admission import DEFAULT_FILTER, FILTERS, known_filters
 from .codecs.known_codecs import CODECS, DEFAULT_CODEC, NONE
+from .hierarchy.hierarchy_options import READ_SECONDS, WATERMARK
 from .policies.known_policies import DEFAULT_POLICY, DEFAULT_SSD_POLICY, POLICIES, known_policies
 from .remote.credentials import Credentials
 from .remote.membership import ServerAddress
@@ -23,6 +24,11 @@ from .settings import readers
 from .settings.option import setting
 from .settings.values import GIB, MAX_THREADS, MIB, ConfigError, within
 
+if TYPE_CHECKING:
+    from .testing.faulty_store import Drill
+
+REMOTE = "remote"  # the tier that cache servers are together
+PEER = "peer"  # the tier that other engines are together
 DURABILITIES = ("sync", "async")
 MAX_DISKS = 16
 # Longer than any answer takes that is sooner than computing a prompt.
@@ -211,16 +217,46 @@ class ListenAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
-    """All tiers from the slab down. `others` are names of tiers that other packages bring."""
+    """All tiers from the slab down, and how they are used. Engines and adapters inherit it and say
+    how its fields are given. The ssd tier exists where it has a path."""
 
     cpu: CpuSettings = field(default_factory=CpuSettings)
-    ssd: SsdSettings | None = None
+    ssd: SsdSettings = field(default_factory=SsdSettings)
     remote: RemoteTierSettings = field(default_factory=RemoteTierSettings)
-    addresses: tuple[ServerAddress, ...] = ()  # of cache servers, which are one tier together
-    peers: tuple[ServerAddress, ...] = ()  # engines whose slabs are read, one tier together too
+    cache_servers: tuple[ServerAddress, ...] = ()  # one tier together, the last one
+    peer_addresses: tuple[ServerAddress, ...] = ()  # engines whose slabs are read, one tier too
     peer: PeerSettings = field(default_factory=PeerSettings)
-    serve_at: ListenAddress | None = None  # where this engine's slab is served
+    listen_address: ListenAddress | None = None  # where this engine's slab is served
     serve: ServeSettings = field(default_factory=ServeSettings)
-    others: tuple[str, ...] = ()
-    other_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    require: bool = False  # refuse to start without one of the stores below the slab
+    other_tiers: tuple[str, ...] = ()  # names of tiers that other packages bring
+    tier_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # of those
+    require_tiers: bool = False  # refuse to start without one of the stores below the slab
+    load: str = "auto"  # see connector/costs/economics.py
+    faults: str = ""  # see tiers/testing/fault_plan.py
+    watermark: float = WATERMARK  # share of the slab that is written back ahead of evictions
+    read_seconds: float = READ_SECONDS  # for the blocks of one load
+    keeps_unwritten: bool = False  # evict no block that a store is still to have
+
+    @property
+    def has_ssd(self) -> bool:
+        """Whether there is an ssd tier."""
+        return self.ssd.path is not None
+
+    @property
+    def store_names(self) -> tuple[str, ...]:
+        """The tiers below the slab, the fastest first, as metrics and drills call them."""
+        return (
+            *("ssd",) * self.has_ssd,
+            *self.other_tiers,
+            *(PEER,) * bool(self.peer_addresses),
+            *(REMOTE,) * bool(self.cache_servers),
+        )
+
+    @property
+    def drill(self) -> Drill | None:
+        """The faults to inject; None where none were asked for. Raises TierConfigError."""
+        if not self.faults:
+            return None
+        from .testing.faulty_store import parse_drill  # no process without a drill loads it
+
+        return parse_drill(self.faults, self.store_names)

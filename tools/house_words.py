@@ -157,7 +157,7 @@ NOW = Rules(
     # `num_parked` is a statistic that users see.
     Rule(
         "car park|(?<!num )parked|parking",
-        "LoadingRequests, loading",
+        "RequestLoads, loading",
         where=("connector/", "engine/"),
     ),
     Rule("meetings?|back loads?", "overlapped loads", where=("connector/", "engine/")),

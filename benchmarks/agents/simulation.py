@@ -42,7 +42,7 @@ from ...engine.cache.kv_cache_manager import KVCacheManager
 from ...engine.config.engine_config import SchedulerConfig
 from ...engine.request.request import Request
 from ...engine.request.sampling_params import SamplingParams
-from ...engine.scheduler import places, scheduler
+from ...engine.scheduler import request_states, scheduler
 from ...engine.scheduler.output import ModelRunnerOutput
 from ...engine.scheduler.scheduler import Scheduler
 from ...tiers.block import Identity
@@ -278,7 +278,6 @@ class Simulation:
             self._scheduler = Scheduler(
                 SchedulerConfig(policy=policy, max_num_seqs=64),
                 KVCacheManager(num_blocks, BLOCK_SIZE, longest + 1),
-                max_model_len=longest + 1,
                 eos_token_ids=frozenset(),
                 connector=self._tier,
             )
@@ -309,7 +308,7 @@ class Simulation:
 
     def _patched(self) -> ExitStack:
         stack = ExitStack()
-        for module in (places, scheduler):
+        for module in (request_states, scheduler):
             stack.enter_context(patch.object(module, "time", self._clock))
         return stack
 

@@ -210,9 +210,7 @@ class Decodes:
             max_num_seqs=NUM_RUNNING,
             max_waiting_requests=NUM_RUNNING + num_waiting,
         )
-        self.scheduler = Scheduler(
-            config, manager, max_model_len=longest, eos_token_ids=frozenset()
-        )
+        self.scheduler = Scheduler(config, manager, eos_token_ids=frozenset())
         rng = np.random.default_rng(SEED)
         hasher = _hasher()
         params = SamplingParams(max_tokens=max_tokens)

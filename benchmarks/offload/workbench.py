@@ -29,11 +29,11 @@ import numpy as np
 
 from ...engine.collector import settle_collector
 from ...engine.config.engine_options import engine_config
-from ...engine.core import offload
 from ...engine.core.engine_core import EngineCore
 from ...engine.models.model_spec import load_model_spec
 from ...engine.request.core_messages import AddRequest, TokenOutput
 from ...engine.request.sampling_params import SamplingParams
+from ...tiers import assemble
 from ...tiers.base import StoreTier
 from ..harness.comparison import quartiles
 from ..harness.report import median
@@ -96,12 +96,13 @@ class MeasuredEngine:
     def __init__(
         self, model: Path, options: dict[str, Any], wrap_store: WrapStore | None = None
     ) -> None:
-        real = vars(offload)["build_offload"]
+        real = assemble.open_stores
 
-        def build(*args: Any, **given: Any) -> Any:
-            return real(*args, **given | ({"wrap_store": wrap_store} if wrap_store else {}))
+        def open_stores(*args: Any, **given: Any) -> list[StoreTier]:
+            stores = real(*args, **given)
+            return [wrap_store(store) for store in stores] if wrap_store else stores
 
-        with patch.multiple(offload, build_offload=build):
+        with patch.object(assemble, "open_stores", open_stores):
             self.core = EngineCore(engine_config(model, {"dtype": "float32"} | options))
         settle_collector()  # as the process of an engine does
         self.has_tiers = "kv_offload" in options

@@ -16,21 +16,18 @@ from pathlib import Path
 import grpc
 
 from ...proto.v1 import cache_service_pb2 as messages
-from ...tiers.assemble import close_stores, make_admission, make_slab, open_stores
+from ...tiers.assemble import open_hierarchy
 from ...tiers.block import ALIGNMENT, BlockLayout
-from ...tiers.hierarchy.hierarchy import Hierarchy
 from ...tiers.remote.credentials import Credentials
 from ...tiers.remote.membership import ServerAddress
 from ...tiers.remote.server_link import open_channel
 from ...tiers.settings.sizes import show_size
 from ...tiers.settings.values import ConfigError
-from ...tiers.tag import Tagger
-from ...tiers.testing.faulty_store import Drill
 from ...tiers.tier_settings import TierSettings
 from ...tiers.wire.protobuf_messages import layout_message
 from ...tiers.wire.rpc import Stub
 from ...tiers.wire.status import REFUSALS, WRONG_LAYOUT, verdict_of
-from .chunk_settings import ChunkSettings, Settings
+from .chunk_settings import ChunkSettings
 from .mover import Assembly
 from .tiers import ChunkTiers, Limits
 
@@ -52,75 +49,35 @@ def chunk_layout(chunk_bytes: int) -> BlockLayout:
     return BlockLayout(1, 1, 1, chunk_bytes // 2, "fp8_e4m3")
 
 
-def assemble(
-    tiers: TierSettings,
-    layout: BlockLayout,
-    namespace: bytes,
-    *,
-    read_seconds: float,
-    watermark: float = 1.0,
-    keeps_unwritten: bool = False,
-    drill: Drill | None = None,
-) -> Assembly:
+def assemble(settings: TierSettings, layout: BlockLayout, namespace: bytes) -> Assembly:
     """Slab, stores and hierarchy. Raises TierConfigError for what cannot work; nothing stays open
     then."""
     wakeup = threading.Event()
-    stores = open_stores(layout, tiers, namespace=namespace)
-    try:
-        if drill is not None:
-            stores = [drill.wrap(store) for store in stores]
-        slab = make_slab(layout, tiers.cpu)
-        try:
-            tagger = Tagger(layout.layout_id(), layout.page_bytes)
-            hierarchy = Hierarchy(
-                slab,
-                stores,
-                wakeup=wakeup.set,
-                watermark=watermark,
-                read_seconds=read_seconds,
-                inclusive=tiers.ssd is None or not tiers.ssd.exclusive,
-                admission=None if tiers.ssd is None else make_admission(layout, tiers.ssd),
-                tagger=tagger,
-                keeps_unwritten=keeps_unwritten,
-            )
-        except BaseException:
-            slab.close()
-            raise
-    except BaseException:
-        close_stores(stores)
-        raise
-    return Assembly(hierarchy, slab, tagger, wakeup)
+    return Assembly(*open_hierarchy(layout, settings, wakeup.set, namespace=namespace), wakeup)
 
 
 def open_chunk_tiers(
-    settings: Settings[ChunkSettings], chunk_bytes: int, namespace: bytes, host: str, folder: str
+    settings: ChunkSettings, chunk_bytes: int, namespace: bytes, host: str, folder: str
 ) -> ChunkTiers:
     """The tiers for chunks of one layout; `folder` is theirs below the directory of the ssd tier.
     Raises ConfigError or TierConfigError for what cannot work; nothing stays open then."""
-    layout, tiers, own = chunk_layout(chunk_bytes), settings.to_tier_settings(), settings.own
-    above = () if tiers.ssd is None else tiers.ssd.paths
-    if tiers.ssd is not None:
-        tiers = replace(tiers, ssd=tiers.ssd.below(folder))
-    if tiers.cpu.capacity_bytes < LEAST_SLOTS * layout.slot_bytes:
+    layout, above = chunk_layout(chunk_bytes), settings.ssd.paths
+    if settings.cpu.capacity_bytes < LEAST_SLOTS * layout.slot_bytes:
         raise ConfigError(
             f"cpu_bytes is to hold {LEAST_SLOTS} chunks of {show_size(layout.slot_bytes)} at "
-            f"least, not {show_size(tiers.cpu.capacity_bytes)} in all; make it "
+            f"least, not {show_size(settings.cpu.capacity_bytes)} in all; make it "
             f"{show_size(LEAST_SLOTS * layout.slot_bytes)} or more"
         )
-    if tiers.ssd is not None and tiers.ssd.capacity_bytes // len(above) < (
-        layout.slot_bytes + ALIGNMENT
-    ):
+    if above and settings.ssd.capacity_bytes // len(above) < layout.slot_bytes + ALIGNMENT:
         where = "" if len(above) == 1 else f" on each of {len(above)} disks"
         raise ConfigError(
             f"ssd_bytes holds not one chunk of {show_size(layout.slot_bytes)}{where}; make it more"
         )
-    check_servers(tiers.addresses, layout, tiers.remote.credentials())
-    _make_folders(above, tiers.require)
-    # What that engine was told is kept is written at once, not when room is short, and is not
-    # evicted before it is.
-    assembly = assemble(
-        tiers, layout, namespace, read_seconds=own.read_seconds, keeps_unwritten=True
-    )
+    check_servers(settings, layout)
+    _make_folders(above, settings.require_tiers)
+    if above:
+        settings = replace(settings, ssd=settings.ssd.below(folder))
+    assembly = assemble(settings, layout, namespace)
     log.info(
         "StrataKV below %s: %s; %d chunks of %s in memory; namespace %s",
         host,
@@ -129,7 +86,8 @@ def open_chunk_tiers(
         show_size(layout.page_bytes),
         folder,
     )
-    return ChunkTiers(assembly, Limits(own.lookup_seconds, own.read_seconds, own.store_seconds))
+    limits = Limits(settings.lookup_seconds, settings.read_seconds, settings.store_seconds)
+    return ChunkTiers(assembly, limits)
 
 
 def _make_folders(paths: Sequence[Path], is_each_required: bool) -> None:
@@ -145,11 +103,10 @@ def _make_folders(paths: Sequence[Path], is_each_required: bool) -> None:
         raise ConfigError(f"ssd_path {', '.join(refused)}; give a directory that can be written")
 
 
-def check_servers(
-    addresses: Sequence[ServerAddress], layout: BlockLayout, credentials: Credentials
-) -> None:
+def check_servers(settings: TierSettings, layout: BlockLayout) -> None:
     """Raises ConfigError, or TierConfigError for credentials that cannot be read, where a server
     refuses these chunks for good."""
+    addresses, credentials = settings.cache_servers, settings.remote.credentials()
     if not addresses:
         return
     with ThreadPoolExecutor(len(addresses), thread_name_prefix="stratakv-look") as pool:

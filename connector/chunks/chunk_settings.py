@@ -2,7 +2,7 @@
 """The settings of tiers below another project's engine: read from the JSON object that it hands on.
 
 The names are those of the engine's flags without `--kv-offload-`, with underscores. A host adds
-fields to `OwnSettings` and defaults of its own: `Host`.
+fields to `HostSettings` and defaults of its own: `Host`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from ...tiers.errors import TierConfigError
+from ...tiers.hierarchy.hierarchy_options import READ_SECONDS
 from ...tiers.remote.membership import ServerAddress, parse_address
 from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
-from ...tiers.settings.option import Option, options_of, setting
+from ...tiers.settings.option import Option, build_settings, options_of, setting
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
-from ...tiers.tier_settings import CpuSettings, RemoteTierSettings, SsdSettings, TierSettings
+from ...tiers.tier_settings import (
+    CpuSettings,
+    RemoteTierSettings,
+    SsdSettings,
+    TierSettings,
+)
 
 _seconds = readers.seconds_up_to(600.0)
 
@@ -44,23 +50,22 @@ def _servers(called: str, value: Any) -> tuple[ServerAddress, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnSettings:
-    """Those beside the tiers' own that every host has."""
+class HostSettings(TierSettings):
+    """The settings of tiers below any host."""
 
-    servers: tuple[ServerAddress, ...] = setting(
-        (), _servers, "addresses of the cache servers, which are one tier together", "LIST"
-    )
+    cache_servers: tuple[ServerAddress, ...] = setting(
+        (), _servers, "addresses of the cache servers, which are one tier together", "LIST",
+        name="servers",
+    )  # fmt: skip
     revision: str | None = setting(
         None, readers.text, "keeps chunks of otherwise equal models apart", "TEXT"
     )
     salt: str | None = setting(
         None, readers.text, "keeps chunks of whoever has another salt apart", "TEXT"
     )
-    require: bool = setting(
-        False, readers.switch, "refuse to start while a tier is down", name="require_tiers"
-    )
+    require_tiers: bool = setting(False, readers.switch, "refuse to start while a tier is down")
     read_seconds: float = setting(
-        5.0, _seconds, "how long the tiers may take to bring the chunks of a load", "N"
+        READ_SECONDS, _seconds, "how long the tiers may take to bring the chunks of a load", "N"
     )
     shutdown_seconds: float = setting(
         5.0, _seconds, "how long a stop may take to write chunks down", "N"
@@ -68,9 +73,12 @@ class OwnSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkSettings(OwnSettings):
-    """Those of a host that waits for answers: how long it does."""
+class ChunkSettings(HostSettings):
+    """Those of a host that waits for answers: how long it does. What that engine was told is kept
+    is written at once, not when room is short, and is not evicted before it is."""
 
+    watermark: float = 1.0
+    keeps_unwritten: bool = True
     lookup_seconds: float = setting(
         1.0, _seconds, "how long a look-up may wait for cache servers", "N"
     )
@@ -79,49 +87,28 @@ class ChunkSettings(OwnSettings):
     )
 
 
-Own = TypeVar("Own", bound=OwnSettings)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(Generic[Own]):
-    """All of them. `ssd` has no effect without a path."""
-
-    own: Own
-    cpu: CpuSettings
-    ssd: SsdSettings
-    remote: RemoteTierSettings
-
-    def to_tier_settings(self) -> TierSettings:
-        """What the tiers are built from."""
-        return TierSettings(
-            cpu=self.cpu,
-            ssd=None if self.ssd.path is None else self.ssd,
-            remote=self.remote,
-            addresses=self.own.servers,
-            require=self.own.require,
-        )
+Settings = TypeVar("Settings", bound=HostSettings)
 
 
 @dataclass(frozen=True, slots=True)
-class Host(Generic[Own]):
+class Host(Generic[Settings]):
     """An engine that the tiers may lie below: what can be set there, and what holds where it is
     not. `needs_store`: it has memory of its own, so that a slab alone is of no use to it."""
 
     name: str
-    own: type[Own]
+    kind: type[Settings]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     needs_store: bool = False
 
     @property
     def options(self) -> Mapping[str, Option]:
         """Every setting, by name."""
-        return {**_TIER_OPTIONS, **options_of(self.own, "own")}
+        return {**_TIER_OPTIONS, **options_of(self.kind, "")}
 
-    def read(self, given: Mapping[str, Any]) -> Settings[Own]:
+    def read(self, given: Mapping[str, Any]) -> Settings:
         """The settings in a JSON object of the host's configuration. Raises ConfigError, which
         names what is wrong, for what is unknown or cannot work."""
         options = self.options
-        values: dict[str, dict[str, Any]] = {"own": {}, "cpu": {}, "ssd": {}, "remote": {}}
         for name in given:
             if name not in options:
                 near = did_you_mean(name, options) or f"; there are {', '.join(options)}"
@@ -129,25 +116,20 @@ class Host(Generic[Own]):
                     f"StrataKV has no setting {format_value(name)} for {self.name}{near}"
                 )
         given = {name: value for name, value in given.items() if value is not None}
+        values: dict[str, dict[str, Any]] = {}
         for name, value in {**self.defaults, **given}.items():
             option = options[name]
             read = option.read(name, value)
             option.check_value(name, read)
-            values[option.section][option.field] = read
-        settings = Settings(
-            own=self.own(**values["own"]),
-            cpu=CpuSettings(**values["cpu"]),
-            ssd=SsdSettings(**values["ssd"]),
-            remote=RemoteTierSettings(**values["remote"]),
-        )
+            values.setdefault(option.section, {})[option.field] = read
+        settings = build_settings(self.kind, values)
         self._check_host_settings(settings, given)
         return settings
 
-    def _check_host_settings(self, settings: Settings[Own], given: Mapping[str, Any]) -> None:
-        has_ssd = settings.ssd.path is not None
-        if not has_ssd and any(name.startswith("ssd_") for name in given):
+    def _check_host_settings(self, settings: Settings, given: Mapping[str, Any]) -> None:
+        if not settings.has_ssd and any(name.startswith("ssd_") for name in given):
             raise ConfigError("settings of the ssd tier have no effect without ssd_path; give it")
-        if self.needs_store and not has_ssd and not settings.own.servers:
+        if self.needs_store and not settings.has_ssd and not settings.cache_servers:
             raise ConfigError(
                 f"StrataKV below {self.name} needs a place for chunks: give ssd_path (a "
                 "directory), servers (addresses of cache servers), or both"

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
-from ...tiers.hierarchy.hierarchy import Hierarchy
 from ..base import TierEstimates
-from ..copy_signal import CopySignal
+from ..connector_context import ConnectorContext
 from ..messages import ConnectorMetadata, ConnectorWorkerOutput, CopyJob
 from .economics import Economics
 
@@ -30,15 +29,13 @@ class Calibration(TierEstimates):
         slab     slots that hold nothing yet are copied to blocks of the pool that no request has
     """
 
-    def __init__(
-        self, economics: Economics, hierarchy: Hierarchy, signal: CopySignal, job_ids: Iterator[int]
-    ) -> None:
-        self._economics = economics
-        self._links = economics.links
-        self._slab_link = self._links[hierarchy.tiers[0]]
-        self._hierarchy = hierarchy
-        self._signal = signal
-        self._job_ids = job_ids
+    def __init__(self, connector: ConnectorContext) -> None:
+        self._economics = connector.economics
+        self._hierarchy = connector.hierarchy
+        self._signal = connector.signal
+        self._job_ids = connector.job_ids
+        self._links = connector.economics.links
+        self._slab_link = self._links[connector.hierarchy.tiers[0]]
         self._num_copies = 0  # begun
         self._job: CopyJob | None = None  # under way
         self._quickest = math.inf  # seconds a byte

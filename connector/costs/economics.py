@@ -19,11 +19,14 @@ tickets.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
+from ...tiers.hierarchy.hierarchy import Hierarchy
+from ..parts import Parts
 from .rates import LinkRate, PrefillRate
 
 log = logging.getLogger(__name__)
@@ -81,32 +84,30 @@ NOTHING = Plan(0)
 
 
 class Economics:
-    """The estimates and choices for one hierarchy; `tiers` names the slab first. `num_needed` says
-    how many blocks so many positions take. `prefill` is told by whoever runs steps."""
+    """The estimates and choices for one hierarchy, whose positions have these `parts`. `prefill` is
+    told by the part that runs steps."""
 
     def __init__(
         self,
-        tiers: Sequence[str],
-        block_size: int,
-        block_bytes: int,
+        hierarchy: Hierarchy,
+        parts: Parts,
         choice: Choice = Choice.AUTO,
         *,
-        num_needed: Callable[[int], int] = int,
         prefill: PrefillRate | None = None,
     ) -> None:
         self.choice = choice
         self.prefill = PrefillRate() if prefill is None else prefill
-        self._slab = tiers[0]
-        self.links = {name: LinkRate(*STORE_PRIOR) for name in tiers}
+        self._slab = hierarchy.tiers[0]
+        self.links = {name: LinkRate(*STORE_PRIOR) for name in hierarchy.tiers}
         self.links[self._slab] = LinkRate(*SLAB_PRIOR)
         self.queued: Mapping[str, int] = {}  # blocks already on their way, by tier
-        self._block_size = block_size
-        self._block_bytes = block_bytes
-        self._num_needed = num_needed
+        self._block_size = parts.block_size
+        self._block_bytes = hierarchy.block_bytes
+        self._num_needed = parts.num_needed
         self._loaded_last: dict[tuple[str, int], bool] = {}  # by last tier and log2 of the blocks
         self._declined = 0  # plans since the last probe
         self.probes = 0
-        self.declined_tokens: dict[str, int] = {}  # that a tier had and that were computed
+        self.declined_tokens: Counter[str] = Counter()  # by tier that had them, and were computed
 
     def plan_loads(
         self,
@@ -152,7 +153,7 @@ class Economics:
         num_queued_tokens: int = 0,
         num_read_ahead: Mapping[str, int] = NONE_READ,
     ) -> Plan:
-        """`plan_loads`, for a request that will follow it; the choice is remembered."""
+        """`plan`, for a request that will follow it; the choice is remembered."""
         plan = self.plan_loads(
             first_token,
             tiers,
@@ -172,8 +173,7 @@ class Economics:
             self.probes += 1
             plan = Plan(min(len(tiers), plan.num_blocks + PROBE_BLOCKS))
         for tier in tiers[plan.num_blocks :]:
-            declined = self.declined_tokens.get(tier, 0)
-            self.declined_tokens[tier] = declined + self._block_size
+            self.declined_tokens[tier] += self._block_size
         return plan
 
     def max_wait_seconds(

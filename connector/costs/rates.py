@@ -8,10 +8,12 @@ not that of the whole life.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ...tiers.hierarchy.hierarchy import Hierarchy
 from ...tiers.hierarchy.promotions import LoadTicket
 
 MEMORY_STEPS = 32
@@ -39,8 +41,7 @@ class _Watched:
 
 
 class ReadTimes:
-    """Watches loads that wait for a store in `links`, whose rates learn from them. `end_load` ends
-    those let go.
+    """Watches loads that wait for a store of `hierarchy`, whose rate in `links` learns from them.
 
     Abandoned loads are still timed: a load we gave up on is the best evidence that its store is
     slow.
@@ -48,14 +49,13 @@ class ReadTimes:
 
     def __init__(
         self,
+        hierarchy: Hierarchy,
         links: Mapping[str, LinkRate],
-        block_bytes: int,
-        end_load: Callable[[LoadTicket], None],
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._links = links
-        self._block_bytes = block_bytes
-        self._end_load = end_load
+        self._hierarchy = hierarchy
+        self._links = {name: links[name] for name in hierarchy.tiers[1:]}
+        self._block_bytes = hierarchy.block_bytes
         self._clock = clock
         self._watched: dict[int, _Watched] = {}  # by the id of the ticket
         self._reader_of: dict[bytes, _Watched] = {}  # the first one that waited for a key
@@ -98,7 +98,7 @@ class ReadTimes:
         """Nobody waits for this load any more: end it, now or when its reads have ended."""
         watched = self._watched.get(id(ticket))
         if watched is None or ticket.is_complete():
-            self._end_load(ticket)
+            self._hierarchy.end_load(ticket)
             return
         watched.let_go = True
         reader = watched.joined or watched
@@ -115,7 +115,7 @@ class ReadTimes:
                 # It was still under way when last looked at.
                 self._learn(watched, self._looked - watched.began, now - watched.began)
             if watched.let_go:
-                self._end_load(watched.ticket)
+                self._hierarchy.end_load(watched.ticket)
         self._looked = now
 
     def _learn(self, watched: _Watched, at_least: float, at_most: float) -> None:

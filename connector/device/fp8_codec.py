@@ -53,7 +53,9 @@ class _Rows(NamedTuple):
 
 
 class Fp8Codec(Codec):
-    """e4m3 with scales; for bfloat16, float16 and float32."""
+    """e4m3 with scales; for bfloat16, float16 and float32. A decoded number is within
+    max(|x| / 16, s / 1024) of every number x, where s is a power of two and at most 1/224 of the
+    largest number of its row (K or V of one token in one head)."""
 
     name = "fp8"
     number = 2
@@ -78,12 +80,6 @@ class Fp8Codec(Codec):
                 f"the codec fp8 is for blocks of {', '.join(DTYPES)}, not of {layout.kv_dtype}, "
                 f"{reasons[layout.kv_dtype]}; choose the codec none or lossless"
             )
-
-    def error_bound(self) -> str:
-        return (
-            "max(|x| / 16, s / 1024) for every number x, where s is a power of two and at most "
-            "1/224 of the largest number of its row (K or V of one token in one head)"
-        )
 
     def encode(self, payload: memoryview, out: memoryview) -> int | None:
         if len(out) < self.encoded_bytes:

@@ -66,12 +66,11 @@ class StrataL2Adapter(L2AdapterInterface):
         self._layouts = _number(given, "layouts", 1, MAX_LAYOUTS)
         self._chunk_bytes = _number(given, "chunk_bytes", 0, MAX_CHUNK_BYTES)
         self._settings = chunk_host(HOST).read(given)
-        self._models = ModelNames(self._settings.own.revision)
+        self._models = ModelNames(self._settings.revision)
         self._version = f"{version[0]}.{version[1]}"
-        tiers = self._settings.to_tier_settings()
-        credentials = tiers.remote.credentials()
+        self._settings.remote.credentials()  # half a certificate is refused here
         if self._chunk_bytes:
-            check_servers(tiers.addresses, chunk_layout(self._chunk_bytes), credentials)
+            check_servers(self._settings, chunk_layout(self._chunk_bytes))
         self._lock = threading.Lock()
         self._ids = count(1)
         self._fds = {kind: os.eventfd(0, _FLAGS) for kind in (STORE, LOOKUP, LOAD)}
@@ -181,7 +180,7 @@ class StrataL2Adapter(L2AdapterInterface):
                 return
             self._closed = True
             shelves = list(self._shelves.values())
-        seconds = self._settings.own.shutdown_seconds / max(1, len(shelves))
+        seconds = self._settings.shutdown_seconds / max(1, len(shelves))
         for shelf in shelves:
             shelf.close(seconds)
         with self._lock:
@@ -310,7 +309,7 @@ class StrataL2Adapter(L2AdapterInterface):
 
     def _shelf(self, shapes: Sequence[Any], dtypes: Sequence[Any]) -> Shelf | None:
         """None for what is not kept."""
-        own = self._settings.own
+        own = self._settings
         try:
             identity = read_identity(
                 shapes, dtypes, own.revision or "", own.salt or "", self._version

@@ -18,7 +18,7 @@ from pathlib import Path
 from ...tiers.errors import TierError
 from ...tiers.settings.values import ConfigError
 from ..chunks.build import open_chunk_tiers
-from ..chunks.chunk_settings import ChunkSettings, Settings
+from ..chunks.chunk_settings import ChunkSettings
 from ..chunks.tiers import ChunkTiers
 from .identity import ChunkIdentity, ChunkKeys
 
@@ -34,9 +34,7 @@ Waiter = Callable[[ChunkTiers | None], None]
 class Shelf:
     """The tiers of one layout. Thread-safe."""
 
-    def __init__(
-        self, identity: ChunkIdentity, settings: Settings[ChunkSettings], layouts: int
-    ) -> None:
+    def __init__(self, identity: ChunkIdentity, settings: ChunkSettings, layouts: int) -> None:
         self.identity = identity
         self.keys = ChunkKeys(identity.root())
         self.folder = identity.root().hex()[:16]

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...tiers.base import Answer
-from ...tiers.hierarchy.hierarchy import Hierarchy
-from ...tiers.mailbox import Alarm
 from ..base import HandOver
+from ..connector_context import ConnectorContext
 from ..messages import HandedOver
 
 # From the prefill node's answer to the load on the decode node, through a router under load.
@@ -38,14 +37,14 @@ class _HandOver:
 
 
 class HandOvers(HandOver):
-    """The hand-overs of one connector. `shards`, one for each rank, complete the pool's keys.
-    `alarm` wakes the engine where a hand-over is to be given up."""
+    """The hand-overs of one connector. The engine is woken where one is to be given up. A
+    hand-over begins when its request has ended, and outlives the request's record."""
 
-    def __init__(self, hierarchy: Hierarchy, shards: Sequence[bytes], alarm: Alarm) -> None:
-        self._hierarchy = hierarchy
-        self._shards = tuple(shards)
-        self._alarm = alarm
-        self._moving: dict[str, _HandOver] = {}  # by request id, those that lease among them
+    def __init__(self, connector: ConnectorContext) -> None:
+        self._hierarchy = connector.hierarchy
+        self._shards = connector.parts.shards  # one for each rank; they complete the pool's keys
+        self._alarm = connector.alarm
+        self._moving: list[_HandOver] = []  # those that lease among them
         self._ended: list[HandedOver] = []
 
     def __len__(self) -> int:
@@ -60,21 +59,23 @@ class HandOvers(HandOver):
     def hand_over(self, request_id: str, keys: Sequence[bytes]) -> None:
         give_up_at = time.monotonic() + MOST_SECONDS
         named = [key + shard for key in keys for shard in self._shards]
-        self._moving[request_id] = hand_over = _HandOver(request_id, named, give_up_at)
+        hand_over = _HandOver(request_id, named, give_up_at)
+        self._moving.append(hand_over)
         self._hierarchy.shared(named, write=True)
         self._alarm.at(give_up_at)
         self._look_at(hand_over)
 
     def forget_hand_over(self, request_id: str) -> None:
-        if self._moving.pop(request_id, None) is None:  # it may have ended since
-            self._ended = [ended for ended in self._ended if ended.request_id != request_id]
+        self._moving = [each for each in self._moving if each.request_id != request_id]
+        # It may have ended since.
+        self._ended = [ended for ended in self._ended if ended.request_id != request_id]
 
     def poll_hand_overs(self) -> None:
         """Look which have got further, and give up those that take too long."""
         now = time.monotonic() if self._moving else 0.0
-        for hand_over in list(self._moving.values()):
+        for hand_over in list(self._moving):
             self._look_at(hand_over)
-            if now >= hand_over.give_up_at and hand_over.request_id in self._moving:
+            if now >= hand_over.give_up_at and hand_over in self._moving:
                 self._finish_hand_over(hand_over, hand_over.keys[hand_over.num_there :])
 
     def take_handed_over(self) -> list[HandedOver]:
@@ -110,9 +111,9 @@ class HandOvers(HandOver):
         self._hierarchy.lease(hand_over.keys, LEASE_SECONDS, leased)
 
     def _finish_hand_over(self, hand_over: _HandOver, missing: list[bytes]) -> None:
-        if self._moving.get(hand_over.request_id) is not hand_over:
+        if hand_over not in self._moving:
             return  # given up, or forgotten
-        del self._moving[hand_over.request_id]
+        self._moving.remove(hand_over)
         end = -len(self._shards[0])
         names = dict.fromkeys(key[:end] for key in missing)  # lost where one rank's part is
         self._ended.append(HandedOver(hand_over.request_id, list(names)))

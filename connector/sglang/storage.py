@@ -68,7 +68,7 @@ class StrataHiCacheStorage(HiCacheStorage):
                 f"SGLang's {type(mem_pool_host).__name__} of layout {mem_pool_host.layout} does "
                 f"not say where its pages lie ({error}); use --hicache-mem-layout page_first"
             ) from error
-        own, parts = self._settings.own, tuple(map(int, sizes))
+        own, parts = self._settings, tuple(map(int, sizes))
         if not self._config.model_name:
             raise ConfigError(
                 "SGLang does not say which model its pages are of; give --served-model-name"
@@ -83,7 +83,7 @@ class StrataHiCacheStorage(HiCacheStorage):
             version=self._version,
         )
         config = self._config
-        if identity.is_mla and config.tp_size > config.dcp_size and not own.servers:
+        if identity.is_mla and config.tp_size > config.dcp_size and not own.cache_servers:
             raise ConfigError(
                 f"of {config.tp_size} ranks that hold the same MLA pages SGLang has one write "
                 "them, so the others can only find them on cache servers; give servers"
@@ -178,7 +178,7 @@ class StrataHiCacheStorage(HiCacheStorage):
         """Write down what the tiers lack, within the time set, and release everything."""
         tiers, self._tiers = self._tiers, None
         if tiers is not None:
-            tiers.close(self._settings.own.shutdown_seconds)
+            tiers.close(self._settings.shutdown_seconds)
 
     def _names(self, keys: Sequence[str]) -> list[bytes]:
         return [self._keys.derive_page_key(key) for key in keys]

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...tiers.hierarchy.hierarchy import WATERMARK, Hierarchy
+from ...tiers.hierarchy.hierarchy import Hierarchy
 from ...tiers.settings.sizes import show_size
 from ..chunks.build import assemble, check_servers
-from ..chunks.chunk_settings import Settings
 from ..chunks.failed import FailedChunks
 from ..chunks.mover import CLOSE_SECONDS
 from ..costs.economics import Choice, Economics
 from ..costs.rates import PrefillRate
+from ..parts import Parts
 from .identity import ChunkIdentity, ChunkKeys, chunk_layout
-from .settings import VllmSettings, drill_of
+from .settings import VllmSettings
 from .tier_lookups import Lookups
 from .tier_transfers import Transfers
 
@@ -35,7 +35,7 @@ class Tiers(NamedTuple):
 
 
 def build_tiers(
-    settings: Settings[VllmSettings],
+    settings: VllmSettings,
     identity: ChunkIdentity,
     rows: np.ndarray[Any, Any],
     chunk_tokens: int,
@@ -43,25 +43,16 @@ def build_tiers(
     """The tiers below vLLM's region, whose chunks of `chunk_tokens` tokens are `rows`. Raises
     TierConfigError, or ConfigError, for what cannot work; nothing stays open then."""
     layout = chunk_layout(identity.chunk_bytes, identity.kv_dtype)
-    tiers, root, own = settings.to_tier_settings(), identity.root(), settings.own
-    check_servers(tiers.addresses, layout, tiers.remote.credentials())
-    drill = drill_of(settings)
-    if drill is not None:
-        log.warning("faults are injected on purpose (%s); this is a drill", own.faults)
-    assembly = assemble(
-        tiers,
-        layout,
-        identity.namespace(),
-        read_seconds=own.read_seconds,
-        watermark=1.0 if own.write_through else WATERMARK,
-        drill=drill,
-    )
+    root = identity.root()
+    check_servers(settings, layout)
+    if settings.faults:
+        log.warning("faults are injected on purpose (%s); this is a drill", settings.faults)
+    assembly = assemble(settings, layout, identity.namespace())
     hierarchy, slab = assembly.hierarchy, assembly.slab
     try:
         prefill, failed = PrefillRate(), FailedChunks()
-        economics = Economics(
-            hierarchy.tiers, chunk_tokens, layout.page_bytes, Choice(own.load), prefill=prefill
-        )
+        choice = Choice(settings.load)
+        economics = Economics(hierarchy, Parts(chunk_tokens), choice, prefill=prefill)
         lookups = Lookups(
             hierarchy,
             ChunkKeys(root),
@@ -76,7 +67,7 @@ def build_tiers(
         raise
     log.info(
         "StrataKV below vLLM: %s of memory, %s; %d chunks of %s, %d tokens each; identity %s",
-        show_size(tiers.cpu.capacity_bytes),
+        show_size(settings.cpu.capacity_bytes),
         ", ".join(hierarchy.tiers[1:]) or "nothing below it",
         slab.num_slots,
         show_size(layout.page_bytes),

@@ -7,16 +7,16 @@ The names are those of the engine's flags without `--kv-offload-`, with undersco
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...tiers.errors import TierConfigError
+from ...tiers.hierarchy.hierarchy_options import WATERMARK
 from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
 from ...tiers.settings.option import setting
 from ...tiers.settings.values import ConfigError
-from ...tiers.testing.faulty_store import Drill, parse_drill
-from ..chunks.chunk_settings import Host, OwnSettings, Settings
+from ..chunks.chunk_settings import Host, HostSettings
 
 MODULE = "stratakv.connector.vllm"
 SPEC, TIER, CONNECTOR = "StrataSpec", "StrataTier", "StrataConnector"
@@ -27,8 +27,8 @@ LOADS = ("auto", "always")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmSettings(OwnSettings):
-    """Those that other hosts lack."""
+class VllmSettings(HostSettings):
+    """The settings of tiers below vLLM, with those that other hosts lack."""
 
     load: str = setting(
         "auto", readers.one_of(*LOADS),
@@ -41,36 +41,26 @@ class VllmSettings(OwnSettings):
     faults: str = setting(
         "", readers.text, "a drill: faults of the tiers below cpu, on purpose", "LIST"
     )
+    watermark: float = field(init=False, default=WATERMARK)
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for faults that cannot be read."""
+        if self.write_through:
+            object.__setattr__(self, "watermark", 1.0)
+        try:
+            _ = self.drill
+        except TierConfigError as error:
+            raise ConfigError(f"faults {format_value(self.faults)}: {error}") from error
 
 
 HOST = Host("vLLM", VllmSettings)
 OPTIONS = HOST.options
 
 
-def read_settings(given: Mapping[str, Any]) -> Settings[VllmSettings]:
-    """The settings in a JSON object of vLLM's configuration. Raises ConfigError, which names what
-    is wrong, for what is unknown or cannot work."""
-    settings = HOST.read(given)
-    drill_of(settings)
-    return settings
-
-
-def drill_of(settings: Settings[VllmSettings]) -> Drill | None:
-    """The faults to inject; None where none were asked for. Raises ConfigError."""
-    faults = settings.own.faults
-    if not faults:
-        return None
-    names = ["ssd"] * (settings.ssd.path is not None) + ["remote"] * bool(settings.own.servers)
-    try:
-        return parse_drill(faults, names)
-    except TierConfigError as error:
-        raise ConfigError(f"faults {format_value(faults)}: {error}") from error
-
-
 def transfer_config(region_bytes: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """What `--kv-transfer-config` of vLLM takes: a region of so many bytes, and these settings.
     Raises ConfigError for what vLLM would be refused for at its start."""
-    read_settings(given)
+    HOST.read(given)
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -87,7 +77,7 @@ def transfer_config(region_bytes: int, given: Mapping[str, Any]) -> dict[str, An
 
 def connector_config(given: Mapping[str, Any]) -> dict[str, Any]:
     """The same for StrataConnector, which has no region of vLLM's."""
-    read_settings(given)
+    HOST.read(given)
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": MODULE,

@@ -18,7 +18,7 @@ from ...tiers.settings.format import format_value
 from ...tiers.settings.sizes import show_size
 from ...tiers.settings.values import ConfigError
 from . import region, versions
-from .settings import MODULE, SECTION, TIER, read_settings
+from .settings import HOST, MODULE, SECTION, TIER
 from .worker import CpuWorker
 
 
@@ -102,5 +102,5 @@ def tier_config(extra_config: Any) -> dict[str, Any]:
     given = extra_config.get(SECTION, {})
     if not isinstance(given, dict):
         raise ConfigError(f"{SECTION} takes an object of settings, not {format_value(given)}")
-    read_settings(given)
+    HOST.read(given)
     return {"type": TIER, "module_path": MODULE, **given}

@@ -31,7 +31,7 @@ from . import versions
 from .build import build_tiers
 from .host_model import names_of_tier
 from .identity import LAYOUTS, ChunkIdentity
-from .settings import read_settings
+from .settings import HOST
 from .tier_lookups import Found
 
 log = logging.getLogger(__name__)
@@ -68,11 +68,9 @@ class StrataTier(SecondaryTierManager):
             **versions.tier_arguments(backpressure_detector),
         )
         self._spec = offloading_spec
-        settings = read_settings(given)
+        settings = HOST.read(given)
         rows = np.asarray(primary_kv_view).view(np.uint8)
-        identity = identity_of(
-            offloading_spec, rows.shape[1], settings.own.revision, settings.own.salt
-        )
+        identity = identity_of(offloading_spec, rows.shape[1], settings.revision, settings.salt)
         self._chunk_tokens = chunk_tokens(offloading_spec)
         self._tiers = build_tiers(settings, identity, rows, self._chunk_tokens)
         self._settings = settings
@@ -150,7 +148,7 @@ class StrataTier(SecondaryTierManager):
 
     def drain_jobs(self) -> None:
         """Wait until no job touches vLLM's region."""
-        self._tiers.transfers.wait_for_jobs(self._settings.own.read_seconds + DRAIN_SECONDS)
+        self._tiers.transfers.wait_for_jobs(self._settings.read_seconds + DRAIN_SECONDS)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +165,7 @@ class StrataTier(SecondaryTierManager):
         atexit.unregister(self.shutdown)
         if self._process_id != os.getpid():
             return
-        self._tiers.transfers.close(self._settings.own.shutdown_seconds)
+        self._tiers.transfers.close(self._settings.shutdown_seconds)
         release = getattr(self._spec, "release_region", None)  # vLLM's own spec has none
         if release is not None:
             release()

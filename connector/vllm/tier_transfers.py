@@ -66,14 +66,8 @@ class Transfers(ChunkMover):
     ) -> None:
         super().__init__(assembly, failed)
         self._rows = rows
-        slab = self._slab.name
-        self._slab_link = economics.links[slab]
-        self._read_times = ReadTimes(
-            {name: link for name, link in economics.links.items() if name != slab},
-            self._hierarchy.block_bytes,
-            self._hierarchy.end_load,
-            time.monotonic,
-        )
+        self._slab_link = economics.links[self._slab.name]
+        self._read_times = ReadTimes(self._hierarchy, economics.links)
         economics.queued = self._read_times.queued
         self._stores: deque[_Store] = deque()
         self._loads: list[_Load] = []

@@ -10,7 +10,7 @@ again are given back, and the null block stands in their places:
 
 A *hit* of n blocks needs those that a token behind them sees: all of them, or the last ones.
 
-The tables themselves are the coordinator's. What differs between kinds are the two managers below.
+The tables themselves are the `KVCacheManager`'s; the two managers below differ by kind.
 """
 
 from __future__ import annotations

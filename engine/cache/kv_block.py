@@ -186,3 +186,7 @@ def page_tables(blocks: Sequence[Sequence[KVCacheBlock]], width: int) -> BlockId
     if width == 1:
         return tuple(ids)
     return tuple([page_ids(each, place) for each in ids for place in range(width)])
+
+
+# One list of blocks for all cache groups that share them, in the order of the first of these.
+GroupBlocks = tuple[list[KVCacheBlock], ...]

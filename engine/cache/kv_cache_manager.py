@@ -9,18 +9,25 @@ The tokens of one request, as `allocate_slots` sees them:
 
 `computed` is `request.num_computed_tokens`; `external` tokens will come from a tier. Full blocks
 are named; tokens beyond `request.num_tokens` get a place but no name.
+
+The cache groups of a model are treated as one. Groups that share blocks
+(`group_spec.pages_per_block`) have one group manager, and count as one but for the ids of their
+pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 
+from ...connector.page_names import group_suffix
 from ..models.layer_attention import LayerAttention, full
 from ..request.request import Request
 from .block_pool import BlockPool
+from .group_manager import FullAttentionManager, GroupManager, LocalAttentionManager, num_free
 from .group_spec import pages_per_block
-from .kv_block import BlockIds
-from .kv_cache_coordinator import GroupBlocks, KVCacheCoordinator, make_coordinator
+from .kv_block import BlockIds, GroupBlocks, KVCacheBlock, page_ids, page_tables
+from .prefix_finder import HybridPrefixFinder, UnitaryPrefixFinder
 
 
 class KVCacheManager:
@@ -28,6 +35,9 @@ class KVCacheManager:
 
     `watermark` is the fraction of all blocks that admission leaves free (`watermark_blocks`), so
     that running requests can grow for some steps before anyone is preempted.
+
+    The order of the group managers is that of all `GroupBlocks`. Tables of one request are equally
+    long, and as many of their first blocks have had names.
     """
 
     def __init__(
@@ -65,36 +75,62 @@ class KVCacheManager:
         self.max_model_len = max_model_len
         self.watermark_blocks = int(watermark * num_blocks)
         self.pool = BlockPool(num_blocks, enable_caching, pages_per_block(attention))
-        self._coordinator: KVCacheCoordinator = make_coordinator(
-            self.pool,
-            block_size,
-            attention,
-            most_step_tokens=min(most_step_tokens or max_model_len, max_model_len),
-            hashes_per_block=each,
-            drops_last_hit=drops_last_hit,
-        )
-        self.num_groups = len(attention)
-        self.no_blocks: GroupBlocks = self._coordinator.no_blocks
+        self.num_groups = len(attention)  # as many pages has a block in all groups
         self.forgets = not all(kind.is_full for kind in attention)
+        self._hashes_per_block = each
+        self._width = width = self.pool.width
+        sizes = (block_size, min(most_step_tokens or max_model_len, max_model_len))
+        self._groups: tuple[GroupManager, ...] = tuple(
+            FullAttentionManager(group_id, kind, *sizes)
+            if kind.is_full
+            else LocalAttentionManager(group_id, kind, *sizes, null=self.pool.null_block)
+            for group_id, kind in list(enumerate(attention))[::width]
+        )
+        self._forgetful = tuple(
+            (i, g) for i, g in enumerate(self._groups) if not g.attention.is_full
+        )
+        finder = UnitaryPrefixFinder if len(self._groups) == 1 else HybridPrefixFinder
+        self._finder = finder(self.pool, self._groups, block_size, drops_last_hit=drops_last_hit)
+        self.no_blocks: GroupBlocks = tuple([] for _ in self._groups)
+        self._tables: dict[str, GroupBlocks] = {}
+        self._num_cached: dict[str, int] = {}  # leading blocks that have had their names
+
+    def tables(self, request_id: str) -> GroupBlocks:
+        """The blocks of a request; not to be changed."""
+        return self._tables.get(request_id, self.no_blocks)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that a request of `num_tokens` holds at once, at most, when nothing is shared."""
-        return self._coordinator.num_blocks_for(num_tokens)
+        return self._width * sum(group.most_blocks(num_tokens) for group in self._groups)
 
     def num_missing_blocks(self, request: Request, hits: GroupBlocks | None = None) -> int:
         """Free blocks that a request takes, at most, until all tokens that it has now have been
         computed. The hits are not its own yet."""
-        return self._coordinator.num_missing(request.request_id, request.num_tokens, hits)
+        given = self.no_blocks if hits is None else hits
+        tables = self.tables(request.request_id)
+        return self._width * sum(
+            group.num_missing(table, request.num_tokens, blocks)
+            for group, table, blocks in zip(self._groups, tables, given, strict=True)
+        )
 
     def num_reserved(self, wanted: Mapping[str, int]) -> int:
         """Free blocks that requests by these ids take, at most, until each has had so many tokens
         computed; also where they share blocks, and one of them gives its own back."""
-        return self._coordinator.num_reserved(wanted)
+        return self._width * sum(
+            [
+                group.num_reserved(table, num_tokens)
+                for request_id, num_tokens in wanted.items()
+                for group, table in zip(self._groups, self.tables(request_id), strict=True)
+            ]
+        )
 
     def num_to_reserve(self, num_tokens: int, hits: GroupBlocks | None = None) -> int:
         """By how many blocks `num_reserved` and what is held become more if a request begins, with
         these hits, that will have `num_tokens` computed."""
-        return self._coordinator.num_to_reserve(num_tokens, hits)
+        given = self.no_blocks if hits is None else hits
+        both = zip(self._groups, given, strict=True)
+        blocks = sum([group.num_to_reserve(num_tokens, found) for group, found in both])
+        return self._width * blocks
 
     def get_computed_blocks(self, request: Request) -> tuple[GroupBlocks, int]:
         """The longest known prefix of a request that holds no blocks, and its tokens.
@@ -104,7 +140,8 @@ class KVCacheManager:
         """
         if not self.pool.enable_caching or request.skip_reading_prefix_cache:
             return self.no_blocks, 0
-        return self._coordinator.find_longest_prefix(request.block_hashes, request.num_tokens - 1)
+        most = (request.num_tokens - 1) // self.block_size
+        return self._finder.find(self._of_blocks(request.block_hashes)[:most])
 
     def allocate_slots(
         self,
@@ -132,7 +169,7 @@ class KVCacheManager:
             return self.no_blocks
         computed += num_new_computed_tokens + num_external_computed_tokens
         num_tokens = computed + num_new_tokens
-        added = self._coordinator.allocate(
+        added = self._add_blocks(
             request.request_id,
             min(num_tokens, self.max_model_len),
             computed,
@@ -147,7 +184,8 @@ class KVCacheManager:
 
     def can_go_on(self, request: Request, num_computed_tokens: int) -> bool:
         """Whether the request holds all that is read behind its first `num_computed_tokens`."""
-        return self._coordinator.can_go_on(request.request_id, num_computed_tokens)
+        both = zip(self._groups, self.tables(request.request_id), strict=True)
+        return all(group.can_go_on(table, num_computed_tokens) for group, table in both)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Name the full blocks among the first `num_computed_tokens`, which a load brought."""
@@ -161,21 +199,23 @@ class KVCacheManager:
         """Name the block that the prompt's end lies in, if it is not a full one. The prompt has
         been computed, and nothing more will be written for the request."""
         if tail := request.prompt_tail_hash():
-            self._coordinator.name_tail(request.request_id, request.num_prompt_tokens, tail)
+            index = (request.num_prompt_tokens - 1) // self.block_size
+            for group, table in zip(self._groups, self._tables[request.request_id], strict=True):
+                self.pool.name_computed(tail, table[index], group.group_id)
 
     def prompt_keys(self, request: Request, *, with_tail: bool) -> list[bytes]:
         """The names of the blocks of a prompt, as the pool keeps them, that whoever goes on behind
         it reads."""
         digests = self.prompt_digests(request, with_tail=with_tail)
-        return self._coordinator.keys(digests, request.num_prompt_tokens)
+        return self._keys(digests, request.num_prompt_tokens)
 
     def digests(self, request: Request) -> list[bytes]:
         """The digests of all full blocks of a request, its output's too."""
-        return list(self._coordinator.of_blocks(request.block_hashes))
+        return list(self._of_blocks(request.block_hashes))
 
     def prompt_digests(self, request: Request, *, with_tail: bool = True) -> list[bytes]:
         """The digests of the blocks of a prompt; its end has one of its own where it fills none."""
-        blocks = self._coordinator.of_blocks(request.block_hashes)
+        blocks = self._of_blocks(request.block_hashes)
         digests = list(blocks[: request.num_prompt_tokens // self.block_size])
         tail = request.prompt_tail_hash() if with_tail else b""
         return [*digests, tail] if tail else digests
@@ -187,39 +227,199 @@ class KVCacheManager:
         beyond its first `num_computed_tokens` loses its name, and the blocks that the step added,
         `block_ids` for each group, are given back. Raises RuntimeError where another request of the
         step has found one of them, and nothing changes."""
-        counts = [len(ids) for ids in block_ids] if block_ids else [0] * self.num_groups
-        self._coordinator.revoke(request.request_id, num_computed_tokens, counts)
+        request_id = request.request_id
+        first = num_computed_tokens // self.block_size
+        known = self._num_cached.get(request_id, 0)
+        tables = self.tables(request_id)
+        self.pool.revoke_names([block for table in tables for block in table[first:known]])
+        self._num_cached[request_id] = min(known, first)
+        if block_ids is None:
+            return
+        for group, table in zip(self._groups, tables, strict=True):
+            if count := len(block_ids[group.group_id]):
+                self.pool.free_blocks(table[: -count - 1 : -1])
+                del table[-count:]
 
     def free(self, request: Request) -> None:
         """Give the blocks of a request back, tail first; they keep names and bytes until reused."""
-        self._coordinator.free(request.request_id)
+        self._free(request.request_id)
 
     def pin(self, request: Request, holder: str) -> None:
         """The blocks of a request that has ended are `holder`'s until `unpin`, who runs no more."""
-        self._coordinator.pin(request.request_id, holder)
+        request_id = request.request_id
+        if request_id in self._tables:
+            self._tables[holder] = self._tables.pop(request_id)
+        if request_id in self._num_cached:
+            self._num_cached[holder] = self._num_cached.pop(request_id)
+        for table in self.tables(holder):
+            self.pool.pin(table)
 
     def unpin(self, holder: str) -> None:
-        """As `free`, for blocks that were pinned."""
-        self._coordinator.unpin(holder)
+        """Give blocks back that were pinned, tail first."""
+        for table in self.tables(holder):
+            self.pool.unpin(table)
+        self._free(holder)
 
     def offer(self, request: Request) -> None:
         """Have the blocks of a request stored ahead of need, its head first."""
-        self._coordinator.offer(request.request_id)
+        for table in self.tables(request.request_id):
+            self.pool.offer(table)
 
     def drop_names(self, request: Request) -> list[bytes]:
         """Make sure that nobody finds the blocks of a request again, nor another block of the same
         name; it keeps them. The names, head first: tiers may have such blocks too."""
-        digests = self._coordinator.of_blocks(request.block_hashes)
-        self._coordinator.drop_names(request.request_id, digests)
-        return self._coordinator.keys(digests)
+        digests = self._of_blocks(request.block_hashes)
+        for group, table in zip(self._groups, self.tables(request.request_id), strict=True):
+            self.pool.drop_names(table)
+            self.pool.drop_keys(digests, group.group_id)
+        return self._keys(digests)
 
     def get_block_ids(self, request_id: str) -> BlockIds:
         """The block table of each cache group."""
-        return self._coordinator.block_ids(request_id)
+        return self.page_ids(self.tables(request_id))
 
     def page_ids(self, blocks: GroupBlocks) -> BlockIds:
         """The ids of such blocks, of their page in each cache group."""
-        return self._coordinator.page_ids(blocks)
+        return page_tables(blocks, self._width)
+
+    def _add_blocks(
+        self,
+        request_id: str,
+        num_slots: int,
+        num_computed: int,
+        hits: GroupBlocks | None,
+        num_spare: int,
+    ) -> GroupBlocks | None:
+        """Blocks until `num_slots` tokens have a place, behind `num_computed`, of which `hits` hold
+        the first. Those added, or None where the free ones would become fewer by more than
+        `num_spare`, and nothing has changed."""
+        tables = self._tables.get(request_id) or tuple([[] for _ in self._groups])
+        num_hits = 0 if hits is None else len(hits[0])
+        held, num_blocks = len(tables[0]) + num_hits, -(-num_slots // self.block_size)
+        more = num_blocks - held if num_blocks > held else 0
+        if (more + num_hits) * self.num_groups > num_spare:
+            # Only if it could matter is it counted what hits take, and what is given back.
+            taken = self._num_taken(tables, num_blocks, num_computed, hits)
+            if taken > 0 and taken > num_spare:
+                return None
+        if hits is not None and num_hits:
+            self._add_computed_blocks(request_id, tables, num_computed, hits)
+        has_gaps = False
+        for index, group in self._forgetful:
+            if first := group.first_needed(num_computed):
+                if gone := group.prune(tables[index], first):
+                    self.pool.free_blocks(gone)
+                has_gaps = has_gaps or first > held
+        self._tables[request_id] = tables
+        if has_gaps:
+            return self._extend_behind_gaps(tables, num_blocks, num_computed)
+        if not more:
+            return self.no_blocks
+        # One take for all of them, and each gets its part.
+        new = self.pool.get_new_blocks(more * len(tables))
+        added: list[list[KVCacheBlock]] = []
+        for table in tables:
+            part = new[len(added) * more : (len(added) + 1) * more]
+            table += part
+            added.append(part)
+        return tuple(added)
+
+    def _num_taken(
+        self, tables: GroupBlocks, num_blocks: int, num_computed: int, hits: GroupBlocks | None
+    ) -> int:
+        """By how much the free blocks become fewer where tables begin with hits, or are pruned, and
+        then get `num_blocks`."""
+        taken = 0
+        for group, table, found in zip(self._groups, tables, hits or self.no_blocks, strict=True):
+            first = group.first_needed(num_computed)
+            taken += max(0, num_blocks - max(first, len(table) + len(found)))
+            taken += num_free(found[first:]) - group.num_given_back(table, first)
+        return taken * self._width
+
+    def _add_computed_blocks(
+        self, request_id: str, tables: GroupBlocks, num_computed: int, hits: GroupBlocks
+    ) -> None:
+        """Hold hits, but for what is not read of them. In all groups before any of them takes new
+        blocks, which may be the hits of another."""
+        if any(tables):
+            raise RuntimeError(f"request {request_id} has blocks, so no hits can go before them")
+        null = self.pool.null_block
+        for group, table, found in zip(self._groups, tables, hits, strict=True):
+            read = found[group.first_needed(num_computed) :]
+            self.pool.touch(read)
+            table += [null] * (len(found) - len(read)) + read
+        self._num_cached[request_id] = len(hits[0])
+
+    def _extend_behind_gaps(
+        self, tables: GroupBlocks, num_blocks: int, num_computed: int
+    ) -> GroupBlocks:
+        """New blocks for all tables, and null blocks before the first that is read. All of those;
+        a load brings what is read."""
+        gaps = [
+            max(0, group.first_needed(num_computed) - len(table))
+            for group, table in zip(self._groups, tables, strict=True)
+        ]
+        counts = [
+            max(0, num_blocks - len(table) - gap) for table, gap in zip(tables, gaps, strict=True)
+        ]
+        new = iter(self.pool.get_new_blocks(sum(counts)))
+        null = self.pool.null_block
+        both = zip(gaps, counts, strict=True)
+        added = tuple([[null] * gap + list(islice(new, count)) for gap, count in both])
+        for table, blocks in zip(tables, added, strict=True):
+            table += blocks
+        return added
 
     def _cache(self, request: Request, num_tokens: int, computed: bool) -> None:
-        self._coordinator.cache(request, num_tokens, computed)
+        """Name the full blocks among the first `num_tokens` that have no name yet; none where the
+        request has no digests."""
+        request_id, digests = request.request_id, request.block_hashes
+        each, known = self._hashes_per_block, self._num_cached.get(request_id, 0)
+        full = min(num_tokens // self.block_size, len(digests) // each)
+        if full > known and self.pool.enable_caching:
+            wanted = digests[(known + 1) * each - 1 : full * each : each]
+            for group, table in zip(self._groups, self._tables[request_id], strict=True):
+                blocks = table[known:full]
+                self.pool.cache_full_blocks(wanted, blocks, group.group_id, computed)
+                if self.pool.observer is not None:
+                    self._tell_named(request, group.group_id, known, blocks)
+            self._num_cached[request_id] = full
+
+    def _tell_named(
+        self, request: Request, group_id: int, first: int, blocks: Sequence[KVCacheBlock]
+    ) -> None:
+        # Null blocks come before all others.
+        ids = [block.block_id for block in blocks if not block.is_null]
+        first += len(blocks) - len(ids)
+        if self.pool.observer is not None and ids:
+            for place in range(self._width):
+                pages = page_ids(ids, place)
+                self.pool.observer.named(request, group_id + place, first, pages)
+
+    def _keys(self, digests: Sequence[bytes], num_tokens: int = 0) -> list[bytes]:
+        """The names of the blocks of every group, head first in each, as the pool keeps them:
+        those that the token behind the first `num_tokens`, or any later one, reads."""
+        return [
+            digest + group_suffix(group.group_id + place)
+            for group in self._groups
+            for place in range(self._width)
+            for digest in digests[group.first_needed(num_tokens) :]
+        ]
+
+    def _free(self, request_id: str) -> None:
+        """Give all blocks of a request back: of all groups the last ones first, since a hit needs
+        every group."""
+        self._num_cached.pop(request_id, None)
+        tables = self._tables.pop(request_id, None)
+        if tables is None:
+            return
+        tails_first = [table[::-1] for table in tables]
+        if len(tails_first) == 1:
+            self.pool.free_blocks(tails_first[0])
+        else:
+            self.pool.free_blocks(chain.from_iterable(zip(*tails_first, strict=True)))
+
+    def _of_blocks(self, digests: Sequence[bytes]) -> Sequence[bytes]:
+        """Of digests that come more often than blocks, those that name one: the last of each."""
+        each = self._hashes_per_block
+        return digests if each == 1 else digests[each - 1 :: each]

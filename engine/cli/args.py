@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from ...tiers.settings.format import format_name
 from ...tiers.settings.option import Option, flag_of
-from ...tiers.settings.setting_layers import MODEL
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
 from ..config.engine_config import EngineConfig
-from ..config.engine_options import OPTIONS, engine_config
+from ..config.engine_options import OPTIONS
 from ..config.resolve import Settings, resolve
-from ..config.schema import SCHEMA, default_text
+from ..config.schema import MODEL, SCHEMA
 from ..config.server_options import SERVER_OPTIONS
 from ..config.unsupported_options import explain_not_built
 from ..config.vllm_aliases import ALIASES
@@ -110,15 +109,11 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     _add_aliases(parser, is_server=True)
 
 
-def add_options(
-    group: argparse._ActionsContainer,
-    options: Mapping[str, Option],
-    text_of: Callable[[str], str] = default_text,
-) -> None:
+def add_options(group: argparse._ActionsContainer, options: Mapping[str, Option]) -> None:
     """A flag for each, with its default in words. Options not given are absent from the
     namespace."""
     for name, option in options.items():
-        text = f"{option.help} (default: {text_of(name)})"
+        text = f"{option.help} (default: {option.default_text})"
         settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
         group.add_argument(flag_of(name), **settings, **_form(option.metavar))
 
@@ -184,7 +179,7 @@ def naming_origins(args: argparse.Namespace) -> Iterator[None]:
 
 def engine_config_of(args: argparse.Namespace) -> EngineConfig:
     """The engine's settings that these arguments describe; raises ConfigError."""
-    return engine_config(args.model, engine_options_of(args))
+    return settings_of(args).engine_config()
 
 
 def engine_options_of(args: argparse.Namespace) -> dict[str, Any]:

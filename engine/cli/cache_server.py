@@ -27,8 +27,8 @@ from ...tiers.settings import readers
 from ...tiers.settings.format import one_line
 from ...tiers.settings.values import ConfigError, show_size
 from .. import logs
-from ..config.cache_server_options import OPTIONS, default_text, read_options, server_settings
-from ..config.environment import CACHE_SERVER_PREFIX
+from ..config.cache_server_options import OPTIONS, read_options, server_settings
+from ..config.resolve import CACHE_SERVER_PREFIX
 from . import systemd
 from .args import add_options
 
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--new-token", metavar="NAME", help="make a token for a tenant, print it and end"
     )
-    add_options(parser, OPTIONS, default_text)
+    add_options(parser, OPTIONS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(signal.SIGHUP, lambda number, _frame: asked_early.append(number))
         options = read_options(vars(args), os.environ)
         settings = server_settings(options)
-        logs.set_up(options["log_level"], json=options["log_json"])
+        logs.set_up(options.log_level, json=options.log_json)
         _prepare_process()
 
         def read_again() -> ServerSettings:

@@ -24,13 +24,11 @@ from ...connector.chunks.chunk_settings import (
 from ...connector.vllm.settings import OPTIONS as VLLM_OPTIONS
 from ...connector.vllm.settings import connector_config, transfer_config
 from ...tiers.settings import readers
-from ...tiers.settings.option import Option, flag_of
-from ...tiers.settings.setting_layers import MODEL
+from ...tiers.settings.option import MASK, Option, flag_of
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import GIB, ConfigError, size_within
-from ..config.engine_options import engine_config
 from ..config.resolve import Settings, read_config_settings
-from ..config.schema import MASK, SCHEMA, default_text, masked, value_in, without_effect
+from ..config.schema import MODEL, SCHEMA, value_in, without_effect
 from ..config.server_options import server_config
 from . import serve
 from .args import Parser, naming_origins, settings_of
@@ -207,9 +205,9 @@ _WORDS: Mapping[str, Callable[[list[str]], int]] = {
 def effective(settings: Settings) -> dict[str, Any]:
     """Every option with what holds for it, as a file takes it. Secrets are masked, and None is
     what has no value or no effect."""
-    engine = engine_config(settings.model, settings.engine_options, is_fetched=False)
+    engine = settings.engine_config(is_fetched=False)
     server = server_config(settings.server_options)
-    values = {name: masked(name, value_in(name, engine, server)) for name in SCHEMA}
+    values = {name: SCHEMA[name].file_value(value_in(name, engine, server)) for name in SCHEMA}
     if settings.model is None:
         values[MODEL] = None  # where the embedded model lies is nobody's concern
     for name in without_effect(engine):
@@ -230,7 +228,7 @@ def _print_lines(values: Mapping[str, Any], settings: Settings, *, with_origin: 
 def _yaml_line(name: str, value: Any) -> str:
     """A line of YAML; a comment for what no file can hold: a secret, or nothing."""
     if value is None:
-        is_unused = default_text(name) != SCHEMA[name].unset
+        is_unused = SCHEMA[name].default_text != SCHEMA[name].unset
         return f"# {name}: {'not used' if is_unused else SCHEMA[name].unset}"
     if value == MASK and SCHEMA[name].is_secret:
         return f"# {name}: {MASK}"

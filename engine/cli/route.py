@@ -13,10 +13,10 @@ import logging
 import signal
 import socket
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ...tiers.settings.option import flag_of
-from ...tiers.settings.values import ConfigError, show_size
+from ...tiers.settings.option import read_fields
+from ...tiers.settings.values import ConfigError
 from .. import logs
 from ..config.optional_packages import install_extra
 from ..router.router_settings import ROUTER_OPTIONS, RouterConfig, read_node
@@ -32,21 +32,6 @@ logger = logging.getLogger(__name__)
 
 # Beyond --drain-seconds, for the last event of answers that had not ended by then.
 _LAST_WORDS_SECONDS = 3.0
-_DEFAULTS: dict[str, Any] = {
-    name: RouterConfig.__dataclass_fields__[name].default for name in ROUTER_OPTIONS
-}
-
-
-def default_text(name: str) -> str:
-    """A default as help and docs show it."""
-    value = _DEFAULTS[name]
-    if value is None:
-        return ROUTER_OPTIONS[name].unset
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if name.endswith("_bytes"):
-        return show_size(value).replace(" ", "")
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,17 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{role}", metavar="URL", action="append", default=argparse.SUPPRESS, help=text
         )
-    add_options(parser, ROUTER_OPTIONS, default_text)
+    add_options(parser, ROUTER_OPTIONS)
 
 
 def router_config(args: argparse.Namespace) -> RouterConfig:
     """The settings that these arguments describe; raises ConfigError."""
     given = vars(args)
-    values = {
-        name: option.read(flag_of(name), given[name])
-        for name, option in ROUTER_OPTIONS.items()
-        if name in given
-    }
+    values = read_fields(ROUTER_OPTIONS, given)
     for role in ("decode", "prefill"):
         values[role] = tuple(read_node(f"--{role}", url) for url in given.get(role, ()))
     return RouterConfig(**values)

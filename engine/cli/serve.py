@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING
 from ...tiers.remote.membership import is_address
 from ...tiers.settings.sizes import rough_size
 from ...tiers.settings.values import ConfigError, show_size
+from ...tiers.tier_settings import PEER, REMOTE
 from .. import logs
 from ..client.base import EngineDead
 from ..config.engine_config import EngineConfig
 from ..config.engine_options import model_aliases
-from ..config.offload_config import PEER, REMOTE, OffloadConfig
+from ..config.offload_config import OffloadConfig
 from ..config.resolve import Settings
 from ..config.server_options import ServerConfig, server_config
 from ..sampling.processor_loading import ParamsCheck, make_params_check

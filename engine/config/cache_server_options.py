@@ -10,20 +10,20 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...tiers.codecs.known_codecs import CODECS, NONE
 from ...tiers.settings import readers
 from ...tiers.settings.file import called, read_file, read_ordinary
-from ...tiers.settings.option import Option, flag_of, options_of
+from ...tiers.settings.option import Option, flag_of, options_of, setting
 from ...tiers.settings.suggestions import did_you_mean
-from ...tiers.settings.values import ConfigError
+from ...tiers.settings.values import GIB, MIB, ConfigError
 from ...tiers.tier_settings import SERVER_SSD, CpuSettings, SsdSettings
 from ..logs import LOG_LEVELS
-from .environment import CACHE_SERVER_PREFIX, MAX_NAME_CHARACTERS, is_service_link
-from .server_options import MAX_PORT
+from .option_readers import MAX_PORT, seconds_from_zero
+from .resolve import CACHE_SERVER_PREFIX, MAX_NAME_CHARACTERS, is_service_link
 
 if TYPE_CHECKING:
     from ...tiers.cache_server.access.tenants import Tenants
@@ -31,118 +31,103 @@ if TYPE_CHECKING:
     from ...tiers.wire.limits import Limits
 
 DEFAULT_SECRET_NAME = "server.secret"  # noqa: S105 - of a file
+# Options that the server takes as they are.
+_SAME = (
+    "host", "port", "metrics_host", "metrics_port", "metrics_exposed", "insecure", "reflection",
+    "drain_seconds",
+)  # fmt: skip
 _MOST_TEXT_BYTES = 16 * 1024**2  # of tenants or a token; more are for others to refuse
 
-_port = readers.integer_within(0, MAX_PORT)
-
-_CPU = options_of(CpuSettings, "cpu", "cpu_")
-_SSD = options_of(SsdSettings, "ssd", "ssd_")
+_CPU = options_of(CpuSettings, "")
+_SSD = options_of(SsdSettings, "")
 _CODECS = (NONE, *CODECS)  # engines bring others
 
-# Defaults in words, where there is no value.
-UNSET: Mapping[str, str] = {
-    "data_port": "the one after --port",
-    "shared_memory": "on; off with --tenants, for who runs as this user could read every tenant's",
-    "token_file": "on loopback one that clients of this user find by themselves",
-    "secret_file": f"{DEFAULT_SECRET_NAME} in --ssd-path; without one a new secret each time",
-}
+_port = readers.integer_within(0, MAX_PORT)
+_count = readers.integer_within(1, 1_000_000)
 
 
-def _seconds(name: str, value: Any) -> float:
-    seconds: float = readers.number(name, value)
-    if not 0 <= seconds <= 3600:
-        raise ConfigError(f"{name} takes seconds from 0 to 3600, not {seconds}")
-    return seconds
+def _as_engines(option: Option, default: str, **changed: Any) -> Any:
+    """A field with the option that engines have for their tiers."""
+    return field(default=default, metadata={Option: replace(option, field="", **changed)})
 
 
-def _count(name: str, value: Any) -> int:
-    return readers.integer_within(1, 1_000_000)(name, value)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheServerOptions:
+    """The options as they were given, and their defaults."""
 
-
-def _option(name: str, read: Any, text: str, metavar: str = "", default: Any = None) -> Any:
-    return name, Option("server", name, read, text, metavar), default
-
-
-def _tier_option(name: str, option: Option, default: Any, **changed: Any) -> Any:
-    return name, replace(option, section="server", field=name, **changed), default
-
-
-_TIERS = (
-    _tier_option("cpu_policy", _CPU["cpu_policy"], CpuSettings().policy),
-    _tier_option("ssd_policy", _SSD["ssd_policy"], SERVER_SSD.policy),
-    _tier_option("ssd_admission", _SSD["ssd_admission"], SERVER_SSD.admission),
-    _tier_option(
-        "ssd_codec", _SSD["ssd_codec"], SERVER_SSD.codec, read=readers.one_of(*_CODECS),
+    cpu_bytes: int = setting(GIB, readers.size, "memory for blocks, of all tenants", "SIZE")
+    ssd_path: Path | None = setting(
+        None, readers.path, "directory for blocks on a disk, or several by commas", "PATH"
+    )
+    ssd_bytes: int | None = setting(None, readers.size, "most bytes there, of all tenants", "SIZE")
+    ssd_mac_key_file: Path | None = setting(
+        None, readers.path, "file with the key that seals blocks on a disk that others can write",
+        "FILE",
+    )  # fmt: skip
+    cpu_policy: str = _as_engines(_CPU["policy"], CpuSettings().policy)
+    ssd_policy: str = _as_engines(_SSD["policy"], SERVER_SSD.policy)
+    ssd_admission: str = _as_engines(_SSD["admission"], SERVER_SSD.admission)
+    ssd_codec: str = _as_engines(
+        _SSD["codec"], SERVER_SSD.codec, read=readers.one_of(*_CODECS),
         help=f"how blocks are packed on their way to the disk: {', '.join(_CODECS)}",
-    ),
-)  # fmt: skip
-_TABLE = (
-    _option("cpu_bytes", readers.size, "memory for blocks, of all tenants", "SIZE", "1GiB"),
-    _option(
-        "ssd_path", readers.path, "directory for blocks on a disk, or several by commas", "PATH"
-    ),
-    _option("ssd_bytes", readers.size, "most bytes there, of all tenants", "SIZE"),
-    _option(
-        "ssd_mac_key_file", readers.path,
-        "file with the key that seals blocks on a disk that others can write", "FILE",
-    ),
-    *_TIERS,
-    _option(
-        "require_tiers", readers.switch,
+    )  # fmt: skip
+    require_tiers: bool = setting(
+        False, readers.switch,
         "refuse to start while a disk of --ssd-path cannot be used, instead of going on without",
-        "", False,
-    ),
-    _option("host", readers.text, "address to listen on", "ADDRESS", "127.0.0.1"),
-    _option("port", _port, "port of the calls; 0 takes a free one", "N", 9400),
-    _option("data_port", _port, "port of the data connection; 0 takes a free one", "N"),
-    _option("data_connections", readers.switch, "move blocks without gRPC too", "", True),
-    _option(
-        "shared_memory", readers.switch,
-        "let clients of this user on this machine map their tenant's memory", "",
-    ),
-    _option("tenants", readers.path, "TOML file of tenants", "FILE"),
-    _option("token_file", readers.path, "file of the token that clients send", "FILE"),
-    _option("secret_file", readers.path, "file of the server's secret", "FILE"),
-    _option("tls_cert", readers.path, "PEM file of the server's certificate", "FILE"),
-    _option("tls_key", readers.path, "PEM file of its key", "FILE"),
-    _option("tls_client_ca", readers.path, "ask clients for certificates of this CA", "FILE"),
-    _option(
-        "insecure", readers.switch,
-        "let anybody in who reaches it: no token of its own, and any address without TLS", "",
-        False,
-    ),
-    _option("metrics_host", readers.text, "address of /metrics", "ADDRESS", "127.0.0.1"),
-    _option("metrics_port", _port, "port of /metrics; 0 takes a free one", "N"),
-    _option(
-        "metrics_exposed", readers.switch,
-        "let other machines reach /metrics, which has no TLS and no credentials", "", False,
-    ),
-    _option("reflection", readers.switch, "let clients ask for the protocol", "", False),
-    _option("drain_seconds", _seconds, "for ending in an orderly way", "SECONDS", 30.0),
-    _option("max_calls", _count, "calls at once", "N", 512),
-    _option("max_data_connections", _count, "data connections at once", "N", 256),
-    _option("max_bytes_in_flight", readers.size, "blocks in gRPC streams", "SIZE", "256MiB"),
-    _option("call_seconds", _seconds, "longest time of one call", "SECONDS", 30.0),
-    _option(
-        "log_level", readers.one_of(*LOG_LEVELS), ", ".join(LOG_LEVELS), "LEVEL", "info"
-    ),
-    _option("log_json", readers.switch, "one JSON object for each log line", "", False),
-)  # fmt: skip
-OPTIONS: Mapping[str, Option] = {name: option for name, option, _ in _TABLE}
-DEFAULTS: Mapping[str, Any] = {name: default for name, _, default in _TABLE}
+    )  # fmt: skip
+    host: str = setting("127.0.0.1", readers.text, "address to listen on", "ADDRESS")
+    port: int = setting(9400, _port, "port of the calls; 0 takes a free one", "N")
+    data_port: int | None = setting(
+        None, _port, "port of the data connection; 0 takes a free one", "N",
+        "the one after --port",
+    )  # fmt: skip
+    data_connections: bool = setting(True, readers.switch, "move blocks without gRPC too")
+    shared_memory: bool | None = setting(
+        None, readers.switch, "let clients of this user on this machine map their tenant's memory",
+        unset="on; off with --tenants, for who runs as this user could read every tenant's",
+    )  # fmt: skip
+    tenants: Path | None = setting(None, readers.path, "TOML file of tenants", "FILE")
+    token_file: Path | None = setting(
+        None, readers.path, "file of the token that clients send", "FILE",
+        "on loopback one that clients of this user find by themselves",
+    )  # fmt: skip
+    secret_file: Path | None = setting(
+        None, readers.path, "file of the server's secret", "FILE",
+        f"{DEFAULT_SECRET_NAME} in --ssd-path; without one a new secret each time",
+    )  # fmt: skip
+    tls_cert: Path | None = setting(
+        None, readers.path, "PEM file of the server's certificate", "FILE"
+    )
+    tls_key: Path | None = setting(None, readers.path, "PEM file of its key", "FILE")
+    tls_client_ca: Path | None = setting(
+        None, readers.path, "ask clients for certificates of this CA", "FILE"
+    )
+    insecure: bool = setting(
+        False, readers.switch,
+        "let anybody in who reaches it: no token of its own, and any address without TLS",
+    )  # fmt: skip
+    metrics_host: str = setting("127.0.0.1", readers.text, "address of /metrics", "ADDRESS")
+    metrics_port: int | None = setting(None, _port, "port of /metrics; 0 takes a free one", "N")
+    metrics_exposed: bool = setting(
+        False, readers.switch,
+        "let other machines reach /metrics, which has no TLS and no credentials",
+    )  # fmt: skip
+    reflection: bool = setting(False, readers.switch, "let clients ask for the protocol")
+    drain_seconds: float = setting(
+        30.0, seconds_from_zero, "for ending in an orderly way", "SECONDS"
+    )
+    max_calls: int = setting(512, _count, "calls at once", "N")
+    max_data_connections: int = setting(256, _count, "data connections at once", "N")
+    max_bytes_in_flight: int = setting(256 * MIB, readers.size, "blocks in gRPC streams", "SIZE")
+    call_seconds: float = setting(30.0, seconds_from_zero, "longest time of one call", "SECONDS")
+    log_level: str = setting("info", readers.one_of(*LOG_LEVELS), ", ".join(LOG_LEVELS), "LEVEL")
+    log_json: bool = setting(False, readers.switch, "one JSON object for each log line")
 
 
-def default_text(name: str) -> str:
-    """A default as help and docs show it."""
-    value = DEFAULTS[name]
-    if value is None:
-        return UNSET.get(name, "none")
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+OPTIONS: Mapping[str, Option] = options_of(CacheServerOptions, "")
 
 
-def read_options(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+def read_options(flags: Mapping[str, Any], environ: Mapping[str, str]) -> CacheServerOptions:
     """Every option: as `flags` say, else the environment, else the file, else its default. `flags`
     are those given, by name, `config` among them. Raises ConfigError."""
     given: dict[str, tuple[str, Any]] = {}
@@ -158,11 +143,12 @@ def read_options(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[s
             given[name] = called(path, name), value
     given |= {name: each for name, each in variables.items() if name in OPTIONS}
     given |= {name: (flag_of(name), flags[name]) for name in OPTIONS if name in flags}
-    options: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, option in OPTIONS.items():
-        origin, value = given.get(name, (flag_of(name), DEFAULTS[name]))
-        options[name] = None if value is None else option.read(origin, value)
-    return options
+        if name in given:
+            origin, value = given[name]
+            values[name] = None if value is None else option.read(origin, value)
+    return CacheServerOptions(**values)
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -184,7 +170,7 @@ def _variables(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
 
 def server_settings(
-    options: Mapping[str, Any], running: ServerSettings | None = None
+    options: CacheServerOptions, running: ServerSettings | None = None
 ) -> ServerSettings:
     """`running`: of a server that runs already, which keeps its secret, its key and the token that
     it has left for clients; their files are not looked at, for they may be on a disk that is gone.
@@ -192,13 +178,13 @@ def server_settings(
     from ...tiers.cache_server.secret_file import read_secret
     from ...tiers.cache_server.server import ServerSettings
 
-    ssd_path: Path | None = options["ssd_path"]
-    if (ssd_path is None) != (options["ssd_bytes"] is None):
+    ssd_path = options.ssd_path
+    if (ssd_path is None) != (options.ssd_bytes is None):
         raise ConfigError("--ssd-path and --ssd-bytes go together; give both or neither")
     disks = SsdSettings(path=ssd_path).paths
-    if options["require_tiers"] and not disks:
+    if options.require_tiers and not disks:
         raise ConfigError("--require-tiers is for blocks on a disk; give --ssd-path too")
-    secret_file = options["secret_file"]
+    secret_file = options.secret_file
     if secret_file is None and disks:
         secret_file = disks[0] / DEFAULT_SECRET_NAME
     tenants, own_token = _tenants(options, None if running is None else running.own_token)
@@ -207,32 +193,26 @@ def server_settings(
     else:
         secret = os.urandom(32) if secret_file is None else read_secret(secret_file)
         mac_key = _mac_key(options)
-    shares_memory = options["shared_memory"]
+    shares_memory = options.shared_memory
+    same: dict[str, Any] = {name: getattr(options, name) for name in _SAME}
     return ServerSettings(
         tenants=tenants,
         own_token=own_token,
         secret=secret,
-        host=options["host"],
-        port=options["port"],
         data_port=_data_port(options),
-        shares_memory=options["tenants"] is None if shares_memory is None else shares_memory,
-        metrics_host=options["metrics_host"],
-        metrics_port=options["metrics_port"],
-        metrics_exposed=options["metrics_exposed"],
+        shares_memory=options.tenants is None if shares_memory is None else shares_memory,
         ssd_path=ssd_path,
         mac_key=mac_key,
-        require=options["require_tiers"],
-        cpu=CpuSettings(policy=options["cpu_policy"]),
+        require=options.require_tiers,
+        cpu=CpuSettings(policy=options.cpu_policy),
         ssd=_ssd_settings(options),
         tls=_tls(options),
-        insecure=options["insecure"],
-        reflection=options["reflection"],
-        drain_seconds=options["drain_seconds"],
         limits=_limits(options),
+        **same,
     )
 
 
-def _ssd_settings(options: Mapping[str, Any]) -> SsdSettings:
+def _ssd_settings(options: CacheServerOptions) -> SsdSettings:
     """The settings of every tenant's store. Those that cannot be used are refused here, at the
     start."""
     from ...tiers.admission import make_filter
@@ -242,19 +222,21 @@ def _ssd_settings(options: Mapping[str, Any]) -> SsdSettings:
 
     names = ("ssd_policy", "ssd_admission", "ssd_codec")
     for name in names:
-        if options["ssd_path"] is None and options[name] != DEFAULTS[name]:
+        if options.ssd_path is None and getattr(options, name) != OPTIONS[name].default:
             raise ConfigError(f"{flag_of(name)} is for blocks on a disk; give --ssd-path too")
-    for policy in (options["cpu_policy"], options["ssd_policy"]):
+    for policy in (options.cpu_policy, options.ssd_policy):
         policy_factory(policy)
-    make_filter(options["ssd_admission"], 1)
-    make_codec(options["ssd_codec"], BlockLayout(1, 16, 1, 64, "bfloat16"))
-    return replace(SERVER_SSD, **{name.removeprefix("ssd_"): options[name] for name in names})
+    make_filter(options.ssd_admission, 1)
+    make_codec(options.ssd_codec, BlockLayout(1, 16, 1, 64, "bfloat16"))
+    return replace(
+        SERVER_SSD, **{name.removeprefix("ssd_"): getattr(options, name) for name in names}
+    )
 
 
-def _mac_key(options: Mapping[str, Any]) -> Any:
+def _mac_key(options: CacheServerOptions) -> Any:
     from ...tiers.mac_key import read_mac_key
 
-    path, disks = options["ssd_mac_key_file"], SsdSettings(path=options["ssd_path"]).paths
+    path, disks = options.ssd_mac_key_file, SsdSettings(path=options.ssd_path).paths
     if path is None:
         return None
     if not disks:
@@ -263,32 +245,31 @@ def _mac_key(options: Mapping[str, Any]) -> Any:
     return keys[0]  # the same each time: what differs is the disk that it must not lie on
 
 
-def _limits(options: Mapping[str, Any]) -> Limits:
+def _limits(options: CacheServerOptions) -> Limits:
     from ...tiers.wire.limits import Limits
 
     names = ("max_calls", "max_data_connections", "max_bytes_in_flight", "call_seconds")
-    return Limits(**{name: options[name] for name in names})
+    return Limits(**{name: getattr(options, name) for name in names})
 
 
-def _data_port(options: Mapping[str, Any]) -> int | None:
-    if not options["data_connections"]:
+def _data_port(options: CacheServerOptions) -> int | None:
+    if not options.data_connections:
         return None
-    if options["data_port"] is not None:
-        port: int = options["data_port"]
-        return port
-    return options["port"] + 1 if 0 < options["port"] < MAX_PORT else 0
+    if options.data_port is not None:
+        return options.data_port
+    return options.port + 1 if 0 < options.port < MAX_PORT else 0
 
 
-def _tls(options: Mapping[str, Any]) -> Any:
+def _tls(options: CacheServerOptions) -> Any:
     from ...tiers.cache_server.access.tls import TlsFiles
 
-    cert, key, client_ca = (options[name] for name in ("tls_cert", "tls_key", "tls_client_ca"))
+    cert, key, client_ca = options.tls_cert, options.tls_key, options.tls_client_ca
     if (cert is None) != (key is None) or (client_ca is not None and cert is None):
         raise ConfigError("--tls-cert and --tls-key go together, --tls-client-ca with both")
-    return None if cert is None else TlsFiles(cert, key, client_ca)
+    return None if cert is None or key is None else TlsFiles(cert, key, client_ca)
 
 
-def _tenants(options: Mapping[str, Any], left_token: str | None) -> tuple[Tenants, str | None]:
+def _tenants(options: CacheServerOptions, left_token: str | None) -> tuple[Tenants, str | None]:
     """All tenants, and the token to be left for clients of this user, if there is to be one:
     `left_token`, if one was already."""
     from ...tiers.cache_server.access.tenants import (
@@ -299,14 +280,14 @@ def _tenants(options: Mapping[str, Any], left_token: str | None) -> tuple[Tenant
     )
     from ...tiers.wire.listen import is_loopback
 
-    path, token_file = options["tenants"], options["token_file"]
-    cpu_bytes, ssd_bytes = options["cpu_bytes"], options["ssd_bytes"] or 0
+    path, token_file = options.tenants, options.token_file
+    cpu_bytes, ssd_bytes = options.cpu_bytes, options.ssd_bytes or 0
     if path is None:
         token = None if token_file is None else _token_of(token_file)
-        has_client_ca = options["tls_client_ca"] is not None
-        is_open = token is None and not has_client_ca and not options["insecure"]
+        has_client_ca = options.tls_client_ca is not None
+        is_open = token is None and not has_client_ca and not options.insecure
         own_token = None
-        if is_open and is_loopback(options["host"]):
+        if is_open and is_loopback(options.host):
             own_token = left_token or new_token()
         tenant = only_tenant(
             cpu_bytes,

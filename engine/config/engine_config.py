@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of an engine: a few frozen value objects with units in their names.
 
-`cli/` builds these. Each object checks itself and raises ConfigError with what was expected, what
-came and what to do.
+Their fields are the engine's options. Each object checks itself and raises ConfigError with what
+was expected, what came and what to do.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 
+from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
+from ...tiers.settings.option import check_options, options_of, setting
 from ...tiers.settings.values import (
     GIB,
     MAX_BLOCKS,
@@ -19,12 +21,10 @@ from ...tiers.settings.values import (
     MAX_TOKENS,
     MAX_WAITING,
     ConfigError,
-    check_device,
-    one_of,
-    size_within,
     within,
 )
 from .offload_config import OffloadConfig
+from .option_readers import model_mark, processor_names
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
@@ -53,29 +53,58 @@ class ModelConfig:
     """The model, and how it is computed."""
 
     path: Path  # a Hugging Face directory
-    served_name: str
-    # Revision in the Hub's repository; also separates the cached blocks of otherwise equal models.
-    revision: str = ""
-    dtype: str = "auto"  # the checkpoint's, where the device is quick in it
-    max_model_len: int | None = None  # None: what the model allows and the pool holds
-    device: str = "cpu"  # or cuda, or one of several GPUs: cuda:1
-    attention_backend: str = "auto"
-    strict_kernels: bool = False  # refuse what is slow on a GPU
-    enforce_eager: bool = False  # record no decode steps
-    compilation: str = "none"
-    load_format: str = "auto"  # dummy: random weights, for benchmarks
-    # What the model writes around a thought; empty: looked for in the tokenizer, none: nothing.
-    reasoning_start: str = ""
-    reasoning_end: str = ""
-    pooling: str = LAST  # which hidden states of a prompt are its embedding
+    served_name: str = setting(
+        MISSING, readers.text, "the name clients ask for", "NAME",
+        "the directory's name, or the id", name="served_model_name",
+    )  # fmt: skip
+    revision: str = setting(
+        "", readers.text,
+        "branch, tag or commit of a model on the Hub; separates the blocks of otherwise equal "
+        "models", "TEXT",
+    )  # fmt: skip
+    # auto: the checkpoint's, where the device is quick in it.
+    dtype: str = setting("auto", readers.one_of(*DTYPES), ", ".join(DTYPES), "TYPE")
+    device: str = setting(
+        "cpu", readers.device, "where to compute: cpu, cuda or one GPU, cuda:1", "DEVICE"
+    )
+    attention_backend: str = setting(
+        "auto", readers.one_of(*ATTENTION_BACKENDS),
+        "gather (CPU only), kernels, triton, sdpa or fa3 (that library for long chunks), or what "
+        "suits the device", "NAME",
+    )  # fmt: skip
+    strict_kernels: bool = setting(
+        False, readers.switch, "refuse a kernel's slow twin on a GPU instead of warning"
+    )
+    enforce_eager: bool = setting(False, readers.switch, "record no decode steps as CUDA graphs")
+    compilation: str = setting(
+        "none", readers.one_of(*COMPILATIONS),
+        "elementwise: norms, rotations and activations by torch.compile", "NAME",
+    )  # fmt: skip
+    load_format: str = setting(
+        "auto", readers.one_of(*LOAD_FORMATS),
+        "dummy: random weights, for which config.json is enough", "NAME",
+    )  # fmt: skip
+    # One token to read and one to answer with at least.
+    max_model_len: int | None = setting(
+        None, readers.integer, "longest prompt and output, in tokens", "N",
+        "what the model allows and the pool holds", bounds=(2, MAX_TOKENS),
+    )  # fmt: skip
+    reasoning_start: str = setting(
+        "", model_mark,
+        "the text before a thought of the model, such as <think>; none: answers are not split",
+        "TEXT", "found in the tokenizer",
+    )  # fmt: skip
+    reasoning_end: str = setting(
+        "", model_mark, "the text behind a thought, such as </think>", "TEXT",
+        "found in the tokenizer",
+    )  # fmt: skip
+    pooling: str = setting(
+        LAST, readers.one_of(*POOLINGS),
+        "the embedding of a prompt: the hidden state of its last token, or the mean of all", "NAME",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        one_of("--dtype", self.dtype, DTYPES)
-        check_device("--device", self.device)
-        one_of("--attention-backend", self.attention_backend, ATTENTION_BACKENDS)
-        one_of("--compilation", self.compilation, COMPILATIONS)
-        one_of("--load-format", self.load_format, LOAD_FORMATS)
-        one_of("--pooling", self.pooling, POOLINGS)
+        check_options(options_of(ModelConfig, ""), self)
         if self.attention_backend == "gather" and self.device != "cpu":
             raise ConfigError(
                 f"--attention-backend gather computes on the CPU and --device is {self.device}; "
@@ -86,9 +115,6 @@ class ModelConfig:
                 f"--attention-backend {self.attention_backend} computes on a GPU and --device is "
                 "cpu; drop it or give --device cuda"
             )
-        if self.max_model_len is not None:
-            # One token to read and one to answer with.
-            within("--max-model-len", self.max_model_len, 2, MAX_TOKENS)
         self._check_marks()
 
     def _check_marks(self) -> None:
@@ -114,13 +140,29 @@ class CacheConfig:
     """The KV pool. `num_blocks` wins over `memory_bytes` where both are given; with neither it is
     sized from the free memory (`worker/runtime/pool_sizing.py`)."""
 
-    block_size: int = 16  # tokens
-    memory_bytes: int | None = None
-    num_blocks: int | None = None
-    kv_cache_dtype: str = "auto"  # that of the computation
-    gpu_memory_utilization: float = DEFAULT_GPU_SHARE  # weights, steps and the pool together
-    enable_prefix_caching: bool = True
-    block_hash: str = "sha256"
+    block_size: int = setting(16, readers.integer, "tokens in a block", "N")
+    num_blocks: int | None = setting(
+        None, readers.integer, "blocks in the KV pool", "N", "from the free memory",
+        bounds=(2, MAX_BLOCKS),
+    )  # fmt: skip
+    memory_bytes: int | None = setting(
+        None, readers.size, "size of the KV pool instead", "SIZE", "from the free memory",
+        name="kv_cache_memory_bytes", least_bytes=1,
+    )  # fmt: skip
+    gpu_memory_utilization: float = setting(
+        DEFAULT_GPU_SHARE, readers.number,
+        "share of a GPU's memory that weights, steps and the KV pool take", "SHARE",
+    )  # fmt: skip
+    kv_cache_dtype: str = setting(
+        "auto", readers.one_of(*KV_CACHE_DTYPES, synonyms={"fp8": "fp8_e4m3"}),
+        "number type of the KV pool: auto, as --dtype, or fp8_e4m3", "TYPE",
+    )  # fmt: skip
+    enable_prefix_caching: bool = setting(
+        True, readers.switch, "keep and find blocks by their prefix"
+    )
+    block_hash: str = setting(
+        "sha256", readers.one_of(*BLOCK_HASHES), ", ".join(BLOCK_HASHES), "NAME"
+    )
     watermark: float = 0.01  # fraction of blocks kept free when admitting requests
     # The layers are split into so many groups with block tables of their own, where all attend
     # alike; otherwise their kinds decide (`cache/group_spec.py`). Settings count blocks over all
@@ -133,22 +175,17 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         size = self.block_size
+        check_options(options_of(CacheConfig, ""), self)
         if not 1 <= size <= MAX_BLOCK_SIZE or size & (size - 1):
             raise ConfigError(
                 f"--block-size takes a power of two from 1 to {MAX_BLOCK_SIZE}, not "
                 f"{format_value(size)}"
             )
-        if self.num_blocks is not None:
-            within("--num-blocks", self.num_blocks, 2, MAX_BLOCKS)
-        if self.memory_bytes is not None:
-            size_within("--kv-cache-memory-bytes", self.memory_bytes, 1)
-        one_of("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 "--gpu-memory-utilization takes a share above 0 and up to 1, not "
                 f"{self.gpu_memory_utilization}"
             )
-        one_of("--block-hash", self.block_hash, BLOCK_HASHES)
         kernel = self.kernel_block_size
         if kernel is not None and (kernel < 1 or size % kernel):
             raise ConfigError(
@@ -164,27 +201,48 @@ class CacheConfig:
 class SchedulerConfig:
     """How much one step may do."""
 
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 256
-    long_prefill_token_threshold: int = 0  # 0: a prompt may take the whole budget
-    enable_chunked_prefill: bool = True
+    max_num_batched_tokens: int = setting(
+        2048, readers.integer, "tokens in one step", "N", bounds=(1, MAX_TOKENS)
+    )
+    max_num_seqs: int = setting(
+        256, readers.integer, "requests in one step", "N", bounds=(1, MAX_SEQS)
+    )
+    long_prefill_token_threshold: int = setting(
+        0, readers.integer, "most tokens of one prompt in a step; 0 is the whole budget", "N",
+        bounds=(0, MAX_TOKENS),
+    )  # fmt: skip
+    enable_chunked_prefill: bool = setting(
+        True, readers.switch, "spread a prompt over several steps"
+    )
     max_waiting_requests: int = 4096
-    # Shares of the KV pool that requests hold. The gap between them keeps a request that was just
-    # let in from being sent back at once. Neither counts for the only request that runs.
-    admit_below: float = 0.8
-    preempt_above: float = 0.95
-    policy: str = "fcfs"  # see engine/scheduler/policies.py
-    # What a request has room for before it starts: no more than its first step, its prompt, or all
-    # the tokens that it may come to.
-    reserve: str = "none"
-    # Of the blocks that may be kept for jobs (half of the pool), those for one tenant's at most.
-    pin_tenant_share: float = 1.0
+    # The gap between these shares keeps a request that was just let in from being sent back at
+    # once. Neither counts for the only request that runs.
+    admit_below: float = setting(
+        0.8, readers.number, "let requests in while less than this share of the pool is held",
+        "SHARE",
+    )  # fmt: skip
+    preempt_above: float = setting(
+        0.95, readers.number, "send requests back while more than this share of the pool is held",
+        "SHARE",
+    )  # fmt: skip
+    policy: str = setting(  # see engine/scheduler/policies.py
+        "fcfs", readers.text,
+        "who runs next: fcfs, first come, first served; priority, by the requests' `priority`, the "
+        "lowest first; or a policy of another package", "NAME", name="scheduling_policy",
+    )  # fmt: skip
+    reserve: str = setting(  # none: for the first step alone
+        "none", readers.one_of(*RESERVES),
+        "let a request in only if the pool has room for its prompt (prompt), or for all the tokens "
+        "that it may come to (full), beside what those before it may still take", "WHAT",
+    )  # fmt: skip
+    pin_tenant_share: float = setting(  # jobs have half of the pool at most
+        1.0, readers.number,
+        "of the blocks that continuum keeps for agents' jobs, those that it keeps for one tenant "
+        "at most", "SHARE",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        within("--max-num-batched-tokens", self.max_num_batched_tokens, 1, MAX_TOKENS)
-        within("--max-num-seqs", self.max_num_seqs, 1, MAX_SEQS)
-        threshold = self.long_prefill_token_threshold
-        within("--long-prefill-token-threshold", threshold, 0, MAX_TOKENS)
+        check_options(options_of(SchedulerConfig, ""), self)
         within("the number of waiting requests", self.max_waiting_requests, 1, MAX_WAITING)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
@@ -197,7 +255,6 @@ class SchedulerConfig:
         ):  # fmt: skip
             if not 0.0 < share <= 1.0:
                 raise ConfigError(f"{flag} takes a share above 0 and up to 1, not {share}")
-        one_of("--reserve", self.reserve, RESERVES)
         if not 0.0 <= self.pin_tenant_share <= 1.0:
             raise ConfigError(
                 f"--pin-tenant-share takes a share from 0 to 1, not {self.pin_tenant_share}"
@@ -222,31 +279,57 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
-    tenant_secret: bytes = field(default=b"", repr=False)  # separates the blocks of tenants
-    num_threads: int | None = None  # None: the physical cores
-    executor: str = "uni"
-    # Whether the next step is made while one is computed, where the model has its own process.
-    async_scheduling: bool = True
-    role: str = "both"
-    logits_processors: tuple[str, ...] = ()  # module:Class, beside those that are installed
-    structured_outputs_backend: str = "auto"
-    step_trace: Path | None = None  # a file for a record of every step; None: none is written
+    num_threads: int | None = setting(
+        None, readers.integer, "threads that compute", "N", "the physical cores",
+        bounds=(1, MAX_THREADS),
+    )  # fmt: skip
+    executor: str = setting(
+        "uni", readers.one_of(*EXECUTORS),
+        "uni: the model runs in the engine core's process; mp: in one of its own", "NAME",
+        name="distributed_executor_backend",
+    )  # fmt: skip
+    role: str = setting(
+        "both", readers.one_of(*ROLES),
+        "prefill: answer when others can load the prompt's blocks; decode: load what others have "
+        "computed, to the last token", "NAME",
+    )  # fmt: skip
+    async_scheduling: bool = setting(
+        True, readers.switch,
+        "on a GPU, or with --distributed-executor-backend mp: make the next step while one is "
+        "computed",
+    )  # fmt: skip
+    logits_processors: tuple[str, ...] = setting(
+        (), processor_names,
+        "logits processors of other packages beside the installed ones: module:Class, with commas "
+        "between", "NAMES",
+    )  # fmt: skip
+    structured_outputs_backend: str = setting(
+        "auto",
+        readers.one_of(*STRUCTURED_OUTPUTS_BACKENDS, synonyms={"llguidance": "guidance"}),
+        "what keeps an answer to a schema or a grammar: xgrammar, guidance, or what suits it",
+        "NAME",
+    )  # fmt: skip
+    step_trace: Path | None = setting(
+        None, readers.path,
+        "append a record of every step, and of what became of each request, to this file; "
+        "`stratakv trace` reads it", "FILE",
+    )  # fmt: skip
+    tenant_secret: bytes = setting(
+        b"", readers.secret_bytes,
+        "separates the cached blocks of tenants; give it by environment or file", "SECRET",
+        is_secret=True,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        backend = self.structured_outputs_backend
-        one_of("--structured-outputs-backend", backend, STRUCTURED_OUTPUTS_BACKENDS)
-        one_of("--distributed-executor-backend", self.executor, EXECUTORS)
+        check_options(options_of(EngineConfig, ""), self)
         if self.offload.enabled and not self.cache.enable_prefix_caching:
             raise ConfigError(
                 "--kv-offload finds blocks by their prefix hashes, so it cannot work with "
                 "--no-enable-prefix-caching; drop one of them"
             )
-        one_of("--role", self.role, ROLES)
         self._check_role()
         if self.cache.kv_cache_dtype != "auto":
             self._check_kv_cache_dtype()
-        if self.num_threads is not None:
-            within("--num-threads", self.num_threads, 1, MAX_THREADS)
 
     def _check_role(self) -> None:
         """A prefill node's blocks have to be found by others, a decode node has to find them."""

@@ -16,19 +16,18 @@ from ...tiers.settings.format import format_value
 from ...tiers.settings.option import Option, check_options, options_of, setting
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
-from ...tiers.testing.faulty_store import Drill, parse_drill
 from ...tiers.tier_settings import (
+    REMOTE,
     CpuSettings,
     ListenAddress,
     PeerSettings,
     RemoteTierSettings,
     ServeSettings,
     SsdSettings,
+    TierSettings,
 )
 from ...tiers.wire.listen import LARGEST_PORT
 
-REMOTE = "remote"  # the tier that cache servers are together
-PEER = "peer"  # the tier that other engines are together
 _LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 OFFLOAD_TIERS = ("cpu", "ssd")  # beside those that other packages bring
 LOAD_FAILURES = ("recompute", "fail")
@@ -39,9 +38,10 @@ def has_tier(tiers: Iterable[str], tier: str) -> bool:
     return any(map(is_address, tiers)) if tier == REMOTE else tier in tiers
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadConfig:
-    """The tiers below the pool."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadConfig(TierSettings):
+    """The tiers below the pool, as the engine's options name them. Raises ConfigError for names and
+    values that cannot work together."""
 
     tiers: tuple[str, ...] = setting(
         (), readers.tiers,
@@ -63,11 +63,6 @@ class OffloadConfig:
         "a drill: faults of the tiers below cpu, on purpose: [TIER:]CALL:KIND=VALUE,…", "LIST",
         name="kv_offload_faults",
     )  # fmt: skip
-    cpu: CpuSettings = field(default_factory=CpuSettings)
-    ssd: SsdSettings = field(default_factory=SsdSettings)
-    # Settings of the cache servers; their addresses stand among the tiers.
-    remote: RemoteTierSettings = field(default_factory=RemoteTierSettings)
-    # For tiers that other packages bring: tier → option → value.
     tier_options: Mapping[str, Mapping[str, str]] = setting(
         dict, readers.tier_options,
         "options of tiers that other packages bring: tier.option=value,…", "LIST",
@@ -77,21 +72,27 @@ class OffloadConfig:
         (), readers.tiers,
         "other engines whose cpu tier is read: grpc://host:9500,…", "ADDRESSES", name="kv_peers",
     )  # fmt: skip
-    peer: PeerSettings = field(default_factory=PeerSettings)
     serve_at: str = setting(
         "", readers.text, "let other engines read the cpu tier here", "HOST:PORT", name="kv_serve",
     )  # fmt: skip
-    serve: ServeSettings = field(default_factory=ServeSettings)
     require_tiers: bool = setting(
         False, readers.switch,
         "refuse to start while a tier below cpu is down, instead of going on without it",
     )  # fmt: skip
     shutdown_seconds: float = 30.0
+    # Read from the texts above.
+    cache_servers: tuple[ServerAddress, ...] = field(init=False, default=())
+    peer_addresses: tuple[ServerAddress, ...] = field(init=False, default=())
+    listen_address: ListenAddress | None = field(init=False, default=None)
+    other_tiers: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
-        self._check_tiers()
-        self._check_peers()
-        if "ssd" in self.tiers and self.ssd.path is None:
+        named = (tier for tier in self.tiers if not is_address(tier))
+        other_tiers = tuple(tier for tier in named if tier not in OFFLOAD_TIERS)
+        object.__setattr__(self, "other_tiers", other_tiers)
+        self._read_tiers()
+        self._read_peers()
+        if self.has_ssd and self.ssd.path is None:
             raise ConfigError("the ssd tier needs --kv-offload-ssd-path DIR")
         check_options(OFFLOAD_OPTIONS, self)
         self._check_faults()
@@ -113,22 +114,8 @@ class OffloadConfig:
         return bool(self.tiers)
 
     @property
-    def peer_addresses(self) -> tuple[ServerAddress, ...]:
-        """The engines whose slabs are one tier together, before the cache servers."""
-        return tuple(map(parse_address, self.peers))
-
-    @property
-    def listen_address(self) -> ListenAddress | None:
-        """Where the slab is served to other engines."""
-        if not self.serve_at:
-            return None
-        match = _LISTEN.fullmatch(self.serve_at.strip())
-        if match is None or int(match["port"]) > LARGEST_PORT:
-            raise ConfigError(
-                f"--kv-serve takes HOST:PORT, such as 127.0.0.1:9500 or [::1]:9500, not "
-                f"{format_value(self.serve_at)}"
-            )
-        return ListenAddress(match["host"].strip("[]"), int(match["port"]))
+    def has_ssd(self) -> bool:
+        return "ssd" in self.tiers
 
     @property
     def reads_others(self) -> bool:
@@ -141,40 +128,16 @@ class OffloadConfig:
         return bool(self.cache_servers or self.serve_at)
 
     @property
-    def other_tiers(self) -> tuple[str, ...]:
-        """The tiers that other packages bring."""
-        return tuple(
-            tier for tier in self.tiers if tier not in OFFLOAD_TIERS and not is_address(tier)
-        )
-
-    @property
-    def cache_servers(self) -> tuple[ServerAddress, ...]:
-        """The cache servers that are one tier together, the last one."""
-        return tuple(parse_address(tier) for tier in self.tiers if is_address(tier))
-
-    @property
     def tier_names(self) -> tuple[str, ...]:
         """All tiers below the pool, as metrics and answers call them."""
         return (*self.tiers[:1], *self.store_names)
 
-    @property
-    def store_names(self) -> tuple[str, ...]:
-        """The tiers below the slab, as metrics and drills call them."""
-        named = tuple(tier for tier in self.tiers[1:] if not is_address(tier))
-        peers = (PEER,) if self.peers else ()
-        return (*named, *peers, REMOTE) if self.cache_servers else (*named, *peers)
-
-    @property
-    def drill(self) -> Drill | None:
-        """The faults to inject; None where none were asked for."""
-        return parse_drill(self.faults, self.store_names) if self.faults else None
-
-    def _check_peers(self) -> None:
+    def _read_peers(self) -> None:
         for flag, value in (("--kv-peers", self.peers), ("--kv-serve", self.serve_at)):
             if value and "cpu" not in self.tiers:
                 raise ConfigError(f"{flag} is for the cpu tier; add --kv-offload cpu or drop it")
         try:
-            peers = self.peer_addresses
+            peers = tuple(map(parse_address, self.peers))
         except TierConfigError as error:
             raise ConfigError(f"--kv-peers: {error}") from error
         if len(set(peers)) != len(peers):
@@ -186,13 +149,15 @@ class OffloadConfig:
                 f"--kv-peers {','.join(self.peers)} names engines with and without TLS; use "
                 "grpcs:// for all of them, or grpc:// for all"
             )
-        listen = self.listen_address
+        listen = _read_listen_address(self.serve_at) if self.serve_at else None
         for flag, servers in (("--kv-peers", peers), ("--kv-offload", self.cache_servers)):
             if listen in [ListenAddress(server.host, server.port) for server in servers]:
                 raise ConfigError(
                     f"{flag} names {self.serve_at}, where this engine itself is (--kv-serve); "
                     f"take it out of {flag}"
                 )
+        object.__setattr__(self, "peer_addresses", peers)
+        object.__setattr__(self, "listen_address", listen)
 
     def _check_faults(self) -> None:
         try:
@@ -202,7 +167,7 @@ class OffloadConfig:
                 f"--kv-offload-faults {format_value(self.faults)}: {error}"
             ) from error
 
-    def _check_tiers(self) -> None:
+    def _read_tiers(self) -> None:
         given = ",".join(self.tiers)
         known = (*OFFLOAD_TIERS, *(installed_tiers() if self.other_tiers else ()))
         for tier in self.tiers:
@@ -214,7 +179,7 @@ class OffloadConfig:
                     f"installed tiers: {', '.join(known)}"
                 )
         try:
-            servers = self.cache_servers
+            servers = tuple(parse_address(tier) for tier in self.tiers if is_address(tier))
         except TierConfigError as error:
             raise ConfigError(f"--kv-offload {format_value(given)}: {error}") from error
         if len(set(self.tiers)) != len(self.tiers):
@@ -237,6 +202,17 @@ class OffloadConfig:
                 f"--kv-offload {given} names cache servers with and without TLS; use grpcs:// for "
                 "all of them, or grpc:// for all"
             )
+        object.__setattr__(self, "cache_servers", servers)
+
+
+def _read_listen_address(text: str) -> ListenAddress:
+    match = _LISTEN.fullmatch(text.strip())
+    if match is None or int(match["port"]) > LARGEST_PORT:
+        raise ConfigError(
+            f"--kv-serve takes HOST:PORT, such as 127.0.0.1:9500 or [::1]:9500, not "
+            f"{format_value(text)}"
+        )
+    return ListenAddress(match["host"].strip("[]"), int(match["port"]))
 
 
 def _offload_options() -> dict[str, Option]:

@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags, environment and file put together: what was given, by option, with its origin.
 
-The same for every command, so that one file serves them all.
+    flags  >  environment  >  file  >  what aliases imply  >  defaults
+
+The highest layer that gives an option decides it. Where two options exclude each other, the one of
+the higher layer also hides the other of a lower layer; within one layer that is a contradiction,
+which is refused when the values are used. The same for every command, so that one file serves them
+all. `STRATAKV_BLOCK_SIZE=32` is `--block-size 32`; a variable that begins so and is none is
+refused, since a mistyped one would be ignored in silence.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,24 +22,47 @@ from typing import Any
 from ...tiers.settings import readers
 from ...tiers.settings.file import called, read_file
 from ...tiers.settings.option import flag_of
-from ...tiers.settings.setting_layers import (
-    FILE,
-    FLAG,
-    MODEL,
-    VARIABLE,
-    Given,
-    Layer,
-    merge,
-    with_origins,
-)
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
-from .engine_options import OPTIONS
-from .environment import CONFIG_VARIABLE, read_environment
-from .schema import SCHEMA, hides
+from .engine_config import EngineConfig
+from .engine_options import OPTIONS, engine_config
+from .schema import MODEL, SCHEMA, VARIABLE_PREFIX, hides, variable_of
 from .server_options import SERVER_OPTIONS
 from .unsupported_options import explain_not_built
 from .vllm_aliases import ALIASES
+
+FLAG = "flag"
+VARIABLE = "variable"
+FILE = "file"
+_NAMES_IN_TEXT = re.compile(r"--(?:no-)?([a-z][a-z0-9-]*)|\b(MODEL)\b")
+
+CONFIG_VARIABLE = "STRATAKV_CONFIG"
+# Variables of `stratakv cache-server`, which reads them itself.
+CACHE_SERVER_PREFIX = "STRATAKV_CACHE_SERVER_"
+# Variables that are no options, and what they are for.
+OTHER_VARIABLES: Mapping[str, str] = {
+    CONFIG_VARIABLE: "the file of options",
+    "STRATAKV_ARGS": "arguments that the systemd unit adds",
+    "STRATAKV_COMMIT": "the commit in reports of benchmarks, for benchmarks/harness/report.py",
+    "STRATAKV_BYTES": "none leaves the compiled library of tiers/native/native_library.py alone",
+    "STRATAKV_CPU_KERNELS": "which compiled kernels of the CPU run, for kernels/cpu/library.py",
+}
+MAX_NAME_CHARACTERS = 80
+# Kubernetes gives these to every container beside a service whose name begins with `stratakv`.
+_SERVICE_LINK = re.compile(r".*_SERVICE_(HOST|PORT|PORT_.+)|.*_PORT_\d+_(TCP|UDP|SCTP)(_.+)?")
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.+")
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One value, read already, and where it came from."""
+
+    value: Any
+    kind: str  # FLAG | VARIABLE | FILE
+    origin: str  # as a person knows it: `--port`, `STRATAKV_PORT`, `port of x.yaml`
+
+
+Layer = Mapping[str, Given]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +85,7 @@ class Settings:
 
     def explain(self, error: ConfigError) -> ConfigError:
         """A refusal with the origins of the options it names."""
-        return ConfigError(with_origins(str(error), self.given, SCHEMA))
+        return ConfigError(_with_origins(str(error), self.given))
 
     @property
     def summary(self) -> str:
@@ -68,6 +98,11 @@ class Settings:
     def model(self) -> str | None:
         """None: the embedded model."""
         return self.given[MODEL].value if MODEL in self.given else None
+
+    def engine_config(self, *, is_fetched: bool = True) -> EngineConfig:
+        """The engine's settings, with a model of the Hub downloaded where `is_fetched`. Raises
+        ConfigError."""
+        return engine_config(self.model, self.engine_options, is_fetched=is_fetched)
 
 
 def resolve(
@@ -87,13 +122,13 @@ def resolve(
     layers = (from_flags.values, read_environment(environ), from_file.values)
     implied = (from_flags.implied, from_file.implied)
     notes = (*from_flags.notes, *from_file.notes)
-    return Settings(merge([*layers, *implied], hides), notes, path)
+    return Settings(_merge([*layers, *implied]), notes, path)
 
 
 def read_config_settings(path: Path) -> Settings:
     """The settings of one file alone. Raises ConfigError as `resolve` does."""
     read = _read_file(path)
-    return Settings(merge([read.values, read.implied], hides), tuple(read.notes), path)
+    return Settings(_merge([read.values, read.implied]), tuple(read.notes), path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +171,74 @@ def _put(values: dict[str, Given], name: str, given: Given) -> None:
             f"{values[name].origin} and {given.origin} are two spellings of one option; give one"
         )
     values[name] = given
+
+
+def read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
+    """The options in these variables; raises ConfigError for one that cannot be."""
+    known = {variable_of(name): name for name in SCHEMA}
+    layer = {}
+    for variable, value in environ.items():
+        if not variable.startswith(VARIABLE_PREFIX) or variable in OTHER_VARIABLES:
+            continue
+        if variable.startswith(CACHE_SERVER_PREFIX) or is_service_link(variable, value):
+            continue
+        name = known.get(variable)
+        if name is None:
+            raise ConfigError(_explain_unknown(variable, known))
+        layer[name] = Given(SCHEMA[name].read(variable, value), VARIABLE, variable)
+    return layer
+
+
+def is_service_link(variable: str, value: str) -> bool:
+    """Whether Kubernetes has set this variable, for a service whose name begins as ours do."""
+    if _SERVICE_LINK.fullmatch(variable):
+        return True
+    return variable.endswith("_PORT") and _SERVICE_URL.fullmatch(value) is not None
+
+
+def _explain_unknown(variable: str, known: Mapping[str, str]) -> str:
+    shown = variable[:MAX_NAME_CHARACTERS]
+    if variable.removeprefix(VARIABLE_PREFIX).lower() in ALIASES:
+        return (
+            f"{shown} is set, and names of vLLM's options are taken as flags and in files only; "
+            "use StrataKV's own name"
+        )
+    explained = explain_not_built(shown, variable.removeprefix(VARIABLE_PREFIX).lower())
+    if explained:
+        return f"{explained}; unset it"
+    # Without the prefix, which makes any two of them alike.
+    ends = [name.removeprefix(VARIABLE_PREFIX) for name in (*known, *OTHER_VARIABLES)]
+    near = did_you_mean(variable.removeprefix(VARIABLE_PREFIX), ends)
+    near = re.sub(r"\b([A-Z][A-Z_]*)", rf"{VARIABLE_PREFIX}\1", near)
+    return f"{shown} is set and names no option{near or '; `stratakv config show` lists them'}"
+
+
+def _merge(layers: Sequence[Layer]) -> dict[str, Given]:
+    """One value for each option that any layer gives; the first layer is the highest."""
+    merged: dict[str, Given] = {}
+    for layer in layers:
+        hidden = {other for name, given in merged.items() for other in hides(name, given.value)}
+        for name, given in layer.items():
+            if name not in hidden:
+                merged.setdefault(name, given)
+    return merged
+
+
+def _with_origins(message: str, given: Layer) -> str:
+    """A refusal with the origins of the options it names, unless all of them were flags."""
+    named = {
+        name: given[name]
+        for flag, model in _NAMES_IN_TEXT.findall(message)
+        if (name := MODEL if model else flag.replace("-", "_")) in given
+    }
+    origins = {
+        MODEL.upper() if name == MODEL else flag_of(name): each.origin
+        for name, each in named.items()
+    }
+    if all(flag == origin for flag, origin in origins.items()):
+        return message
+    words = [
+        f"{flag} comes from {'the command line' if flag == origin else origin}"
+        for flag, origin in origins.items()
+    ]
+    return f"{message} ({', '.join(words)})"

@@ -377,7 +377,6 @@ class EngineCore:
                 attention=self._groups.attention,
                 most_step_tokens=config.scheduler.most_step_tokens,
             ),
-            max_model_len=self.max_model_len,
             eos_token_ids=frozenset(self.spec.eos_token_ids),
             connector=self._connector,
             fails_with_load=config.offload.load_failure == "fail",

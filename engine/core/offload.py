@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 
 from ...connector.base import KVConnectorScheduler, KVConnectorWorker
 from ...connector.build import (
-    OffloadSettings,
     WorkerDescription,
     build_offload,
     build_scheduler_side,
 )
-from ...connector.costs.economics import Choice
 from ...connector.costs.rates import PrefillRate
 from ...connector.parts import Parts
 from ...tiers.block import LAYOUT_VERSION, ROOT_VERSION, BlockLayout, Identity, tenant_salt
@@ -64,8 +62,7 @@ def open_tiers(
     then. `progress` hears what this is busy with; `prefill` is what computing costs; `attention`
     says how each cache group attends, whose pages have this layout."""
     progress(f"preparing the tiers: {describe_tiers(offload)}")
-    drill = offload.drill
-    if drill is not None:
+    if (drill := offload.drill) is not None:
         logger.warning(
             "faults are injected on purpose into %s (--kv-offload-faults %s); this is a drill",
             " and ".join(drill.plans),
@@ -73,43 +70,23 @@ def open_tiers(
         )
     options: dict[str, Any] = {
         "namespace": namespace,
+        "device": device,
         "progress": _steps_of(progress, "memory of the cpu tier"),
-        "wrap_store": None if drill is None else drill.wrap,
         "prefill": prefill,
         "parts": Parts(
             layout.block_size, [None if each.is_full else each.first_seen for each in attention]
         ),
     }
-    settings = offload_settings(offload, device)
     try:
         if with_worker:
-            return OpenTiers(*build_offload(layout, settings, **options))
-        built = build_scheduler_side(layout, settings, **options)
+            return OpenTiers(*build_offload(layout, offload, **options))
+        built = build_scheduler_side(layout, offload, **options)
         return OpenTiers(built.side, None, built.description, built.side.note_ended)
     except TierDown as error:
         required = "; --require-tiers was given" if offload.require_tiers else ""
         raise ConfigError(f"{error}{required}") from error
     except TierConfigError as error:
         raise ConfigError(str(error)) from error
-
-
-def offload_settings(offload: OffloadConfig, device: str = "cpu") -> OffloadSettings:
-    """The settings from which the connector is built."""
-    return OffloadSettings(
-        cpu=offload.cpu,
-        ssd=offload.ssd if "ssd" in offload.tiers else None,
-        remote=offload.remote,
-        addresses=offload.cache_servers,
-        peers=offload.peer_addresses,
-        peer=offload.peer,
-        serve_at=offload.listen_address,
-        serve=offload.serve,
-        others=offload.other_tiers,
-        other_options=offload.tier_options,
-        require=offload.require_tiers,
-        load=Choice(offload.load),
-        device=device,
-    )
 
 
 def describe_tiers(offload: OffloadConfig) -> str:

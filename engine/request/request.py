@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The request noun: its inputs, its progress counters, its place in life.
+"""The request noun: its inputs, its progress, its place in life.
 
 Token ids are kept as int32 in one growing buffer, so that hashing and the worker take views of it
 instead of rebuilding lists. Output goes there when a view is asked for, which is once a block.
@@ -105,6 +105,39 @@ def job_key(cache_salt: bytes | None, job_id: str) -> bytes:
     return (cache_salt or b"") + b"\0" + job_id.encode()
 
 
+class LoadKind(enum.Enum):
+    """How a request's load goes on beside the request."""
+
+    BLOCKING = "blocking"  # the request computes nothing until the connector reports the load
+    OVERLAPPED = "overlapped"  # the request runs meanwhile
+
+
+@dataclass(slots=True)
+class Progress:
+    """The scheduler's notes on one request, from arrival to end: what ends it, when it got how
+    far, its load, and what it had computed or loaded before. Moments are monotonic; None: not yet.
+    """
+
+    end_ids: frozenset[int] = frozenset()
+    is_known: bool = False  # the worker has been told of it
+    scheduled: float | None = None
+    first_token: float | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # that came with a token which did not count
+    # None: no copy writes to its blocks. BLOCKING outlives the request until the report comes.
+    load: LoadKind | None = None
+    load_seconds: float = 0.0
+    # Tokens that its last load brought, by tier, until it runs.
+    loaded_by_tier: dict[str, int] = field(default_factory=dict)
+    # The leading tokens that were there, or that a tier had promised, and why they may be missing.
+    lost_tokens: int = 0
+    lost_cause: str = ""
+
+    def lose(self, num_tokens: int, cause: str) -> None:
+        """The first `num_tokens` tokens may have to be computed again."""
+        if num_tokens >= self.lost_tokens:
+            self.lost_tokens, self.lost_cause = num_tokens, cause
+
+
 class Request:
     """One sequence being generated.
 
@@ -144,6 +177,7 @@ class Request:
         "output_token_ids",
         "pooling",
         "priority",
+        "progress",
         "prompt_embeds",
         "repetition_detection",
         "request_id",
@@ -218,6 +252,7 @@ class Request:
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
+        self.progress = Progress()
 
         self._block_hasher = block_hasher
         self.block_hashes: list[bytes] = []
@@ -277,6 +312,25 @@ class Request:
         """Memory of the prompt embeddings; 0 without them."""
         return 0 if self.prompt_embeds is None else self.prompt_embeds.nbytes
 
+    def timings(self, now: float) -> dict[str, float]:
+        """The timings in the last output, in seconds (and the number of preemptions).
+
+        A request that ended before a moment spent all its time in the stage before it. Loads of a
+        request that waits for them are part of `queue_seconds`.
+        """
+        progress, arrival = self.progress, self.arrival_seconds
+        scheduled = now if progress.scheduled is None else progress.scheduled
+        first_token = now if progress.first_token is None else progress.first_token
+        return {
+            "queue_seconds": scheduled - arrival,
+            "prefill_seconds": first_token - scheduled,
+            "decode_seconds": now - first_token,
+            "load_seconds": progress.load_seconds,
+            "first_token_seconds": first_token - arrival,
+            "total_seconds": now - arrival,
+            "num_preemptions": float(self.num_preemptions),
+        }
+
     def append_output_token(self, token_id: int) -> None:
         """Add a verified token and hash the block it completes."""
         self.output_token_ids.append(token_id)
@@ -295,45 +349,3 @@ class Request:
         if hasher is not None:
             self.block_hashes.extend(hasher.digests(self))
             self._hash_at = (len(self.block_hashes) + 1) * hasher.block_size
-
-
-@dataclass(slots=True)
-class Progress:
-    """The scheduler's notes on one request, from arrival to end: what ends it, when it got how
-    far, and what it had computed or loaded before. Moments are monotonic; None: not yet."""
-
-    end_ids: frozenset[int]
-    is_known: bool = False  # the worker has been told of it
-    scheduled: float | None = None
-    first_token: float | None = None
-    prompt_logprobs: PromptLogprobs | None = None  # that came with a token which did not count
-    load_seconds: float = 0.0
-    # Tokens that its last load brought, by tier, until it runs.
-    loaded_by_tier: dict[str, int] = field(default_factory=dict)
-    # The leading tokens that were there, or that a tier had promised, and why they may be missing.
-    lost_tokens: int = 0
-    lost_cause: str = ""
-
-    def lose(self, num_tokens: int, cause: str) -> None:
-        """The first `num_tokens` tokens may have to be computed again."""
-        if num_tokens >= self.lost_tokens:
-            self.lost_tokens, self.lost_cause = num_tokens, cause
-
-    def timings(self, request: Request, now: float) -> dict[str, float]:
-        """The timings in the last output, in seconds (and the number of preemptions).
-
-        A request that ended before a moment spent all its time in the stage before it. Loads of a
-        request that waits for them are part of `queue_seconds`.
-        """
-        arrival = request.arrival_seconds
-        scheduled = now if self.scheduled is None else self.scheduled
-        first_token = now if self.first_token is None else self.first_token
-        return {
-            "queue_seconds": scheduled - arrival,
-            "prefill_seconds": first_token - scheduled,
-            "decode_seconds": now - first_token,
-            "load_seconds": self.load_seconds,
-            "first_token_seconds": first_token - arrival,
-            "total_seconds": now - arrival,
-            "num_preemptions": float(request.num_preemptions),
-        }

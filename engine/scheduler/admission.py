@@ -13,14 +13,12 @@ from collections.abc import Sequence
 from enum import Enum
 
 from ...connector.messages import Match, MatchKind
-from ..cache.kv_cache_coordinator import GroupBlocks
-from ..config.engine_config import SchedulerConfig
+from ..cache.kv_block import GroupBlocks
 from ..observer import Decision, Obstacle
-from ..request.request import Progress, Request, RequestStatus
-from .loading import count_reused
-from .places import Places
+from ..request.request import Request, RequestStatus
 from .policies import RequestQueue
 from .pressure import MemoryPressure, Reservations
+from .request_states import RequestStates
 from .step import StepBuilder
 
 # Asking one takes about as long as ten decodes.
@@ -39,17 +37,17 @@ class Verdict(Enum):
 class Admission:
     """One round a step."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        places: Places,
-        pressure: MemoryPressure,
-    ) -> None:
-        self._places = places
+    def __init__(self, states: RequestStates, pressure: MemoryPressure) -> None:
+        self._states = states
+        self._loads = states.loads
         self._pressure = pressure
-        self._reservations = Reservations(config, places)
-        self._manager = places.manager
-        self._connector = places.connector
+        self._reservations = Reservations(states)
+        self._context = context = states.context
+        self._manager = context.manager
+        self._connector = context.connector
+        self._policy = context.policy
+        self._observer = context.observer
+        config = context.config
         self._max_running = config.max_num_seqs
         self._chunked = config.enable_chunked_prefill
         self._chunk_limit = config.most_step_tokens
@@ -59,18 +57,18 @@ class Admission:
     def admit(self, step: StepBuilder, now: float, *, only_known: bool = False) -> bool:
         """Let in what fits, or (`only_known`) what has run before and was sent back. True if a
         request was told by the tiers to ask again."""
-        places = self._places
+        states = self._states
         self._reservations.recount()
-        most = MOST_DEFERRED if places.running else len(places.requests)
+        most = MOST_DEFERRED if states.running else states.num_unfinished
         later: list[Request] = []
-        newer = (places.skipped, places.waiting)
-        if not places.policy.deferred_first:
-            queues = (places.deferred, *newer)
+        newer = (states.skipped, states.waiting)
+        if not self._policy.deferred_first:
+            queues = (states.deferred, *newer)
             self._admit_from(queues, 2 * most, later, step, now, only_known)
-        elif self._admit_from((places.deferred,), most, later, step, now, only_known):
+        elif self._admit_from((states.deferred,), most, later, step, now, only_known):
             self._admit_from(newer, len(later) + most, later, step, now, only_known)
-        places.deferred.add_all(later)
-        return len(places.deferred) > 0
+        states.deferred.add_all(later)
+        return len(states.deferred) > 0
 
     def _admit_from(
         self,
@@ -83,14 +81,13 @@ class Admission:
     ) -> bool:
         """One round over these queues, until so many stand aside; False where it ended because
         there is room for no more."""
-        places = self._places
         while len(later) < most_later:
-            found = places.policy.first(queues, only_known)
+            found = self._policy.first(queues, only_known)
             if found is None:
                 break
             queue, request = found
             if (obstacle := self._obstacle(request, step)) is not None:
-                places.note_wait(request, obstacle)
+                self._note_wait(request, obstacle)
                 return False
             verdict = self._consider(request, step, now, only_known)
             if verdict is Verdict.NO_ROOM:
@@ -102,7 +99,7 @@ class Admission:
 
     def _obstacle(self, request: Request, step: StepBuilder) -> Obstacle | None:
         """What ends the round before its first request is looked at."""
-        if len(self._places.running) >= self._max_running:
+        if len(self._states.running) >= self._max_running:
             return Obstacle.SEATS
         if step.budget == 0 and not self._may_begin_load(request):
             return Obstacle.BUDGET
@@ -121,8 +118,8 @@ class Admission:
     def _is_held_back(self, request: Request) -> bool:
         """Whether memory is too full for it to start; not with nothing running, and not once its
         blocks have been loaded, for then it holds them anyway."""
-        places = self._places
-        if not places.running or request.request_id in places.loaded:
+        states = self._states
+        if not states.running or request.num_computed_tokens > 0:
             return False
         while self._pressure.forbids_admission:
             if not (self._pressure.counts_pins and self._release_pin(request)):
@@ -132,20 +129,20 @@ class Admission:
     def _consider(
         self, request: Request, step: StepBuilder, now: float, only_known: bool
     ) -> Verdict:
-        connector, places = self._connector, self._places
+        connector = self._connector
         if request.request_id in step.held:  # one that was sent back
-            places.note_wait(request, Obstacle.MASK)
+            self._note_wait(request, Obstacle.MASK)
             return Verdict.LATER
         if request.request_id in connector.awaiting_prefill:
-            places.note_wait(request, Obstacle.PREFILL)
+            self._note_wait(request, Obstacle.PREFILL)
             return Verdict.LATER
         hits, num_hit_tokens, overlaps = None, 0, False
         if request.num_computed_tokens == 0:
             hits, num_hit_tokens = self._manager.get_computed_blocks(request)
-            running = places.running
+            running = self._states.running
             while self._drives_out(request, hits):
                 if not (self._pressure.counts_pins and self._release_pin(request)):
-                    places.note_wait(request, Obstacle.PROMPT_ROOM)
+                    self._note_wait(request, Obstacle.PROMPT_ROOM)
                     return Verdict.NO_ROOM
             if _may_load(request):
                 queued = self._most_tokens - step.budget + _num_queued(running)
@@ -153,7 +150,7 @@ class Admission:
                     request, num_hit_tokens, num_queued_tokens=queued
                 )
                 if match.kind is MatchKind.RETRY:
-                    places.note_wait(request, Obstacle.LOOKUP)
+                    self._note_wait(request, Obstacle.LOOKUP)
                     return Verdict.LATER
                 if match.kind is MatchKind.LOAD or (
                     match.kind is MatchKind.OVERLAP and step.budget > 0
@@ -164,22 +161,22 @@ class Admission:
                             request, hits, num_hit_tokens, match.tokens, only_known
                         )
                     hits, num_hit_tokens = None, 0
-                    places.notify_observer(request, Decision.LOADING)
+                    self._observer.decision(request, Decision.LOADING)
         if step.budget == 0:
             self._waits_for_budget = request.request_id
-            places.note_wait(request, Obstacle.BUDGET)
+            self._note_wait(request, Obstacle.BUDGET)
             return Verdict.NO_ROOM
         num_tokens = request.num_tokens - request.num_computed_tokens - num_hit_tokens
         if overlaps:
-            num_tokens = places.loading.most_tokens(request, places.progress[request.request_id])
+            num_tokens = self._loads.most_tokens(request)
         if self._chunked:
             num_tokens = min(num_tokens, self._chunk_limit, step.budget)
         elif num_tokens > step.budget:
-            places.note_wait(request, Obstacle.BUDGET)
+            self._note_wait(request, Obstacle.BUDGET)
             return Verdict.NO_ROOM
         while obstacle := self._allocate_first_slots(request, num_tokens, hits, num_hit_tokens):
             if not self._make_room(request):
-                places.note_wait(request, obstacle)
+                self._note_wait(request, obstacle)
                 return Verdict.NO_ROOM
         request.num_computed_tokens += num_hit_tokens
         self._start_request(request, num_tokens, step, now)
@@ -194,7 +191,7 @@ class Admission:
             self._chunked
             and match.kind is MatchKind.OVERLAP
             and self._reservations.has_room_for(request, hits)
-            and self._places.loading.begin_load(
+            and self._loads.begin_load(
                 request, hits, num_hit_tokens, match.tokens, self._keep_free(), overlapped=True
             )
             and self._reservations.commit_reserved()
@@ -210,13 +207,13 @@ class Admission:
     ) -> Verdict:
         if not all(map(self._manager.pool.all_computed, hits)):
             # They are being written by this step, which may fail while the request is away.
-            self._places.note_wait(request, Obstacle.WRITER)
+            self._note_wait(request, Obstacle.WRITER)
             return Verdict.LATER
-        places, obstacle = self._places, Obstacle.LOAD_ROOM
+        states, obstacle = self._states, Obstacle.LOAD_ROOM
         while True:
             if not self._reservations.has_room_for(request, hits):
                 obstacle = Obstacle.RESERVATION
-            elif places.loading.begin_load(
+            elif self._loads.begin_load(
                 request, hits, num_hit_tokens, num_external_tokens, self._keep_free(),
                 overlapped=False,
             ):  # fmt: skip
@@ -227,14 +224,14 @@ class Admission:
                 continue
             # A load never takes the blocks of another one: two could do so in turn for ever.
             # With nothing running, those that have loaded come first, since they can run.
-            places.note_wait(request, obstacle)
-            return Verdict.LATER if places.loaded and not places.running else Verdict.NO_ROOM
+            self._note_wait(request, obstacle)
+            return Verdict.LATER if states.loaded and not states.running else Verdict.NO_ROOM
         self._reservations.commit_reserved()
-        places.counts["loads"] += 1
-        places.notify_observer(request, Decision.LOADING)
+        self._context.counts["loads"] += 1
+        self._observer.decision(request, Decision.LOADING)
         # Tokens that the load does not bring have to be computed after all.
         promised = num_hit_tokens + num_external_tokens
-        places.progress[request.request_id].lose(promised, "load_failed")
+        request.progress.lose(promised, "load_failed")
         return Verdict.LOADING
 
     def _allocate_first_slots(
@@ -260,64 +257,69 @@ class Admission:
     def _drives_out(self, request: Request, hits: GroupBlocks) -> bool:
         """Whether its prompt would be too much beside those that run; a reservation, where there
         is one, says more."""
-        running = self._places.running
+        running = self._states.running
         if not running or self._reservations.is_on:
             return False
         return not self._pressure.has_room_for(request, hits, running)
 
     def _release_pin(self, request: Request) -> bool:
-        """As `Places.release_pin_for_start`."""
+        """As `RequestStates.release_pin_for_start`."""
         self._reservations.recount()
-        return self._places.release_pin_for_start(request)
+        return self._states.release_pin_for_start(request)
 
     def _keep_free(self) -> int:
         """The blocks to leave free: none while nothing runs, because the watermark would protect
         nobody and could lock everybody out."""
-        return self._manager.watermark_blocks if self._places.running else 0
+        return self._manager.watermark_blocks if self._states.running else 0
 
     def _make_room(self, request: Request) -> bool:
         """Take the blocks of a pin; or of another load while nothing runs, for nobody else will
         give any back."""
         if self._release_pin(request):
             return True
-        return not self._places.running and self._places.give_up_last_load(spare=request)
+        return not self._states.running and self._states.give_up_last_load(spare=request)
 
     def _take_from_paused(self, request: Request) -> bool:
         """As `_make_room`, where all that have loaded wait for the end of a pause: they cannot run
         before, nor load again."""
-        loaded = self._places.loaded.values()
+        loaded = self._states.loaded
         has_begun = any(other.num_preemptions > 0 for other in loaded)
         return not has_begun and self._make_room(request)
 
     def _start_request(
         self, request: Request, num_tokens: int, step: StepBuilder, now: float
     ) -> None:
-        places = self._places
-        places.running.append(request)
-        places.loaded.pop(request.request_id, None)
+        states = self._states
+        if request in states.loaded:
+            states.loaded.remove(request)
+        states.running.append(request)
         request.status = RequestStatus.RUNNING
-        progress = places.progress[request.request_id]
-        self._count_reuse(request, progress)
+        progress = request.progress
+        self._count_reuse(request)
         if request.num_cached_tokens < 0:
             progress.scheduled = now
             self._note_cached_tokens(request)
         resumes = request.num_preemptions > 0
-        places.notify_observer(request, Decision.RESUMED if resumes else Decision.SCHEDULED)
+        self._observer.decision(request, Decision.RESUMED if resumes else Decision.SCHEDULED)
         if progress.is_known:
             step.resume(request, num_tokens)
         else:
             progress.is_known = True
             step.start(request, num_tokens)
 
-    def _count_reuse(self, request: Request, progress: Progress) -> None:
+    def _note_wait(self, request: Request, obstacle: Obstacle) -> None:
+        """It was this request's turn, and something was in the way."""
+        self._observer.decision(request, Decision.WAITS, obstacle.value)
+
+    def _count_reuse(self, request: Request) -> None:
         """Count, at every start, tokens that need not be computed, by where they were, and tokens
         that have to be computed again, by cause."""
-        counts = self._places.counts
+        counts, progress = self._context.counts, request.progress
         computed = request.num_computed_tokens
         in_pool = computed - request.num_external_computed_tokens
         reused = {"pool": in_pool, **progress.loaded_by_tier}
-        count_reused(counts, reused, 0)
-        self._places.note_hit(request, reused)
+        self._context.count_reused(reused, 0)
+        self._observer.hit(request, reused)
         if request.num_preemptions > 0:
             counts["resumed_by_load"] += sum(progress.loaded_by_tier.values())
         if progress.lost_tokens > computed:
@@ -332,7 +334,7 @@ class Admission:
         in_pool = cached - request.num_external_computed_tokens
         request.num_cached_tokens = cached
         request.cached_tokens_by_tier = {"pool": in_pool, **request.cached_tokens_by_tier}
-        counts = self._places.counts
+        counts = self._context.counts
         counts["prompt_tokens"] += request.num_prompt_tokens
         if self._manager.pool.enable_caching and not request.skip_reading_prefix_cache:
             counts["prefix_queried_tokens"] += request.num_prompt_tokens

@@ -12,12 +12,11 @@ from ...connector.messages import (
     ConnectorWorkerOutput,
     EvictedBlock,
 )
-from ..config.engine_config import SchedulerConfig
 from ..observer import Decision
 from ..request.core_messages import TokenOutput
-from ..request.request import RequestStatus
+from ..request.request import Request, RequestStatus
 from .output import OutputWriter
-from .places import Places
+from .request_states import RequestStates
 
 # Below this many blocks, storing at eviction is cheaper than waking the copy thread early.
 MIN_AHEAD_BLOCKS = 8
@@ -33,22 +32,22 @@ class ConnectorExchange:
 
     def __init__(
         self,
-        config: SchedulerConfig,
-        places: Places,
+        states: RequestStates,
         writer: OutputWriter,
         *,
         fails_with_load: bool = False,
     ) -> None:
         """`fails_with_load`: see `Scheduler`."""
-        self._places = places
+        self._states = states
         self._writer = writer
-        self._connector = places.connector
-        self._stores_ahead = places.connector.stores_ahead
-        self._pool = places.manager.pool
+        context = states.context
+        config, manager = context.config, context.manager
+        self._connector = context.connector
+        self._stores_ahead = context.connector.stores_ahead
+        self._pool = manager.pool
         self._fails_with_load = fails_with_load
         # Upper bound on blocks that two steps can allocate (ignoring one per running request),
         # capped at a quarter of the pool.
-        manager = places.manager
         two_steps = 2 * -(-config.max_num_batched_tokens // manager.block_size) * manager.num_groups
         self._soon_taken = min(two_steps, self._pool.num_blocks // 4)
         # Half of them go at a time: what is left in front is what one step takes.
@@ -71,31 +70,28 @@ class ConnectorExchange:
     ) -> tuple[bool, list[TokenOutput]]:
         """Requests whose loads have ended go on; or end, if they have failed and are to. Whether
         there was one, and what those that ended say."""
-        places = self._places
-        failures: list[tuple[str, str]] = []
+        context = self._states.context
+        failures: list[tuple[Request, str]] = []
         if worker_output is None:
             worker_output = NOTHING_FINISHED
         reports = self._connector.update_from_worker(worker_output)
-        for request, report in places.loading.pop_reported(reports):
-            places.put_loaded(request)
-            places.notify_observer(request, Decision.LOADED, report.failure or "")
-            progress = places.progress[request.request_id]
+        for request, report in self._states.take_reports(reports):
+            context.observer.decision(request, Decision.LOADED, report.failure or "")
+            progress = request.progress
             progress.load_seconds += report.seconds
             progress.loaded_by_tier = dict(report.tokens_by_tier)
             if request.num_cached_tokens < 0:
                 request.cached_tokens_by_tier = dict(report.tokens_by_tier)
             is_failed = request.external_load_failed or report.shorter_tokens > 0
-            places.counts["loads_failed"] += is_failed
+            context.counts["loads_failed"] += is_failed
             if report.failure:
-                failures.append((request.request_id, report.failure))
-        failures += places.loading.take_failures()
+                failures.append((request, report.failure))
+        failures += self._states.loads.take_failures()
         if not (self._fails_with_load and failures):
             return bool(reports), []
         ended = RequestStatus.FINISHED_ERROR
         return bool(reports), [
-            self._writer.finish_request(
-                places.requests[request_id], ended, now, LOAD_FAILED.format(failure)
-            )
-            for request_id, failure in dict(failures).items()
-            if request_id in places.requests
+            self._writer.finish_request(request, ended, now, LOAD_FAILED.format(failure))
+            for request, failure in dict(failures).items()
+            if not request.is_finished
         ]

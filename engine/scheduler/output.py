@@ -15,29 +15,28 @@ from ..cache.kv_block import BlockIds
 from ..request.core_messages import NOT_FINITE, PROCESSOR_FAILED, TokenOutput
 from ..request.logprobs import PositionLogprobs, PromptLogprobs
 from ..request.prompt_embeds import EmbedArray
-from ..request.request import Progress, Request, RequestStatus, TokenArray
+from ..request.request import Request, RequestStatus, TokenArray
 from ..request.sampling_params import SamplingParams
-from .places import Places
+from .request_states import RequestStates
 
 
 class OutputWriter:
     """Turns the worker's results into outputs for clients: takes in tokens and notices ends.
 
-    A request that ends gets exactly one output with a finish reason, its last. `places.sweep` must
-    follow a batch of calls.
+    A request that ends gets exactly one output with a finish reason, its last.
+    `RequestStates.sweep` must follow a batch of calls.
     """
 
-    def __init__(self, places: Places, max_model_len: int) -> None:
-        self._places = places
-        self._progress = places.progress
+    def __init__(self, states: RequestStates) -> None:
+        self._states = states
         self.num_more = 0  # tokens taken beyond one a call
-        self._max_model_len = max_model_len
+        self._max_model_len = states.context.manager.max_model_len
 
     def append_tokens(self, request: Request, token_ids: list[int], now: float) -> TokenOutput:
         """Append sampled tokens up to the first that ends the request."""
-        progress = self._progress[request.request_id]
+        progress = request.progress
         if len(token_ids) > 1:
-            return self._take_several(request, token_ids, progress, now)
+            return self._take_several(request, token_ids, now)
         token_id = token_ids[0]
         request.append_output_token(token_id)
         if progress.first_token is not None and (
@@ -47,12 +46,12 @@ class OutputWriter:
         ):
             return TokenOutput(request.request_id, token_ids)  # nearly always
         status = check_stop(request, token_id, progress.end_ids, self._max_model_len)
-        return self._output_of(request, token_ids, progress, status, now)
+        return self._output_of(request, token_ids, status, now)
 
     def pass_on(self, request: Request, token_id: int, now: float) -> TokenOutput:
         """Append a token that another engine has chosen, before the request has run here. What goes
         with the first token comes with the one behind it, and here only if there is none."""
-        progress = self._progress[request.request_id]
+        progress = request.progress
         request.append_output_token(token_id)
         status = check_stop(request, token_id, progress.end_ids, self._max_model_len)
         output = TokenOutput(request.request_id, [token_id])
@@ -64,27 +63,25 @@ class OutputWriter:
             self._finish_output(output, request, status, now)
         return output
 
-    def _take_several(
-        self, request: Request, token_ids: list[int], progress: Progress, now: float
-    ) -> TokenOutput:
-        status = None
+    def _take_several(self, request: Request, token_ids: list[int], now: float) -> TokenOutput:
+        end_ids, status = request.progress.end_ids, None
         for count, token_id in enumerate(token_ids, start=1):
             request.append_output_token(token_id)
-            status = check_stop(request, token_id, progress.end_ids, self._max_model_len)
+            status = check_stop(request, token_id, end_ids, self._max_model_len)
             if status is not None:
                 token_ids = token_ids[:count]
                 break
         self.num_more += len(token_ids) - 1
-        return self._output_of(request, token_ids, progress, status, now)
+        return self._output_of(request, token_ids, status, now)
 
     def _output_of(
         self,
         request: Request,
         token_ids: list[int],
-        progress: Progress,
         status: RequestStatus | None,
         now: float,
     ) -> TokenOutput:
+        progress = request.progress
         is_first = progress.first_token is None
         if is_first:
             progress.first_token = now
@@ -92,7 +89,7 @@ class OutputWriter:
         if is_first:
             output.num_cached_tokens = request.num_cached_tokens
             output.cached_tokens_by_tier = request.cached_tokens_by_tier
-            output.timings = progress.timings(request, now)
+            output.timings = request.timings(now)
             output.prompt_logprobs = progress.prompt_logprobs
         if status is not None:
             if status is RequestStatus.FINISHED_STOPPED:
@@ -117,8 +114,8 @@ class OutputWriter:
     ) -> None:
         output.finish_reason = status.finish_reason
         output.stop_reason = request.stop_reason
-        output.timings = self._places.progress[request.request_id].timings(request, now)
-        self._places.mark_finished(request, status)
+        output.timings = request.timings(now)
+        self._states.mark_finished(request, status)
 
 
 def add_figures(outputs: Iterable[TokenOutput], runner_output: ModelRunnerOutput) -> None:

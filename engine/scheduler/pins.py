@@ -20,9 +20,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol, TypeVar
 
-from ...connector.base import KVConnectorScheduler
-from ..cache.kv_cache_manager import KVCacheManager
 from ..request.request import Request
+from .context import SchedulerContext
 
 logger = logging.getLogger(__name__)
 
@@ -105,20 +104,14 @@ class Pin(NamedTuple):
 class Pins:
     """At most one for each job, the oldest first. Called by the engine's step thread only."""
 
-    def __init__(
-        self,
-        manager: KVCacheManager,
-        counts: Counter[str],
-        *,
-        connector: KVConnectorScheduler,
-        tenant_share: float = 1.0,
-        estimator: Estimator | None = None,
-    ) -> None:
-        """`tenant_share`: of the blocks that may be pinned, those for one tenant at most."""
-        self._manager = manager
-        self._counts = counts
-        self._connector = connector
-        self._retention = connector.job_retention
+    def __init__(self, context: SchedulerContext, estimator: Estimator | None = None) -> None:
+        """`context.config.pin_tenant_share`: of the blocks that may be pinned, those for one tenant
+        at most."""
+        self._manager = manager = context.manager
+        self._counts = context.counts
+        self._connector = context.connector
+        self._retention = context.connector.job_retention
+        tenant_share = context.config.pin_tenant_share
         self._estimator: Estimator | None = ToolEstimator() if estimator is None else estimator
         self._most_blocks = int(MOST_SHARE * manager.pool.num_usable)
         # None: all that may be pinned may be one tenant's, whose oldest pin then gives way.

@@ -20,23 +20,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..cache.kv_cache_coordinator import GroupBlocks
-from ..cache.kv_cache_manager import KVCacheManager
-from ..config.engine_config import SchedulerConfig
+from ..cache.kv_block import GroupBlocks
 from ..request.request import Request
-from .places import Places
+from .context import SchedulerContext
+from .request_states import RequestStates
 
 
 class MemoryPressure:
-    """Reads the pool of `manager`; changes nothing."""
+    """Reads the pool; changes nothing."""
 
-    def __init__(
-        self, config: SchedulerConfig, manager: KVCacheManager, *, counts_pins: bool = True
-    ) -> None:
-        """`counts_pins`: what is kept for jobs keeps others out as what is held does. Else it goes
-        when the last free block has gone, and giving some up before relieves nobody."""
-        self.counts_pins = counts_pins
-        self._manager = manager
+    def __init__(self, context: SchedulerContext) -> None:
+        # What is kept for jobs keeps others out as what is held does. With tiers it goes when the
+        # last free block has gone, and giving some up before relieves no request.
+        self.counts_pins = not context.connector.has_tiers
+        self._manager = manager = context.manager
+        config = context.config
         self._usable = manager.pool.num_usable
         self._admit_blocks = config.admit_below * self._usable
         self._preempt_blocks = config.preempt_above * self._usable
@@ -57,11 +55,12 @@ class MemoryPressure:
         """Whether `request` could read its whole prompt without driving anybody out."""
         if self._preempt_blocks >= self._usable:
             return True
+        most = self._preempt_blocks - self._num_held
         missing = self._manager.num_missing_blocks(request, hits)
         for other in running:
             if other.num_tokens - other.num_computed_tokens > 1:  # in the middle of its prompt
                 missing += self._manager.num_missing_blocks(other)
-        return self._num_held + missing <= self._preempt_blocks
+        return missing <= most
 
     @property
     def _num_held(self) -> int:
@@ -73,12 +72,12 @@ class Reservations:
     """Room for those who have blocks, and for who is to get some. Nothing is kept between two
     rounds of admission: what is reserved follows from who holds blocks, and how many."""
 
-    def __init__(self, config: SchedulerConfig, places: Places) -> None:
-        self._places = places
-        self._manager = places.manager
+    def __init__(self, states: RequestStates) -> None:
+        self._states = states
+        config, self._manager = states.context.config, states.context.manager
         self.is_on = config.reserve != "none"
         self._is_full = config.reserve == "full"
-        self._most_blocks = int(config.preempt_above * places.manager.pool.num_usable)
+        self._most_blocks = int(config.preempt_above * self._manager.pool.num_usable)
         self._spare: int | None = None  # blocks that are not reserved; None: to be counted
         self._needed = 0  # by the request that was last found to have room
 
@@ -89,15 +88,15 @@ class Reservations:
     def has_room_for(self, request: Request, hits: GroupBlocks | None) -> bool:
         """Whether a request that waits may have blocks; `hits` are those it has found. One that
         holds blocks has its reservation, and one has room where nobody else holds any."""
-        places = self._places
-        if not self.is_on or request.request_id in places.loaded:
+        states = self._states
+        if not self.is_on or request.num_computed_tokens > 0:
             return True
         if self._spare is None:
             self._spare = self._count_spare_blocks()
         self._needed = self._manager.num_to_reserve(self._tokens_of(request), hits)
         if self._needed <= self._spare:
             return True
-        return not (places.running or places.loaded or places.loading.num_waiting)
+        return not (states.running or states.loaded or states.loads.blocking)
 
     def commit_reserved(self) -> bool:
         """The request that was asked for last has its first blocks. True."""
@@ -111,8 +110,9 @@ class Reservations:
         return request.max_num_tokens - 1 if self._is_full else request.num_tokens
 
     def _count_spare_blocks(self) -> int:
-        places, pool = self._places, self._manager.pool
-        holders = [*places.running, *places.loaded.values(), *places.loading.unfinished()]
+        states, pool = self._states, self._manager.pool
+        loading = [each for each in states.loads.blocking if not each.is_finished]
+        holders = [*states.running, *states.loaded, *loading]
         if not self._is_full:
             holders = [each for each in holders if each.num_computed_tokens < each.num_tokens - 1]
         wanted = {each.request_id: self._tokens_of(each) for each in holders}

@@ -34,10 +34,10 @@ def check_config(config: SchedulerConfig, max_model_len: int) -> None:
         )
 
 
-def check_request(request: Request, manager: KVCacheManager, max_model_len: int) -> None:
+def check_request(request: Request, manager: KVCacheManager) -> None:
     """Refuse a request that can never run: it must fit into the context, and alone into the pool.
     Raises ValueError with what was expected, what came and what to do."""
-    num_prompt = request.num_prompt_tokens
+    num_prompt, max_model_len = request.num_prompt_tokens, manager.max_model_len
     if num_prompt >= max_model_len:
         raise ValueError(
             f"the prompt has {num_prompt} tokens, but a context of {max_model_len} must hold it "

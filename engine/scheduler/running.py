@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from ..config.engine_config import SchedulerConfig
-from ..request.request import Request
-from .places import Places
+from ..request.request import Request, RequestStatus
 from .pressure import MemoryPressure
+from .request_states import RequestStates
 from .step import StepBuilder
 
 
@@ -18,10 +17,11 @@ class RunningRound:
     the step again. `scheduler.py` says why that blocks nobody for ever.
     """
 
-    def __init__(self, config: SchedulerConfig, places: Places, pressure: MemoryPressure) -> None:
-        self._places = places
+    def __init__(self, states: RequestStates, pressure: MemoryPressure) -> None:
+        self._states = states
+        self._policy = states.context.policy
         self._pressure = pressure
-        self._chunk_limit = config.most_step_tokens
+        self._chunk_limit = states.context.config.most_step_tokens
 
     def run(self, step: StepBuilder) -> None:
         """Send back whom memory has no room for, then let the others go on."""
@@ -30,39 +30,36 @@ class RunningRound:
 
     def _relieve(self, step: StepBuilder) -> None:
         """Send back whom the policy says while too much of the pool is held; never the only one."""
-        places = self._places
-        while len(places.running) > 1 and self._pressure.demands_preemption:
-            if self._pressure.counts_pins and places.release_pin(places.running[0]):
+        states = self._states
+        while len(states.running) > 1 and self._pressure.demands_preemption:
+            if self._pressure.counts_pins and states.release_pin(states.running[0]):
                 continue
             step.pressed = True
-            if not places.give_up_last_load(spare=places.running[0]):
-                victim = places.policy.victim(places.running)
-                places.preempt(victim)
-                step.preempted_ids.add(victim.request_id)
-                if victim.request_id in places.loading:
+            if not states.give_up_last_load(spare=states.running[0]):
+                victim = self._policy.victim(states.running)
+                states.preempt(victim)
+                if victim.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                     return  # its blocks come back when a copy to them has ended
 
     def _go_on(self, step: StepBuilder) -> None:
-        running = self._places.running
-        loading, progress = self._places.loading, self._places.progress
-        allocate = self._places.manager.allocate_slots
-        any_overlapped = loading.num_overlapped > 0
-        block_size = self._places.manager.block_size
+        states, manager = self._states, self._states.context.manager
+        most_tokens, allocate = states.loads.most_tokens, manager.allocate_slots
+        any_overlapped = states.loads.num_overlapped > 0
+        block_size = manager.block_size
         last_offset = block_size - 1
         decodes: list[Request] = []
-        preempted, held = step.preempted_ids, step.held
-        for request in tuple(running):  # of which those are taken that must make room
+        preempted, held = states.preempted_ids, step.held
+        for request in tuple(states.running):  # of which those are taken that must make room
             if step.budget <= len(decodes):
                 break
-            if preempted and request.request_id in preempted:
+            if preempted and request.status is not RequestStatus.RUNNING:
                 continue
             if held and request.request_id in held:
                 continue
             computed = request.num_computed_tokens
             num_tokens = request.num_tokens - computed + request.num_placeholders
             if any_overlapped:
-                limit = loading.most_tokens(request, progress[request.request_id])
-                num_tokens = limit + request.num_placeholders
+                num_tokens = most_tokens(request) + request.num_placeholders
             elif (
                 num_tokens == 1
                 and 0 < computed % block_size < last_offset
@@ -86,19 +83,19 @@ class RunningRound:
         """Take blocks from whoever the policy says. False: that is `request` itself, which has been
         preempted, or waits where it is if it is the only one. Or a copy still writes to the blocks
         of the victim, and `request` waits for those."""
-        places = self._places
-        if places.release_pin(request):
+        states = self._states
+        if states.release_pin(request):
             return True
         step.pressed = True
-        if places.give_up_last_load(spare=request):
+        if states.give_up_last_load(spare=request):
             return True
-        if places.running == [request]:
+        if states.running == [request]:
             return False
-        victim = places.policy.victim(places.running)
-        if victim.request_id in step.entries:
+        victim = self._policy.victim(states.running)
+        if victim in step:
             step.revoke(victim)
         elif victim in decodes:
             decodes.remove(victim)
-        places.preempt(victim, request)
-        step.preempted_ids.add(victim.request_id)
-        return victim is not request and victim.request_id not in places.loading
+        states.preempt(victim, request)
+        is_written_to = victim.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        return victim is not request and not is_written_to

@@ -4,7 +4,7 @@
 There is no prefill and no decode: a request has `num_tokens` and `num_computed_tokens`, and every
 step closes part of the gap, out of one budget for all. Running requests come first, in the order
 they were let in; then, only if no room had to be made for them, waiting ones, in the order of the
-policy (`policies.py`, `admission.py`). The places a request can be in stand in `places.py`.
+policy (`policies.py`, `admission.py`). The states of requests stand in `request_states.py`.
 
 Nobody can block everybody:
 
@@ -29,15 +29,16 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from enum import Enum
 
-from ...connector.base import KVConnectorScheduler
+from ...connector.base import KVConnectorScheduler, NullConnector
 from ...connector.messages import ConnectorWorkerOutput
 from ...tiers.base import NO_CONTEXT, RequestContext
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config.engine_config import SchedulerConfig
 from ..observer import GuardedObservers, Observer, StepMade, StepSnapshot
 from ..request.core_messages import NOT_FINITE, TokenOutput
-from ..request.request import Progress, Request, RequestStatus
+from ..request.request import Request, RequestStatus
 from .admission import Admission
+from .context import SchedulerContext
 from .exchange import ConnectorExchange
 from .output import (
     ModelRunnerOutput,
@@ -47,10 +48,10 @@ from .output import (
     end_token_ids,
     fault_of,
 )
-from .places import Places
 from .policies import open_policy
 from .pressure import MemoryPressure
 from .request_limits import QueueFull, check_config, check_embeds, check_request
+from .request_states import RequestStates
 from .running import RunningRound
 from .step import NO_STEP, EntryKind, StepBuilder, StepInFlight
 
@@ -84,7 +85,6 @@ class Scheduler:
         config: SchedulerConfig,
         manager: KVCacheManager,
         *,
-        max_model_len: int,
         eos_token_ids: frozenset[int],
         connector: KVConnectorScheduler | None = None,
         fails_with_load: bool = False,
@@ -92,87 +92,83 @@ class Scheduler:
         runs_ahead: bool = False,
         observers: Sequence[Observer] = (),
     ) -> None:
-        check_config(config, max_model_len)
+        check_config(config, manager.max_model_len)
         if max_steps_in_flight < 1:
             raise ValueError(f"at least one step is in flight, not {max_steps_in_flight}")
         self.config = config
         self.manager = manager
-        self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self._observer = GuardedObservers(observers) if observers else None
         if self._observer is not None and self._observer.hears_names:
             manager.pool.observer = self._observer
-        self._places = Places(
-            manager,
-            connector,
-            self._observer,
-            open_policy(config.policy),
-            pin_tenant_share=config.pin_tenant_share,
-        )
-        self.connector = self._places.connector
+        self.connector = NullConnector() if connector is None else connector
         if (stores_ahead := self.connector.stores_ahead) is not None:
             manager.pool.tell_dropped(stores_ahead.names_dropped)
         if self.connector.wants_all:
             manager.pool.offer_all()
-        pressure = MemoryPressure(config, manager, counts_pins=not self.connector.has_tiers)
-        self._running = RunningRound(config, self._places, pressure)
-        self._admission = Admission(config, self._places, pressure)
-        self._writer = OutputWriter(self._places, max_model_len)
-        self._exchange = ConnectorExchange(
-            config, self._places, self._writer, fails_with_load=fails_with_load
+        self._context = context = SchedulerContext(
+            config,
+            manager,
+            self.connector,
+            open_policy(config.policy),
+            self._observer or Observer(),
         )
+        self._states = states = RequestStates(context)
+        pressure = MemoryPressure(context)
+        self._running = RunningRound(states, pressure)
+        self._admission = Admission(states, pressure)
+        self._writer = OutputWriter(states)
+        self._exchange = ConnectorExchange(states, self._writer, fails_with_load=fails_with_load)
         self._max_steps_in_flight = max_steps_in_flight
         self._runs_ahead = runs_ahead and max_steps_in_flight > 1
         self._in_flight: deque[StepInFlight] = deque()  # the oldest first
         self._step_id = 0
         self._paused: Pause | None = None
         self._last_failed_id = 0
-        # What a failed step told a worker that may not have listened.
-        self._preempted_again: set[str] = set()
         # The last step could do nothing, and nothing has happened since.
         self._stalled = False
         self._retry_at: float | None = None
 
     @property
     def requests(self) -> dict[str, Request]:
-        """The unfinished requests by id; not to be changed."""
-        return self._places.requests
+        """The unfinished requests by id, as they are now."""
+        return self._states.unfinished
 
     @property
     def counts(self) -> Mapping[str, int]:
         """Counts since start; part of `stats`."""
-        return self._places.counts
+        return self._context.counts
 
     @property
     def num_running(self) -> int:
-        return len(self._places.running)
+        return len(self._states.running)
 
     def tool_called(self, job: bytes, tool: str) -> None:
         """The turn of a job that ended last called this tool."""
-        if self._places.pins is not None:
-            self._places.pins.tool_called(job, tool)
+        if self._states.pins is not None:
+            self._states.pins.tool_called(job, tool)
             self._stalled = False
 
     @property
     def pin_seconds(self) -> float:
         """Seconds until blocks that are kept for a job's next turn are to be given back."""
-        expiry = None if self._places.pins is None else self._places.pins.next_expiry()
+        expiry = None if self._states.pins is None else self._states.pins.next_expiry()
         return math.inf if expiry is None else max(0.0, expiry - time.monotonic())
 
     @property
     def pins_turns(self) -> bool:
         """Whether blocks are kept between the turns of a job."""
-        return self._places.pins is not None
+        return self._states.pins is not None
 
     @property
     def takes_priority(self) -> bool:
         """Whether requests may say a priority."""
-        return self._places.policy.takes_priority
+        return self._context.policy.takes_priority
 
     @property
     def num_waiting(self) -> int:
         """Unfinished requests that do not run, loading ones among them."""
-        return len(self._places.requests) - len(self._places.running)
+        return self._states.num_waiting
 
     def has_runnable_work(self) -> bool:
         """Whether a step now could do anything. False while all that is unfinished waits for loads
@@ -180,10 +176,10 @@ class Scheduler:
         if self._stalled:
             is_due = self._retry_at is not None and time.monotonic() >= self._retry_at
         else:
-            is_due = len(self._places.requests) > self._places.loading.num_unfinished
+            is_due = self._states.num_unfinished > self._states.num_loading
         if is_due:  # what the connector has to do, that step does too
             return True
-        if (pins := self._places.pins) and pins.is_due(time.monotonic()):
+        if (pins := self._states.pins) and pins.is_due(time.monotonic()):
             return True
         if self.connector.has_pending_work():
             return True
@@ -208,21 +204,22 @@ class Scheduler:
         has computed the prompt, and its output comes at once. Raises ValueError for a request that
         can never run or whose id is taken, and QueueFull if too many wait. `tool`: of a job's turn,
         whose result it brings."""
-        places = self._places
-        if request.request_id in places.requests or request.request_id in places.loading:
+        states = self._states
+        if request.request_id in states:
             raise ValueError(f"request id {request.request_id!r} is in use; give each its own")
-        check_request(request, self.manager, self.max_model_len)
+        check_request(request, self.manager)
         self.check_queue()
-        check_embeds(request, places.embed_bytes)
-        request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
-        if places.pins is not None:
-            places.pins.arrives(request, tool, time.monotonic())
-        places.enter(request, Progress(end_token_ids(request, self.eos_token_ids)))
+        check_embeds(request, states.embed_bytes)
+        request.max_num_tokens = min(request.max_num_tokens, self.manager.max_model_len)
+        if states.pins is not None:
+            states.pins.arrives(request, tool, time.monotonic())
+        request.progress.end_ids = end_token_ids(request, self.eos_token_ids)
+        states.enter(request)
         self._stalled = False
         output = None
         if first_token is not None:
             output = self._writer.pass_on(request, first_token, time.monotonic())
-            places.counts["generated_tokens"] += 1
+            self._context.counts["generated_tokens"] += 1
         if not (request.skip_reading_prefix_cache or request.is_finished):
             self.connector.request_queued(request, context)
         return output
@@ -242,12 +239,13 @@ class Scheduler:
         if not status.is_finished:
             raise ValueError(f"requests end with a finished status, not {status.name}")
         now = time.monotonic()
-        known = self._places.requests
-        found = [
-            known[request_id] for request_id in dict.fromkeys(request_ids) if request_id in known
+        find = self._states.find_unfinished
+        outputs = [
+            self._writer.finish_request(request, status, now, error)
+            for request_id in dict.fromkeys(request_ids)
+            if (request := find(request_id)) is not None
         ]
-        outputs = [self._writer.finish_request(request, status, now, error) for request in found]
-        self._places.sweep()
+        self._states.sweep()
         self._stalled = False
         return outputs
 
@@ -257,7 +255,7 @@ class Scheduler:
         if len(self._in_flight) >= self._max_steps_in_flight:
             raise RuntimeError("the first step must be updated or failed before the next is made")
         now = time.monotonic()
-        places = self._places
+        states = self._states
         self._step_id += 1
         pool = self.manager.pool
         pool.begin_step(self._step_id)
@@ -270,11 +268,11 @@ class Scheduler:
                     pool.num_free,
                     pool.num_cached,
                     pool.num_usable,
-                    places.pins,
+                    states.pins,
                 )
             )
-        if places.pins is not None:
-            places.pins.expire(now)
+        if states.pins is not None:
+            states.pins.expire(now)
         step = StepBuilder(
             self.manager,
             self._step_id,
@@ -282,7 +280,7 @@ class Scheduler:
             runs_ahead=self._runs_ahead,
             held=held,
         )
-        num_loading = places.loading.num_waiting
+        num_blocking = len(states.loads.blocking)
         retry = False
         if self._paused is not Pause.ALL:
             self._running.run(step)
@@ -290,18 +288,17 @@ class Scheduler:
                 only_known = self._paused is Pause.NEW
                 retry = self._admission.admit(step, now, only_known=only_known)
         meta = self._exchange.build_meta(pool.take_evicted())
-        step.preempted_ids |= self._preempted_again
-        output = step.build_output(places.finished_ids, meta, self._last_failed_id)
-        places.finished_ids = set()
-        self._preempted_again = set()
+        output = step.build_output(
+            states.finished_ids, states.preempted_ids, meta, self._last_failed_id
+        )
+        states.finished_ids, states.preempted_ids = set(), set()
         total = output.total_num_scheduled_tokens
         if total:
-            entries = list(step.entries.values())
-            self._in_flight.append(StepInFlight(output, entries, places.num_departed))
-        self._stalled = total == 0 and places.loading.num_waiting == num_loading
+            self._in_flight.append(StepInFlight(output, step.entries, states.num_departed))
+        self._stalled = total == 0 and len(states.loads.blocking) == num_blocking
         self._retry_at = now + RETRY_SECONDS if retry else None
-        places.counts["steps"] += 1
-        places.counts["scheduled_tokens"] += total
+        self._context.counts["steps"] += 1
+        self._context.counts["scheduled_tokens"] += total
         if self._observer is not None:
             new_ids = [each.request_id for each in output.new_requests]
             resumed_ids = output.cached_requests.resumed_request_ids
@@ -323,7 +320,7 @@ class Scheduler:
         if entries:
             self._stalled = False
             self.manager.pool.commit_step(scheduler_output.step_id)
-        all_current = num_departed == self._places.num_departed
+        all_current = num_departed == self._states.num_departed
         sampled, nan_ids = runner_output.sampled_token_ids, runner_output.nan_request_ids
         take = self._writer.append_tokens
         running = RequestStatus.RUNNING
@@ -336,7 +333,7 @@ class Scheduler:
                 # Ended or sent back while the step ran. The worker tells a prompt's once.
                 told = runner_output.prompt_logprobs.get(request.request_id)
                 if told is not None and not request.is_finished:
-                    self._places.progress[request.request_id].prompt_logprobs = told
+                    request.progress.prompt_logprobs = told
                 continue
             request_id = request.request_id
             token_ids = sampled.get(request_id)
@@ -347,8 +344,8 @@ class Scheduler:
             elif error := fault_of(request, entry.end, runner_output):
                 ended = RequestStatus.FINISHED_ERROR
                 if request_id in nan_ids:
-                    self._places.drop_blocks(request, NOT_FINITE)
-                    self._places.counts["requests_not_finite"] += 1
+                    self._states.drop_blocks(request, NOT_FINITE)
+                    self._context.counts["requests_not_finite"] += 1
                     ended = RequestStatus.FINISHED_NOT_FINITE
                 elif request_id in runner_output.processor_errors:
                     ended = RequestStatus.FINISHED_PROCESSOR_FAILED
@@ -356,10 +353,10 @@ class Scheduler:
                 num_ended += 1
         # One token for each of the others, but for those of whom several came.
         num_tokens = len(outputs) - num_ended + self._writer.num_more - num_more
-        self._places.counts["generated_tokens"] += num_tokens
+        self._context.counts["generated_tokens"] += num_tokens
         if runner_output.has_figures:
             add_figures(outputs, runner_output)
-        self._places.sweep()
+        self._states.sweep()
         return outputs
 
     def choosing(self, scheduler_output: SchedulerOutput) -> list[Request]:
@@ -386,7 +383,7 @@ class Scheduler:
         self._last_failed_id = failed[-1].output.step_id
         self.manager.pool.drop_uncomputed(scheduler_output.step_id)
         now = time.monotonic()
-        places = self._places
+        states = self._states
         text = f"the step that computed this request failed: {error}"
         outputs = []
         for step in failed:
@@ -396,9 +393,9 @@ class Scheduler:
                     outputs.append(self._writer.finish_request(entry.request, ended, now, text))
                 elif entry.kind is EntryKind.STARTS and not entry.request.is_finished:
                     # Sent back since, and the worker may never have heard of it.
-                    places.progress[entry.request.request_id].is_known = False
-            self._tell_again(step.output)
-        places.sweep()
+                    entry.request.progress.is_known = False
+            states.tell_again(step.output.finished_request_ids, step.output.preempted_request_ids)
+        states.sweep()
         self._stalled = False
         return outputs
 
@@ -424,18 +421,20 @@ class Scheduler:
         """A step behind one that failed has come back, None where the worker refused it: its tokens
         are worth nothing, but what it reports of copies counts, and what it told the worker is told
         again, also where it had no tokens."""
-        self._tell_again(scheduler_output)
+        self._states.tell_again(
+            scheduler_output.finished_request_ids, scheduler_output.preempted_request_ids
+        )
         if runner_output is None:
             return []
         outputs = self._take_reports(runner_output.connector_output, time.monotonic())
-        self._places.sweep()
+        self._states.sweep()
         return outputs
 
     def reset_prefix_cache(self, reset_tiers: bool) -> bool:
         """Forget all blocks that could be found again, in the pool and, if asked, in the tiers.
         False, and nothing changed, while any request holds blocks."""
-        if self._places.pins is not None:
-            self._places.pins.release_all()
+        if self._states.pins is not None:
+            self._states.pins.release_all()
         if not self.manager.pool.reset_prefix_cache():
             return False
         if reset_tiers:
@@ -445,19 +444,19 @@ class Scheduler:
 
     def stats(self) -> dict[str, float]:
         """Gauges of now and counters since start: requests, tokens and blocks."""
-        pool, pins = self.manager.pool, self._places.pins
+        pool, pins = self.manager.pool, self._states.pins
         return {
             "num_running": self.num_running,
             "num_waiting": self.num_waiting,
-            "num_parked": self._places.loading.num_unfinished,
-            "num_deferred": self._places.num_deferred,
+            "num_parked": self._states.num_loading,
+            "num_deferred": self._states.num_deferred,
             "num_blocks": pool.num_blocks,
             "num_free_blocks": pool.num_free,
             "pool_usage": pool.usage,
             "evicted_blocks": pool.num_evicted,
             "num_pinned": 0 if pins is None else len(pins),
             "pinned_blocks": 0 if pins is None else pins.num_blocks,
-            **self._places.counts,
+            **self._context.counts,
         }
 
     def _resolve_placeholder(self, request: Request) -> None:
@@ -467,14 +466,6 @@ class Scheduler:
         if num_tokens % self.manager.block_size == 0 and request.status is RequestStatus.RUNNING:
             # That step could not name the block yet.
             self.manager.name_blocks(request, min(num_tokens, request.num_computed_tokens))
-
-    def _tell_again(self, scheduler_output: SchedulerOutput) -> None:
-        """The worker may not have listened to a step: the next one says once more who has ended and
-        who was sent back. It does no harm to hear that twice."""
-        places = self._places
-        places.finished_ids |= scheduler_output.finished_request_ids
-        again = self._preempted_again | scheduler_output.preempted_request_ids
-        self._preempted_again = again & places.requests.keys()
 
     def _take_reports(
         self, worker_output: ConnectorWorkerOutput | None, now: float

@@ -14,8 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ...connector.messages import ConnectorMetadata
-from ..cache.kv_block import BlockIds
-from ..cache.kv_cache_coordinator import GroupBlocks
+from ..cache.kv_block import BlockIds, GroupBlocks
 from ..cache.kv_cache_manager import KVCacheManager
 from ..request.request import Request, RequestStatus
 from .output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -78,7 +77,6 @@ class StepBuilder:
         "budget",
         "entries",
         "held",
-        "preempted_ids",
         "pressed",
         "step_id",
     )
@@ -96,14 +94,16 @@ class StepBuilder:
         waits for them. `held`: the ids of requests that sit this step out where they are."""
         self._manager = manager
         self._runs_ahead = runs_ahead
-        self._to_tell: dict[str, StepEntry] = {}  # the entries that the worker does not expect
+        self._to_tell: list[StepEntry] = []  # the entries that the worker does not expect
         self.step_id = step_id
         self.budget = budget
         self.held = held
-        self.preempted_ids: set[str] = set()
         # Room had to be made for a running request: nobody new is let in during this step.
         self.pressed = False
-        self.entries: dict[str, StepEntry] = {}  # by request id, in batch order
+        self.entries: list[StepEntry] = []  # in batch order
+
+    def __contains__(self, request: Request) -> bool:
+        return any(entry.request is request for entry in self.entries)
 
     def go_on(self, request: Request, num_tokens: int, added: GroupBlocks) -> None:
         """A running request computes `num_tokens` more; `added` are the blocks it got for them."""
@@ -118,10 +118,10 @@ class StepBuilder:
         entries, runs_ahead = self.entries, self._runs_ahead
         for request in requests:
             computed = request.num_computed_tokens
-            entries[request.request_id] = _step_entry(
+            entries.append(_step_entry(
                 (request, 1, computed, request.num_preemptions, None, _GOES_ON,
                  request.num_placeholders)
-            )  # fmt: skip
+            ))  # fmt: skip
             request.num_computed_tokens = request.num_told_tokens = computed + 1
             if runs_ahead and computed + 2 < request.max_num_tokens:
                 request.num_placeholders = computed + 2 - request.num_tokens
@@ -146,10 +146,13 @@ class StepBuilder:
         Raises KeyError for a request that is not in the step, and RuntimeError, with nothing
         changed, where another one of this step has found blocks that it was to compute.
         """
-        entry = self.entries[request.request_id]
+        entry = next((each for each in self.entries if each.request is request), None)
+        if entry is None:
+            raise KeyError(request.request_id)
         self._manager.revoke(request, entry.num_computed_tokens, entry.block_ids)
-        del self.entries[request.request_id]
-        self._to_tell.pop(request.request_id, None)
+        self.entries.remove(entry)
+        if entry in self._to_tell:
+            self._to_tell.remove(entry)
         request.num_told_tokens = -1
         self.budget += entry.num_tokens
         request.num_placeholders = entry.num_placeholders
@@ -159,12 +162,13 @@ class StepBuilder:
     def build_output(
         self,
         finished_ids: set[str],
+        preempted_ids: set[str],
         connector_meta: ConnectorMetadata | None,
         last_failed_id: int = 0,
     ) -> SchedulerOutput:
-        """The finished step."""
+        """The finished step; the ids are those that the worker has yet to be told."""
         new, cached = self._describe()
-        tokens = {request_id: entry[1] for request_id, entry in self.entries.items()}
+        tokens = {entry[0].request_id: entry[1] for entry in self.entries}
         return SchedulerOutput(
             step_id=self.step_id,
             last_failed_id=last_failed_id,
@@ -173,15 +177,16 @@ class StepBuilder:
             num_scheduled_tokens=tokens,
             total_num_scheduled_tokens=sum(tokens.values()),
             finished_request_ids=finished_ids,
-            preempted_request_ids=self.preempted_ids,
+            preempted_request_ids=preempted_ids,
             connector_meta=connector_meta,
         )
 
     def _describe(self) -> tuple[list[NewRequestData], CachedRequestData]:
         """The requests that the worker has not seen, and the changes of others."""
         new, cached = [], CachedRequestData()
-        for request_id, entry in self._to_tell.items():
+        for entry in self._to_tell:
             request = entry.request
+            request_id = request.request_id
             if entry.kind is EntryKind.STARTS:
                 assert entry.block_ids is not None
                 new.append(
@@ -213,7 +218,8 @@ class StepBuilder:
         entry = _step_entry(
             (request, num_tokens, computed, request.num_preemptions, block_ids, kind, placeholders)
         )
-        self.entries[request.request_id] = self._to_tell[request.request_id] = entry
+        self.entries.append(entry)
+        self._to_tell.append(entry)
         self.budget -= num_tokens
         request.num_computed_tokens = request.num_told_tokens = computed = computed + num_tokens
         # With the token chosen now it may be long enough, and needs no further step.

@@ -14,6 +14,7 @@ from enum import StrEnum
 
 import torch
 
+from stratakv.connector.connector_context import ConnectorContext
 from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.messages import EvictedBlock, MatchKind
 from stratakv.connector.offload_scheduler import OffloadScheduler
@@ -87,7 +88,7 @@ class Walk:
         kept = self.hierarchy.begin_store([pack_key(each) for each in self.loadable])
         self.hierarchy.end_store(kept, ok=True)
         self.worker = worker(device, signal.note_ended)
-        self.side = scheduler(self.hierarchy, Parts(LAYOUT.block_size), signal)
+        self.side = scheduler(ConnectorContext(self.hierarchy, Parts(LAYOUT.block_size), signal))
         self.worker.register_pool(torch.empty(0))
         # All blocks were computed by a pass that may still run.
         device.compute((), range(num_blocks))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+from stratakv.connector.connector_context import ConnectorContext
 from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.messages import (
     ConnectorMetadata,
@@ -64,7 +65,9 @@ class Rig:
         self.store = MemoryStore(LAYOUT, 1000 * LAYOUT.page_bytes, name="ssd")
         self.signal = CopySignal()
         self.hierarchy = Hierarchy(self.slab, [store or self.store], wakeup=self.signal.wake)
-        self.side = OffloadScheduler(self.hierarchy, Parts(LAYOUT.block_size), self.signal)
+        self.side = OffloadScheduler(
+            ConnectorContext(self.hierarchy, Parts(LAYOUT.block_size), self.signal)
+        )
         self.woken = threading.Event()
         self.side.set_wakeup(self.woken.set)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from stratakv.connector.costs.economics import Economics
 from stratakv.connector.device.cpu import CpuCopyDevice
 from stratakv.connector.messages import ConnectorWorkerOutput, MatchKind
 from stratakv.connector.offload_worker import OffloadWorker
+from stratakv.connector.parts import Parts
 from stratakv.tiers.base import ReadSample
 from stratakv.tiers.errors import TierClosed
 
@@ -170,7 +173,8 @@ def test_the_first_request_is_decided_on_as_later_ones_are(
 
 
 def test_the_line_says_what_is_estimated_and_where_loading_pays() -> None:
-    economics = Economics(["cpu", "ssd"], LAYOUT.block_size, 1000)
+    hierarchy: Any = SimpleNamespace(tiers=["cpu", "ssd"], block_bytes=1000)
+    economics = Economics(hierarchy, Parts(LAYOUT.block_size))
     assert in_words(economics) == (
         "prefill not measured, cpu loads 4 GB/s (not measured), ssd loads 1 GB/s (not measured)"
     )

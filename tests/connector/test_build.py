@@ -11,15 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from stratakv.connector.build import OffloadSettings, build_offload
+from stratakv.connector.build import build_offload
 from stratakv.connector.messages import EvictedBlock, LoadReport
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.ssd.folder.identity_note import read_note, unpack
-from stratakv.tiers.testing.fault_plan import FaultPlan
-from stratakv.tiers.testing.faulty_store import FaultyStore
-from stratakv.tiers.tier_settings import CpuSettings, SsdSettings
+from stratakv.tiers.tier_settings import CpuSettings, SsdSettings, TierSettings
 
 LAYOUT = BlockLayout(2, 4, 2, 80, "bfloat16")  # 5120 bytes: more than a page, not a whole number
 NUM_BLOCKS = 24
@@ -42,7 +40,7 @@ def digests(count: int) -> list[bytes]:
     return [number.to_bytes(32, "big") for number in range(count)]
 
 
-def ssd_at(path: Path) -> SsdSettings:
+def ssd_at(path: Path | None) -> SsdSettings:
     return SsdSettings(path=path, capacity_bytes=SSD_BYTES, io_threads=2)
 
 
@@ -52,9 +50,9 @@ class Engine:
     def __init__(self, path: Path | None, slots: int) -> None:
         self.scheduler, self.worker = build_offload(
             LAYOUT,
-            OffloadSettings(
+            TierSettings(
                 cpu=CpuSettings(capacity_bytes=slots * LAYOUT.slot_bytes, populate_threads=1),
-                ssd=None if path is None else ssd_at(path),
+                ssd=ssd_at(path),
             ),
             namespace=b"test",
         )
@@ -140,7 +138,7 @@ def test_a_slab_much_smaller_than_what_passes_through_loses_nothing(tmp_path: Pa
 def test_a_mac_key_seals_what_lies_on_the_disk(tmp_path: Path) -> None:
     key, file, folder = MacKey(bytes(32)), tmp_path / "mac.key", tmp_path / "ssd"
     file.write_bytes(bytes(32))
-    settings = OffloadSettings(
+    settings = TierSettings(
         cpu=CpuSettings(capacity_bytes=8 * LAYOUT.slot_bytes, populate_threads=1),
         ssd=replace(ssd_at(folder), mac_key_file=file),
     )
@@ -156,16 +154,12 @@ def test_a_mac_key_seals_what_lies_on_the_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", ["lru", "adaptive"])
 def test_a_queued_prompt_reaches_the_policy_of_the_disk(tmp_path: Path, policy: str) -> None:
     """Also below a drill, and where the slab does not learn."""
-    settings = OffloadSettings(
+    settings = TierSettings(
         cpu=CpuSettings(capacity_bytes=8 * LAYOUT.slot_bytes, policy="lru", populate_threads=1),
         ssd=replace(ssd_at(tmp_path), policy=policy, admission="all"),
+        faults="load:error=0",
     )
-    scheduler, worker = build_offload(
-        LAYOUT,
-        settings,
-        namespace=b"test",
-        wrap_store=lambda store: FaultyStore(store, FaultPlan()),
-    )
+    scheduler, worker = build_offload(LAYOUT, settings, namespace=b"test")
     (store,) = scheduler._hierarchy.stores
     names = digests(3)
     scheduler.request_queued(FakeRequest("r", names))

@@ -9,8 +9,10 @@ from concurrent.futures import Future
 
 import pytest
 
+from stratakv.connector.connector_context import ConnectorContext
 from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.costs.economics import Choice
+from stratakv.connector.messages import ConnectorWorkerOutput
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.parts import Parts
 from stratakv.tiers.base import NO_CONTEXT, RequestContext, StoreTier
@@ -69,7 +71,9 @@ class Engine:
         slab = CpuSlab(LAYOUT, 16 * LAYOUT.slot_bytes, populate_threads=1)
         signal = CopySignal()
         hierarchy = Hierarchy(slab, [below], wakeup=signal.wake)
-        self.side = OffloadScheduler(hierarchy, Parts(LAYOUT.block_size), signal, choice=choice)
+        self.side = OffloadScheduler(
+            ConnectorContext(hierarchy, Parts(LAYOUT.block_size), signal, choice=choice)
+        )
 
     def load(self, asks: FakeRequest, *, overlapped: bool) -> None:
         deadline = time.monotonic() + WAIT_SECONDS
@@ -78,6 +82,17 @@ class Engine:
             self.side.has_pending_work()
         blocks = list(range(20, 20 + match.tokens // 4))
         self.side.begin_load(asks, [blocks], match.tokens, overlapped=overlapped)
+
+    def end_load(self, request_id: str, *, overlapped: bool) -> None:
+        if overlapped:
+            assert self.side.overlapped_loads.end_load(request_id) is not None
+            return
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not (jobs := self.side.build_meta([]).loads):
+            assert time.monotonic() < deadline
+        ended = [job.job_id for job in jobs]
+        output = ConnectorWorkerOutput(finished_loads=ended, num_ended=len(ended))
+        assert self.side.update_from_worker(output)
 
     def close(self) -> None:
         self.side.shutdown(WAIT_SECONDS)
@@ -95,7 +110,8 @@ def test_a_context_reaches_a_store_that_asks_for_it(wrapped: bool, overlapped: b
     engine.side.request_finished("a")
     assert store.looked_up and set(map(id, store.looked_up)) == {id(CONTEXT)}
     assert store.loaded and set(map(id, store.loaded)) == {id(CONTEXT)}
-    assert not engine.side._lookups._contexts
+    engine.end_load("a", overlapped=overlapped)
+    assert not engine.side.requests
     engine.side.request_queued(request("b", 7, 8))
     assert store.looked_up[-1] == NO_CONTEXT
     engine.close()

@@ -7,6 +7,7 @@ import time
 
 from stratakv.connector.costs.economics import PROBE_EVERY
 from stratakv.connector.messages import ConnectorWorkerOutput, MatchKind
+from stratakv.connector.request_offload import RequestOffload
 from stratakv.tiers.block import pack_key
 
 from .test_offload_scheduler import WAIT_SECONDS, Rig, digest, request, rig
@@ -199,25 +200,29 @@ def test_loads_are_overlapped_where_all_others_have_one_too(rig: Rig) -> None:
     waits, first, second = (
         request(n, *range(i, i + 10)) for n, i in zip("abc", (1, 21, 41), strict=True)
     )
+
+    def num_sharing(request_id: str) -> int:
+        return rig.side._loads.num_sharing(rig.side.requests[request_id])
+
     for one in (waits, first):
-        rig.side._alive.add(one.request_id)
-    assert rig.side._num_sharing("a") == rig.side._num_sharing("b") == 0
+        rig.side.requests[one.request_id] = RequestOffload(one.request_id)
+    assert num_sharing("a") == num_sharing("b") == 0
     assert rig.side.get_matched_tokens(waits, 0).kind is MatchKind.LOAD
     rig.side.begin_load(waits, [list(range(20, 30))], 40, overlapped=False)
     rig.side._economics.queued = {}  # what is on its way is looked at elsewhere
-    assert rig.side._num_sharing("b") == 1
+    assert num_sharing("b") == 1
     assert rig.side.get_matched_tokens(first, 0) == (40, MatchKind.OVERLAP)
     rig.side.begin_load(first, [list(range(30, 40))], 40, overlapped=True)
-    rig.side._alive.add("c")
-    assert rig.side._num_sharing("c") == 2
-    rig.side._alive.add("d")
-    assert rig.side._num_sharing("c") == 0
+    rig.side.requests["c"] = RequestOffload("c")
+    assert num_sharing("c") == 2
+    rig.side.requests["d"] = RequestOffload("d")
+    assert num_sharing("c") == 0
     assert rig.side.get_matched_tokens(second, 0).kind is not MatchKind.OVERLAP
     assert rig.side.overlapped_loads.end_load("b") is not None
     rig.side.request_finished("d")
-    assert rig.side._num_sharing("c") == 0, "b computes"
+    assert num_sharing("c") == 0, "b computes"
     rig.side.request_finished("b")
-    assert rig.side._num_sharing("c") == 1
+    assert num_sharing("c") == 1
     while len(rig.side._loads):
         rig.work(rig.side.build_meta([]))
     while len(rig.side._read_times):

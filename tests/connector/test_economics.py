@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,8 +19,10 @@ from stratakv.connector.costs.economics import (
     Economics,
     Plan,
 )
+from stratakv.connector.parts import Parts
 
 BLOCK_TOKENS, BLOCK_BYTES = 16, 10_000
+HIERARCHY: Any = SimpleNamespace(tiers=["cpu", "ssd"], block_bytes=BLOCK_BYTES)
 
 
 def economics(
@@ -29,7 +33,7 @@ def economics(
     choice: Choice = Choice.AUTO,
 ) -> Economics:
     """`prefill` seconds a token; of a tier, fixed seconds and seconds a block."""
-    made = Economics(["cpu", "ssd"], BLOCK_TOKENS, BLOCK_BYTES, choice)
+    made = Economics(HIERARCHY, Parts(BLOCK_TOKENS), choice)
     for name, (fixed, block) in {"cpu": cpu, "ssd": ssd}.items():
         set_link(made, name, fixed, block)
     if prefill is not None:

@@ -47,7 +47,7 @@ def through(codec: Fp8Codec, numbers: torch.Tensor) -> torch.Tensor | None:
 
 
 def check_bound(codec: Fp8Codec, numbers: torch.Tensor) -> torch.Tensor:
-    """The decoded numbers; each is within what `error_bound` says, with the coarsest scale."""
+    """The decoded numbers; each is within the bound of the class, with the coarsest scale."""
     decoded = through(codec, numbers)
     assert decoded is not None
     x, y = numbers.double(), decoded.double()
@@ -220,8 +220,7 @@ def test_a_store_keeps_blocks_in_half_the_bytes(tmp_path: Path) -> None:
         store.close(SECONDS)
 
 
-def test_it_says_what_it_loses() -> None:
+def test_it_says_that_it_loses_precision() -> None:
     codec = make_codec("fp8", BlockLayout(1, 16, 1, 64, "float16"), {"fp8": Fp8Codec})
     assert codec is not None
     assert not codec.is_lossless
-    assert "|x| / 16" in codec.error_bound()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stratakv.connector.build import OffloadSettings, build_offload
+from stratakv.connector.build import build_offload
 from stratakv.connector.costs.economics import Choice
 from stratakv.connector.messages import MatchKind, Part
 from stratakv.connector.parts import FirstSeen, Parts
@@ -26,7 +26,7 @@ from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from stratakv.engine.scheduler.scheduler import Scheduler
 from stratakv.tiers.block import BlockLayout, pack_key
-from stratakv.tiers.tier_settings import CpuSettings, SsdSettings
+from stratakv.tiers.tier_settings import CpuSettings, SsdSettings, TierSettings
 
 SIZE = 4
 LAYOUT = BlockLayout(1, SIZE, 1, 8, "float32")
@@ -63,10 +63,10 @@ class Engine:
         self.attention = tuple(attention) or (full(),) * num_groups
         self.side, self.worker = build_offload(
             LAYOUT,
-            OffloadSettings(
+            TierSettings(
                 cpu=CpuSettings(capacity_bytes=slots * LAYOUT.slot_bytes, populate_threads=1),
-                ssd=ssd and SsdSettings(path=ssd, capacity_bytes=16 * 1024**2, io_threads=1),
-                load=choice,
+                ssd=SsdSettings(path=ssd, capacity_bytes=16 * 1024**2, io_threads=1),
+                load=choice.value,
             ),
             namespace=b"test",
             parts=Parts(SIZE, seen_by(self.attention)),
@@ -78,7 +78,6 @@ class Engine:
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_batched_tokens=24, max_num_seqs=3),
             self.manager,
-            max_model_len=200,
             eos_token_ids=frozenset(),
             connector=self.side,
         )

@@ -99,7 +99,7 @@ def test_what_a_turn_has_stays_while_others_are_evicted(clients: Clients) -> Non
     clients.put(*range(10, 10 + 3 * SLOTS))
     assert clients.on_server(1, 2, 3, 4, 5, 6) == [HIT] * 3 + [MISS] * 3
     [store] = clients.rig.hierarchy._stores
-    assert store.allows
+    assert store.breaker.allows
     assert store.stats().errors.keys() <= {"not_ready"}, "before it was attached"
 
 

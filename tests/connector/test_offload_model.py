@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 
+from stratakv.connector.connector_context import ConnectorContext
 from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.device.base import DeviceError, Event, Stream
 from stratakv.connector.device.cpu import CpuCopyDevice
@@ -32,6 +33,7 @@ from stratakv.connector.parts import Parts
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierBusy, TierError
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.hierarchy_options import HierarchyOptions
 from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.testing.memory_store import MemoryStore
 
@@ -108,12 +110,17 @@ class FakeEngine:
         self.delay = rng.choice([0.0, 0.001, 0.006])
         self.signal = CopySignal()
         hierarchy = Hierarchy(
-            slab, stores, wakeup=self.signal.wake, read_seconds=rng.choice([0.003, 5.0])
+            slab,
+            stores,
+            wakeup=self.signal.wake,
+            options=HierarchyOptions(read_seconds=rng.choice([0.003, 5.0])),
         )
         self.hierarchy = hierarchy
         device = FaultyDevice(rng, rng.choice([0.0, 0.0, 0.3]))
         device.register_slab(slab)
-        self.scheduler = OffloadScheduler(hierarchy, Parts(LAYOUT.block_size), self.signal)
+        self.scheduler = OffloadScheduler(
+            ConnectorContext(hierarchy, Parts(LAYOUT.block_size), self.signal)
+        )
         self.worker = OffloadWorker(device, self.signal.note_ended)
         self.woken = threading.Event()
         self.scheduler.set_wakeup(self.woken.set)

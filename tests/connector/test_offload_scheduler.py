@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from stratakv.connector.connector_context import ConnectorContext
 from stratakv.connector.loads import Loads
 from stratakv.connector.lookups import REMEMBERED_LOOKUPS
 from stratakv.connector.messages import (
@@ -57,7 +58,9 @@ def test_a_match_counts_whole_blocks_and_leaves_a_token(rig: Rig) -> None:
 
 def test_a_block_of_another_group_or_shard_is_not_ours(rig: Rig) -> None:
     other = OffloadScheduler(
-        rig.hierarchy, Parts(LAYOUT.block_size, ranks=[1], num_ranks=2), rig.signal
+        ConnectorContext(
+            rig.hierarchy, Parts(LAYOUT.block_size, ranks=[1], num_ranks=2), rig.signal
+        )
     )
     rig.put(1)
     assert other.get_matched_tokens(request("a", 1), 0).tokens == 0
@@ -246,7 +249,8 @@ def test_what_only_a_disk_has_is_read_while_its_request_waits(rig: Rig) -> None:
     asks = request("a", 1, 2, 3)
     rig.side.request_queued(asks)
     assert rig.hierarchy.traffic()["ssd"].active_promotions == 1
-    ticket = rig.side._lookups._read_ahead["a"]
+    ticket = rig.side.requests["a"].read_ahead
+    assert ticket is not None
     while not ticket.is_complete():
         rig.wait_for_wakeup()
     assert rig.side.get_matched_tokens(asks, 0) == (8, MatchKind.LOAD)

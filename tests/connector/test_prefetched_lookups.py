@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from stratakv.connector.connector_context import ConnectorContext
 from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.costs.economics import Choice
 from stratakv.connector.messages import ConnectorWorkerOutput, MatchKind
@@ -34,7 +35,9 @@ class Rig:
         self.signal = CopySignal()
         self.hierarchy = Hierarchy(self.slab, [*between, self.store], wakeup=self.signal.wake)
         self.side = OffloadScheduler(
-            self.hierarchy, Parts(LAYOUT.block_size), self.signal, choice=Choice.LOAD
+            ConnectorContext(
+                self.hierarchy, Parts(LAYOUT.block_size), self.signal, choice=Choice.LOAD
+            )
         )
         self.woken = threading.Event()
         self.side.set_wakeup(self.woken.set)

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from stratakv.connector.costs.rates import LinkRate, ReadTimes
@@ -18,7 +21,10 @@ class Watch:
         self.now = 100.0
         self.ended: list[LoadTicket] = []
         self.links = {name: LinkRate(1.0, 1e15) for name in ("ssd", "net")}
-        self.times = ReadTimes(self.links, BLOCK_BYTES, self.ended.append, clock=lambda: self.now)
+        self.hierarchy: Any = SimpleNamespace(
+            tiers=["cpu", *self.links], block_bytes=BLOCK_BYTES, end_load=self.ended.append
+        )
+        self.times = ReadTimes(self.hierarchy, self.links, clock=lambda: self.now)
 
     def begin(self, tiers: dict[bytes, str]) -> LoadTicket:
         slots = [0 if tier == "cpu" else None for tier in tiers.values()]
@@ -79,7 +85,7 @@ def test_what_two_wait_for_is_read_once(watch: Watch) -> None:
 
 def test_what_waits_before_it_is_part_of_the_transfer(watch: Watch) -> None:
     watch.links["ssd"] = LinkRate(1e-9, BLOCK_BYTES)  # a second for each block
-    times = ReadTimes(watch.links, BLOCK_BYTES, watch.ended.append, clock=lambda: watch.now)
+    times = ReadTimes(watch.hierarchy, watch.links, clock=lambda: watch.now)
     watch.times = times
     first = watch.begin({b"a": "ssd", b"b": "ssd"})
     second = watch.begin({b"c": "ssd"})

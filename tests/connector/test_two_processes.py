@@ -18,14 +18,13 @@ import pytest
 import torch
 
 from stratakv.connector.build import (
-    OffloadSettings,
     WorkerDescription,
     build_scheduler_side,
     build_worker_side,
 )
 from stratakv.connector.messages import ConnectorMetadata, ConnectorWorkerOutput, EvictedBlock
 from stratakv.tiers.block import BlockLayout
-from stratakv.tiers.tier_settings import CpuSettings, SsdSettings
+from stratakv.tiers.tier_settings import CpuSettings, SsdSettings, TierSettings
 
 from ..nursery_site.nursery_client import popen
 
@@ -146,9 +145,9 @@ class FakeRequest:
 def test_blocks_go_out_and_come_back(with_ssd: bool, tmp_path: Path) -> None:
     side, description, _ = build_scheduler_side(
         LAYOUT,
-        OffloadSettings(
+        TierSettings(
             cpu=CpuSettings(capacity_bytes=16 * LAYOUT.slot_bytes, populate_threads=1),
-            ssd=SsdSettings(path=tmp_path, capacity_bytes=16 * 1024**2) if with_ssd else None,
+            ssd=SsdSettings(path=tmp_path if with_ssd else None, capacity_bytes=16 * 1024**2),
         ),
         namespace=b"test",
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.connector.build import OffloadSettings, build_offload
+from stratakv.connector.build import build_offload
 from stratakv.connector.costs.economics import Choice
 from stratakv.connector.messages import Part
 from stratakv.connector.parts import Parts
@@ -18,6 +18,7 @@ from stratakv.engine.request.request import Request
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.tiers.block import key_suffix, pack_key
 from stratakv.tiers.errors import TierConfigError
+from stratakv.tiers.tier_settings import TierSettings
 
 from .test_groups import HASHER, LAYOUT, PROMPT, SIZE, Engine, seen_by
 
@@ -108,7 +109,7 @@ def test_after_a_load_that_lacks_a_block_a_shorter_hit_is_loaded(
     num_queries = engine.side.stats()["lookup_queries"]["cpu"] - queries
     engine.close()
     assert num_queries == (len(PROMPT) - 1) // SIZE, "counted once, though it was found twice"
-    assert not len(engine.side._shorter), "nothing is kept of a request that has ended"
+    assert not engine.side.requests, "nothing is kept of a request that has ended"
     assert again.num_cached_tokens == found * SIZE
     assert engine.scheduler.counts["loads_failed"] == 1
     assert engine.scheduler.counts["loads"] == 1 + (found > 0)
@@ -210,7 +211,7 @@ def test_windows_and_overlapped_loads_are_refused() -> None:
     with pytest.raises(TierConfigError, match=r"see only .* take --kv-offload-load auto or always"):
         build_offload(
             LAYOUT,
-            OffloadSettings(load=Choice.OVERLAP),
+            TierSettings(load="both"),
             namespace=b"test",
             parts=Parts(SIZE, seen_by((full(), window(6)))),
         )

@@ -23,7 +23,6 @@ from stratakv.benchmarks.tiers import disk_limit
 from stratakv.benchmarks.tiers.scale import MIB, QUICK, layout_of
 from stratakv.benchmarks.tiers.store_case import StoreCase
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL, engine_config
-from stratakv.engine.core.offload import offload_settings
 from stratakv.tiers.admission import make_filter
 from stratakv.tiers.admission.base import AdmissionFilter
 from stratakv.tiers.admission.contract import check_filter_contract
@@ -170,8 +169,8 @@ def test_u10_a_policy_and_a_filter_of_another_package() -> None:
 @pytest.mark.usefixtures("shelf")
 def test_u10_a_policy_of_another_package_for_the_ssd_tier(tmp_path: Path) -> None:
     given = {"kv_offload": "cpu,ssd", "kv_offload_ssd_policy": "first"}
-    settings = offload_settings(engine_config(EMBEDDED_MODEL, given).offload)
-    assert settings.ssd is not None and settings.ssd.policy == "first"
+    settings = engine_config(EMBEDDED_MODEL, given).offload
+    assert settings.has_ssd and settings.ssd.policy == "first"
     store = SsdStore(tmp_path / "ssd", LAYOUT, 16 * 1024**2, policy=settings.ssd.policy)
     try:
         assert type(store._state.index._policy).__name__ == "First"

@@ -17,6 +17,7 @@ from stratakv.tiers.cache_server.tenant_store import FORGET_SECONDS, TenantStore
 from stratakv.tiers.contract import make_keys, payload_of
 from stratakv.tiers.errors import TierDown
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.hierarchy_options import HierarchyOptions
 from stratakv.tiers.remote.membership import ServerAddress
 from stratakv.tiers.remote.remote_settings import RemoteSettings
 from stratakv.tiers.remote.remote_store import RemoteStore, open_remote
@@ -88,7 +89,9 @@ def test_a_busy_server_beside_one_that_has_begun_to_write() -> None:
             store.store([*at_one, *at_two], buffers).result(WAIT_SECONDS)
         with opened(one.port, two.port, queue_bytes=4 * SIZE) as store:
             slab = CpuSlab(LAYOUT, 8 * LAYOUT.slot_bytes)
-            hierarchy = Hierarchy(slab, [store], wakeup=lambda: None, tagger=TAGGER)
+            hierarchy = Hierarchy(
+                slab, [store], wakeup=lambda: None, options=HierarchyOptions(tagger=TAGGER)
+            )
             asked = store.prefetch_lookup([*at_one, *at_two])
             if asked is not None:
                 asked.result(WAIT_SECONDS)
@@ -260,7 +263,9 @@ def test_a_tier_whose_answers_are_no_futures() -> None:
     store = OldStore(LAYOUT, 2**20, name="old")
     MemoryStore.store(store, keys[:2], [memoryview(payload_of(k, LAYOUT)) for k in keys[:2]])
     slab = CpuSlab(LAYOUT, 4 * LAYOUT.slot_bytes)
-    hierarchy = Hierarchy(slab, [store], wakeup=lambda: None, tagger=TAGGER, watermark=2.0)
+    hierarchy = Hierarchy(
+        slab, [store], wakeup=lambda: None, options=HierarchyOptions(tagger=TAGGER, watermark=2.0)
+    )
     assert not hierarchy.prefetch_lookup(keys)
     load = hierarchy.begin_load(keys[:2])
     assert load.is_complete() and load.slots == [None, None]

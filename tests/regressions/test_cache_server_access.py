@@ -21,7 +21,7 @@ import pytest
 import trustme
 
 from stratakv.engine.cli.main import main
-from stratakv.engine.config.environment import read_environment
+from stratakv.engine.config.resolve import read_environment
 from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.cache_server.access.tls import TlsFiles
 from stratakv.tiers.cache_server.transports.memory_server import MemoryServer

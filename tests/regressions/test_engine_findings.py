@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 import torch
 
+from stratakv.connector.connector_context import ConnectorContext
 from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.costs.economics import Choice, Plan
 from stratakv.connector.messages import ConnectorMetadata, CopyJob, Match, MatchKind
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.connector.parts import Parts
+from stratakv.connector.request_offload import Stage
 from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.core.engine_core import MAX_FAILED_STEPS, EngineCore
 from stratakv.engine.worker.block_table import BlockTable, MultiGroupBlockTable
@@ -71,7 +73,9 @@ class Tiny:
         self.hierarchy = Hierarchy(slab, [self.store], wakeup=signal.wake)
         self.device = SimDevice(clock, rng, 0.0, copy_seconds=10.0)
         self.device.register_slab(slab)
-        self.side = OffloadScheduler(self.hierarchy, Parts(SIZE), signal, choice=Choice.LOAD)
+        self.side = OffloadScheduler(
+            ConnectorContext(self.hierarchy, Parts(SIZE), signal, choice=Choice.LOAD)
+        )
         worker = OffloadWorker(self.device, signal.note_ended)
         worker.register_pool(self.slots.pool)  # type: ignore[arg-type]
         self.engine = TinyEngine(
@@ -418,14 +422,16 @@ def test_e06_a_preempted_request_may_load_again(
     engine.add("first", text, max_tokens=1)
     rig.settle()
     assert engine.scheduler.reset_prefix_cache(reset_tiers=False)
-    matches = []
+    matches, stages = [], []
 
     def both(
         self: OffloadScheduler, request: Any, num_computed_tokens: int, **queued: int
     ) -> Match:
         match = ask(self, request, num_computed_tokens, **queued)
+        stages.append(self.requests[request.request_id].stage)
         if match.kind is MatchKind.LOAD:
-            lookup = self._lookups._lookups[request.request_id]
+            lookup = self.requests[request.request_id].lookup
+            assert lookup is not None
             blocks = match.tokens // SIZE
             lookup.plan = Plan(blocks, blocks // 2)
             match = Match(match.tokens, MatchKind.OVERLAP)
@@ -437,11 +443,10 @@ def test_e06_a_preempted_request_may_load_again(
     engine.add("again", text, max_tokens=4)
     rig.step_until(lambda: bool(rig.device.targets))
     request_ = engine.scheduler.requests["again"]
-    places = engine.scheduler._places
-    assert places.running == [request_]
-    places.preempt(request_)
-    engine.scheduler._preempted_again.add("again")
+    states = engine.scheduler._states
+    assert states.running == [request_]
+    states.preempt(request_)
     rig.settle()
     assert not request_.external_load_failed
-    assert "again" not in rig.side._loads.failed
+    assert Stage.FAILED not in stages
     assert [match.kind for match in matches].count(MatchKind.OVERLAP) == 2, "it loads again"

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from stratakv.connector.connector_context import ConnectorContext
 from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.costs.economics import Choice
 from stratakv.connector.messages import MatchKind
@@ -26,6 +27,7 @@ from stratakv.tiers.base import Answer
 from stratakv.tiers.block import BlockLayout, pack_key
 from stratakv.tiers.hierarchy.breaker import LATE_ANSWERS
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.hierarchy_options import HierarchyOptions
 from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.testing.fault_plan import parse_faults
 from stratakv.tiers.testing.faulty_store import FaultyStore
@@ -62,7 +64,10 @@ def test_203883_a_refused_block_that_is_in_another_store_only() -> None:
     net = MemoryStore(LAYOUT, 100 * LAYOUT.page_bytes, name="net")
     net.is_shared = True
     hierarchy = Hierarchy(
-        slab, [ssd, net], wakeup=lambda: None, watermark=1.0, admission=Refusing()
+        slab,
+        [ssd, net],
+        wakeup=lambda: None,
+        options=HierarchyOptions(watermark=1.0, admission=Refusing()),
     )
     for keys in ([wanted], others):
         hierarchy.end_store(hierarchy.begin_store(keys), ok=True)
@@ -84,7 +89,12 @@ def faulty_hierarchy(faults: str) -> Hierarchy:
     inner.store(names, [memoryview(bytearray(LAYOUT.page_bytes))] * 10).result(0)
     store = FaultyStore(inner, parse_faults(faults))
     slab = small_slab(LAYOUT, 16)
-    return Hierarchy(slab, [store], wakeup=lambda: None, watermark=1.0, read_seconds=0.5)
+    return Hierarchy(
+        slab,
+        [store],
+        wakeup=lambda: None,
+        options=HierarchyOptions(watermark=1.0, read_seconds=0.5),
+    )
 
 
 def test_few_requests_to_a_store_that_hangs() -> None:
@@ -148,7 +158,7 @@ def test_a_prompt_that_is_asked_about_sooner_than_the_answer_comes() -> None:
     """`Lookups` remembered what it had found before the question, which the question did not
     change: the request computed everything unless the answer came before the next step."""
     hierarchy, store = prefetching_hierarchy()
-    side = OffloadScheduler(hierarchy, Parts(4), CopySignal(), choice=Choice.LOAD)
+    side = OffloadScheduler(ConnectorContext(hierarchy, Parts(4), CopySignal(), choice=Choice.LOAD))
     asks = SimpleNamespace(
         request_id="a", block_hashes=[bytes([1]) * 32], tail_hash=None, num_tokens=5
     )

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from stratakv.connector.build import OffloadSettings, build_offload
+from stratakv.connector.build import build_offload
 from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.errors import TierConfigError, TierDown
 from stratakv.tiers.reopening_store import ReopeningStore
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.folder import open_store as opening
 from stratakv.tiers.ssd.store_check import check_store
-from stratakv.tiers.tier_settings import CpuSettings, SsdSettings
+from stratakv.tiers.tier_settings import CpuSettings, SsdSettings, TierSettings
 from stratakv.tiers.wire.frames import State
 
 from ..tiers.blocks import SMALL, filled_buffers, make_keys
@@ -293,7 +293,7 @@ def test_t07_a_room_answers_when_it_is_durable(tmp_path: Path) -> None:
 def test_t07_a_reset_of_the_engine_answers_when_it_is_durable(path: Path) -> None:
     """What `/reset_prefix_cache?tiers=all` calls."""
     ssd = SsdSettings(path=path, capacity_bytes=16 * 1024**2)
-    settings = OffloadSettings(
+    settings = TierSettings(
         cpu=CpuSettings(capacity_bytes=64 * SMALL.slot_bytes, populate_threads=1), ssd=ssd
     )
     scheduler, worker = build_offload(SMALL, settings, namespace=b"test")

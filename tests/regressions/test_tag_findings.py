@@ -15,6 +15,7 @@ from stratakv.tiers.base import StoreTier
 from stratakv.tiers.cache_server.tenant_store import TenantStore
 from stratakv.tiers.contract import fetch, filled_buffers, make_buffers, make_keys, payload_of
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.hierarchy_options import HierarchyOptions
 from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.remote.membership import ServerAddress
 from stratakv.tiers.remote.remote_store import RemoteStore, open_remote
@@ -205,7 +206,9 @@ def test_t01_block_with_the_tag_of_another() -> None:
     store = Forging(LAYOUT, 100 * SIZE, name="other")
     keys = make_keys(2)
     store.store(keys, filled_buffers(keys, LAYOUT)).result(0)
-    hierarchy = Hierarchy(slab, [store], wakeup=lambda: None, tagger=Tagger(layout_id, SIZE))
+    hierarchy = Hierarchy(
+        slab, [store], wakeup=lambda: None, options=HierarchyOptions(tagger=Tagger(layout_id, SIZE))
+    )
     ticket = hierarchy.begin_load(keys)
     while not ticket.is_complete():
         hierarchy.poll()
@@ -230,7 +233,9 @@ def test_t01_block_damaged_in_an_engines_slab(tmp_path: Path, kind: str) -> None
     store = store_below(kind, tmp_path)
     slab = CpuSlab(LAYOUT, 8 * LAYOUT.slot_bytes)
     tagger = Tagger(LAYOUT.layout_id(), SIZE)
-    hierarchy = Hierarchy(slab, [store], wakeup=lambda: None, tagger=tagger)
+    hierarchy = Hierarchy(
+        slab, [store], wakeup=lambda: None, options=HierarchyOptions(tagger=tagger)
+    )
     keys = make_keys(4)
     ticket = hierarchy.begin_store(keys)
     for key, slot in zip(ticket.keys, ticket.slots, strict=True):

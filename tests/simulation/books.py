@@ -30,5 +30,5 @@ def check_breakers(hierarchy: Hierarchy) -> None:
     """Soon after all is well: whoever works is asked, and written to if there is anything to
     write."""
     for store, write_back in zip(hierarchy._stores, hierarchy._write_backs._all, strict=True):
-        assert store.allows, f"{store.name} is not asked any more"
+        assert store.breaker.allows, f"{store.name} is not asked any more"
         assert not (write_back._writes.is_broken and write_back._dirty), f"no writes: {store.name}"

@@ -25,7 +25,8 @@ import numpy as np
 
 from stratakv.connector.prefill_decode.hand_overs import LEASE_SECONDS
 from stratakv.connector.prefill_decode.hand_overs import MOST_SECONDS as MOVE_SECONDS
-from stratakv.connector.prefill_decode.prefill_waits import MOST_SECONDS as WAIT_SECONDS
+from stratakv.connector.prefill_decode.wait_limit import MOST_SECONDS as WAIT_SECONDS
+from stratakv.connector.request_offload import Stage
 from stratakv.engine.core.handover import MOST_SECONDS as GIVE_SECONDS
 from stratakv.engine.request.core_messages import AddRequest, RequestExtras, TokenOutput
 from stratakv.engine.request.handover_ticket import Ticket
@@ -497,10 +498,13 @@ class Cluster:
         slab, held = node.core.slab, node.core._held
         assert len(slab._free) + len(slab._slots) == slab.num_slots
         check_writes(node.core.engine.parts.side._hierarchy)
-        waits, now = node.core.engine.parts.side.prompts_elsewhere, self.clock.now
+        side, now = node.core.engine.parts.side, self.clock.now
         known = node.core.scheduler.requests.keys()
-        assert known >= {*waits._waits, *waits._expected}, f"{node.name} awaits what nobody wants"
-        for wait in waits._waits.values():
+        live = {name for name, o in side.requests.items() if o.stage is not Stage.FINISHED}
+        assert known >= live, f"{node.name} keeps what nobody wants"
+        assert known >= {*side.awaiting_prefill}, f"{node.name} awaits what nobody wants"
+        for name in side.awaiting_prefill:
+            wait = side.requests[name].wait
             assert began <= wait.began + WAIT_SECONDS + SLACK_SECONDS, (
                 "a prompt is awaited for ever"
             )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stratakv.connector.connector_context import ConnectorContext
 from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.costs.economics import Choice
 from stratakv.connector.costs.rates import PrefillRate
@@ -27,6 +28,7 @@ from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from stratakv.engine.structured.manager import GrammarManager
 from stratakv.tiers.base import StoreTier
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.hierarchy_options import HierarchyOptions
 from stratakv.tiers.policies.known_policies import policy_factory
 
 from ..engine.scheduler.conftest import HASHER, SIZE, VOCAB
@@ -100,9 +102,11 @@ class SimCore(EngineCore):
             self.slab,
             [store],
             wakeup=signal.wake,
-            watermark=rng.choice([0.25, 1.0]),
-            read_seconds=rng.choice([0.05, 5.0]),
-            write_seconds=rng.choice([0.05, 15.0]),
+            options=HierarchyOptions(
+                watermark=rng.choice([0.25, 1.0]),
+                read_seconds=rng.choice([0.05, 5.0]),
+                write_seconds=rng.choice([0.05, 15.0]),
+            ),
         )
         device = SimDevice(clock, rng, fault_rate, copy_seconds=COPY_SECONDS)
         device.register_slab(self.slab)
@@ -110,7 +114,9 @@ class SimCore(EngineCore):
         prefill = PrefillRate()
         if seconds := rng.choice([None, 0.01, 0.05]):  # a token, as it once was
             prefill.record_prefill(1, 0, seconds)
-        side = OffloadScheduler(hierarchy, Parts(SIZE), signal, choice=choice, prefill=prefill)
+        side = OffloadScheduler(
+            ConnectorContext(hierarchy, Parts(SIZE), signal, choice=choice, prefill=prefill)
+        )
         if role == "decode":
             side.prompts_elsewhere.expect_prompts()
         worker = OffloadWorker(device, signal.note_ended, store_wait_seconds=1.0)

@@ -18,7 +18,9 @@ import pytest
 
 from stratakv.connector.messages import Match
 from stratakv.connector.offload_scheduler import OffloadScheduler
-from stratakv.connector.prefill_decode.prefill_waits import End, PrefillWaits, WaitLimit
+from stratakv.connector.prefill_decode.prefill_waits import PrefillWaits
+from stratakv.connector.prefill_decode.wait_limit import End, WaitLimit
+from stratakv.connector.request_offload import RequestOffload
 from stratakv.engine.core import request_builder
 from stratakv.engine.core.handover import HeldAnswers
 from stratakv.engine.scheduler.output import SchedulerOutput
@@ -92,7 +94,7 @@ def test_the_same_seed_gives_the_same_trace(seed: int) -> None:
 
 def name_too_early(self: Scheduler, held: Set[str]) -> SchedulerOutput:
     """The end of a prompt has its name before it was computed."""
-    for request in self._places.running:
+    for request in self._states.running:
         if request.hands_over and request.num_computed_tokens < request.num_prompt_tokens:
             blocks = self.manager.get_block_ids(request.request_id)[0]
             if len(blocks) * self.manager.block_size >= request.num_prompt_tokens:
@@ -133,15 +135,18 @@ def take_for_whole(self: OffloadScheduler, *facts: Any, **more: Any) -> Match:
 
 def wait_for_all(self: WaitLimit, _now: float) -> End | None:
     """A prompt that another engine computes is waited for until it is there."""
-    return End.WHOLE if self.num_there >= self._num_blocks else None
+    return End.WHOLE if self.num_there >= self.num_blocks else None
 
 
-def wait_for_nobody(_self: PrefillWaits, _request_id: str) -> None:
+def wait_for_nobody(self: PrefillWaits, offload: RequestOffload, end: End) -> None:
     """As `hold_for_ever`, for one that waits for a prompt."""
+    if end is not End.GONE:
+        end_wait(self, offload, end)
 
 
 schedule = Scheduler.schedule
 release = HeldAnswers.release_answers
+end_wait = PrefillWaits.end_wait
 get_matched_tokens = OffloadScheduler.get_matched_tokens
 
 
@@ -155,7 +160,7 @@ get_matched_tokens = OffloadScheduler.get_matched_tokens
         (request_builder, "fits", fits_always, "^r"),
         (OffloadScheduler, "get_matched_tokens", take_for_whole, ""),
         (WaitLimit, "decide_end", wait_for_all, "is awaited too long"),
-        (PrefillWaits, "cancel_wait", wait_for_nobody, "awaits what nobody wants"),
+        (PrefillWaits, "end_wait", wait_for_nobody, "awaits what nobody wants"),
     ],
 )
 def test_a_planted_bug_is_found(

@@ -123,7 +123,6 @@ class TinyEngine(Engine):
         scheduler = Scheduler(
             config,
             manager,
-            max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),
             connector=parts.side,
             fails_with_load=fails_with_load,
@@ -264,7 +263,7 @@ def is_busy(engine: TinyEngine) -> bool:
     """Whether something is under way that will end by itself."""
     side: Any = engine.parts.side
     return bool(
-        engine.scheduler._places.loading.num_waiting
+        engine.scheduler._states.loads.blocking
         or len(side._outgoing)
         or len(side._loads)
         or side._hierarchy._is_used()

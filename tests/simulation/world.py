@@ -16,18 +16,21 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from stratakv.connector.connector_context import ConnectorContext
 from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.costs.economics import Choice
 from stratakv.connector.device.base import DeviceError
 from stratakv.connector.offload_scheduler import CLOSE_SECONDS, OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.connector.parts import Parts as KeyParts
+from stratakv.connector.request_offload import Stage
 from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
 from stratakv.engine.scheduler.exchange import LOAD_FAILED
 from stratakv.engine.scheduler.output import SchedulerOutput
 from stratakv.tiers.admission import make_filter
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.hierarchy_options import HierarchyOptions
 from stratakv.tiers.hierarchy.writes import STALL_SECONDS
 from stratakv.tiers.policies.known_policies import POLICIES, policy_factory
 
@@ -80,6 +83,7 @@ class World:
         self.clock = VirtualClock()
         self.seen: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self._barred: set[str] = set()  # requests whose load has failed
         self._trace = hashlib.sha256()
         self._show = show
         self._faulty = rng.random() < 0.8
@@ -150,11 +154,13 @@ class World:
             self.slab,
             self.stores,
             wakeup=signal.wake,
-            watermark=rng.choice([0.25, 1.0]),
-            read_seconds=rng.choice([0.05, 5.0]),
-            write_seconds=rng.choice([0.05, 15.0]),
-            inclusive=rng.random() < 0.6,
-            admission=make_filter(admission, 100),
+            options=HierarchyOptions(
+                watermark=rng.choice([0.25, 1.0]),
+                read_seconds=rng.choice([0.05, 5.0]),
+                write_seconds=rng.choice([0.05, 15.0]),
+                inclusive=rng.random() < 0.6,
+                admission=make_filter(admission, 100),
+            ),
         )
         fault_rate = rng.choice([0.0, 0.02, 0.2]) if self._faulty else 0.0
         self.device = SimDevice(
@@ -165,7 +171,9 @@ class World:
         self.device.register_slab(self.slab)
         choice = rng.choice([Choice.AUTO, *Choice])
         seen = [None if kind.is_full else kind.first_seen for kind in self._attention]
-        side = OffloadScheduler(hierarchy, KeyParts(SIZE, seen), signal, choice=choice)
+        side = OffloadScheduler(
+            ConnectorContext(hierarchy, KeyParts(SIZE, seen), signal, choice=choice)
+        )
         side.set_wakeup(self._woken.set)
         max_wait_seconds = rng.choice([0.02, 30.0])
         worker = OffloadWorker(self.device, signal.note_ended, store_wait_seconds=max_wait_seconds)
@@ -331,7 +339,10 @@ class World:
         failures = side._counters.failures
         failed = sum(count for reason, count in failures.items() if reason != "store_copy")
         assert self.engine.scheduler.counts["loads_failed"] <= failed, "a load that was cancelled"
-        assert len(side._loads.failed) <= failed, "a load that was cancelled counts as a failed one"
+        self._barred |= {
+            name for name, offload in side.requests.items() if offload.stage is Stage.FAILED
+        }
+        assert len(self._barred) <= failed, "a load that was cancelled counts as a failed one"
 
     def _end(self) -> None:
         """All is well again; what is under way ends, everybody is answered, the tiers close."""

@@ -18,6 +18,7 @@ from stratakv.tiers.base import Stored
 from stratakv.tiers.block import BlockLayout, pack_key
 from stratakv.tiers.hierarchy.guarded_store import Traffic
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.hierarchy_options import HierarchyOptions
 from stratakv.tiers.hierarchy.promotions import LoadTicket
 from stratakv.tiers.policies.base import EvictionPolicy
 from stratakv.tiers.slab.cpu_slab import CpuSlab
@@ -102,7 +103,9 @@ class Rig:
         self.slab = CpuSlab(LAYOUT, size, populate_threads=1, policy=policy)
         self.store = HeldStore()
         self.woken = threading.Event()
-        self.hierarchy = Hierarchy(self.slab, [self.store], wakeup=self.woken.set, **options)
+        self.hierarchy = Hierarchy(
+            self.slab, [self.store], wakeup=self.woken.set, options=HierarchyOptions(**options)
+        )
 
     def put(self, *numbers: int) -> None:
         """Blocks leave a pool."""

@@ -17,6 +17,7 @@ from stratakv.tiers.base import Answer, Stored, StoreTier
 from stratakv.tiers.contract import check_store_contract
 from stratakv.tiers.errors import TierConfigError, TierDown
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.hierarchy_options import HierarchyOptions
 from stratakv.tiers.reopening_store import ReopeningStore, open_or_wait
 from stratakv.tiers.ssd.store import SsdStore
 from stratakv.tiers.testing.memory_store import MemoryStore
@@ -183,7 +184,12 @@ def test_closed_while_it_is_opening_it_closes_what_it_opened(place: Place) -> No
 
 def test_a_hierarchy_goes_on_without_it_and_uses_it_later(place: Place) -> None:
     store = standby(place)
-    hierarchy = Hierarchy(small_slab(LAYOUT, 16), [store], wakeup=lambda: None, watermark=1.0)
+    hierarchy = Hierarchy(
+        small_slab(LAYOUT, 16),
+        [store],
+        wakeup=lambda: None,
+        options=HierarchyOptions(watermark=1.0),
+    )
 
     def put(*numbers: int) -> None:
         for number in numbers:

@@ -24,24 +24,25 @@ from stratakv.tiers.settings.option import check_options, options_of
 from stratakv.tiers.settings.values import ConfigError
 from stratakv.tiers.tier_settings import CpuSettings, RemoteTierSettings, SsdSettings
 
-NEW_FIELD = """
-import contextlib, io, json, os, sys
-from dataclasses import dataclass
-from pathlib import Path
-from stratakv.tiers import assemble, tier_settings
-from stratakv.tiers.settings import readers
-from stratakv.tiers.settings.option import setting
+NEW_FIELD = '''
+import contextlib, importlib.util, io, json, os, sys
+import stratakv.tiers
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wider(tier_settings.SsdSettings):
+FIELD = """
     spread_bytes: int = setting(
         8 * 2**20, readers.size, "how far it spreads", "SIZE", name="spread", least_bytes=2**20
     )
+"""
 
-tier_settings.SsdSettings = Wider
+spec = importlib.util.find_spec("stratakv.tiers.tier_settings")
+before, own, after = spec.loader.get_source(spec.name).partition("    io_threads: int = 4\\n")
+assert own, "the last field of SsdSettings"
+tier_settings = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = stratakv.tiers.tier_settings = tier_settings
+exec(compile(before + own + FIELD + after, spec.origin, "exec"), vars(tier_settings))
 
+from stratakv.tiers import assemble
 from stratakv.engine.cli.main import main
-from stratakv.engine.core.offload import offload_settings
 from stratakv.engine.config.engine_options import engine_config
 from stratakv.tiers.block import BlockLayout
 
@@ -66,14 +67,14 @@ found["alone"] = printed("config", "show", "--kv-offload", "cpu", flag, "2MiB")
 found["help"] = printed("serve", "--help")
 del os.environ["STRATAKV_KV_OFFLOAD_SSD_SPREAD"]
 given = {"kv_offload": "cpu,ssd", "kv_offload_ssd_spread": "4MiB"}
-settings = offload_settings(engine_config(None, given).offload)
+settings = engine_config(None, given).offload
 opened = []
 assemble.open_ssd = lambda layout, ssd, **more: opened.append(ssd) or 1 / 0
 with contextlib.suppress(ZeroDivisionError):
     assemble.open_stores(BlockLayout(1, 16, 1, 64, "bfloat16"), settings, namespace=b"")
 found["opened"] = opened[0].spread_bytes
 print(json.dumps(found))
-"""
+'''
 
 
 def test_a_new_option_is_a_field_and_the_code_that_uses_it(tmp_path: Path) -> None:

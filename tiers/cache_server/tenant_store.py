@@ -20,10 +20,11 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 
-from ..admission import AdmissionFilter
+from ..admission import AdmissionFilter, AdmitAll
 from ..base import Answer, StoreTier, TierStats
 from ..errors import TierClosed
 from ..hierarchy.hierarchy import Hierarchy
+from ..hierarchy.hierarchy_options import HierarchyOptions
 from ..slab.cpu_slab import CpuSlab
 from ..tag import Proof, Proofs, payload_digest
 from ..wire.frames import State
@@ -71,9 +72,11 @@ class TenantStore(ServedStore):
         self._salt = salt
         self._changed = threading.Condition()
         self._woken = threading.Event()
-        self._hierarchy = Hierarchy(slab, stores, wakeup=self._woken.set, admission=admission)
+        admission = AdmitAll() if admission is None else admission
+        options = HierarchyOptions(admission=admission)
+        self._hierarchy = Hierarchy(slab, stores, wakeup=self._woken.set, options=options)
         # A server is told of no prompts. To filters that learn from them, look-ups stand for them.
-        self._observes = admission is not None and admission.learns
+        self._observes = admission.learns
         self._pins = PinnedBlocks(slab)
         self._leases = Leases[list[bytes]](self._lease_expired, max_leases)
         self._listening = threading.Lock()  # for changes of the list, which is a new one each time

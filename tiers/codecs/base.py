@@ -6,7 +6,7 @@ keys or checksums.
 
 A caller may rely on this:
 - `decode` of what `encode` wrote gives the block back: every bit of it where `is_lossless`, else
-  within `error_bound`;
+  within the bound that the codec's class states;
 - `encode` writes nothing behind the end of `out`, and `decode` reads nothing behind the end of
   `encoded`;
 - whatever the bytes are, `decode` ends, with the block or with ValueError, in memory that is
@@ -38,10 +38,6 @@ class Codec(ABC):
     @abstractmethod
     def validate_layout(cls, layout: BlockLayout) -> None:
         """Raises TierConfigError, with what to do, for a layout that the codec is not for."""
-
-    @abstractmethod
-    def error_bound(self) -> str:
-        """How far a decoded number may be from what it was, in words and numbers."""
 
     @abstractmethod
     def encode(self, payload: memoryview, out: memoryview) -> int | None:

@@ -44,9 +44,6 @@ class LosslessCodec(Codec):
     def validate_layout(cls, layout: BlockLayout) -> None:
         """Every layout is fit."""
 
-    def error_bound(self) -> str:
-        return "none: every bit is kept"
-
     def encode(self, payload: memoryview, out: memoryview) -> int | None:
         compress = self._compressor().compress
         used = 0

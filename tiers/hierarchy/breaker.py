@@ -54,7 +54,7 @@ class Breaker:
         self._late: deque[float] = deque(maxlen=LATE_ANSWERS)
         self._late_in_row = 0
         self._pause = FIRST_PAUSE_SECONDS
-        self._is_open = False
+        self.allows = True  # whether to ask the store; not to be changed
         self._probe_at = 0.0
         self._announced_at: float | None = None
         self._probes = 0  # under way
@@ -63,19 +63,14 @@ class Breaker:
     @property
     def state(self) -> BreakerState:
         """The state now: probing while a probe is under way."""
-        if not self._is_open:
+        if self.allows:
             return BreakerState.CLOSED
         return BreakerState.PROBING if self._probes else BreakerState.OPEN
 
     @property
-    def allows(self) -> bool:
-        """Whether to ask the store."""
-        return not self._is_open
-
-    @property
     def probes_at(self) -> float | None:
         """When the next probe is due, on the monotonic clock; None where none is to be made."""
-        return self._probe_at if self._is_open and self._probes < MAX_PROBES else None
+        return self._probe_at if not self.allows and self._probes < MAX_PROBES else None
 
     @property
     def probe_due(self) -> bool:
@@ -97,10 +92,10 @@ class Breaker:
     def probe_ended(self, answered: bool) -> None:
         """The store has answered a probe, however late, or has failed it."""
         self._probes -= 1
-        if not self._is_open:
+        if self.allows:
             return
         if answered:
-            self._is_open = False
+            self.allows = True
             self._pause = FIRST_PAUSE_SECONDS
             self._late_in_row = 0
         else:
@@ -124,16 +119,16 @@ class Breaker:
 
     def hung(self) -> None:
         """The store missed a deadline that only a store that hangs can miss."""
-        if not self._is_open:
+        if self.allows:
             self._open_circuit(self._clock())
 
     def answered_late(self) -> None:
         """What was late has ended at last: the store may be back, so probe at once."""
-        if self._is_open:
+        if not self.allows:
             self._probe_at = self._clock()
 
     def _record_fault(self, times: deque[float]) -> None:
-        if self._is_open:
+        if not self.allows:
             return  # it was asked before
         now = self._clock()
         times.append(now)
@@ -142,7 +137,7 @@ class Breaker:
 
     def _open_circuit(self, now: float) -> None:
         self.times_opened += 1
-        self._is_open = True
+        self.allows = False
         self._schedule_probe(now)
         self._failures.clear()
         self._late.clear()

@@ -31,6 +31,7 @@ from ..errors import TierBusy
 from ..mailbox import Mailbox
 from ..tag import Proof
 from .breaker import Breaker
+from .hierarchy_options import HierarchyOptions
 
 LATE = "late"
 LATE_WRITE = "late_write"
@@ -68,13 +69,11 @@ class GuardedStore:
     """One store below the slab, with the deadlines of its calls, its breakers, its faults and its
     traffic. Used by the thread that owns `mailbox`."""
 
-    def __init__(
-        self, tier: StoreTier, mailbox: Mailbox, *, read_seconds: float, write_seconds: float
-    ) -> None:
+    def __init__(self, tier: StoreTier, mailbox: Mailbox, options: HierarchyOptions) -> None:
         self.tier = tier
         self.mailbox = mailbox
-        self.read_seconds = read_seconds
-        self.write_seconds = write_seconds
+        self.read_seconds = options.read_seconds
+        self.write_seconds = options.write_seconds
         self.name = tier.name
         self.is_shared = tier.is_shared
         self.is_read_only = tier.is_read_only
@@ -86,11 +85,6 @@ class GuardedStore:
         self._open_lookups = 0  # prefetched, and not answered yet
         # The last keys that the store said it had, or else the first it was asked for: for probes.
         self._known: Sequence[bytes] | None = None
-
-    @property
-    def allows(self) -> bool:
-        """Whether to ask the store for something."""
-        return self.breaker.allows
 
     @property
     def awaits_lookup(self) -> bool:
@@ -125,7 +119,7 @@ class GuardedStore:
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
         """The store's answers; all misses where it fails, which is counted, or is not asked."""
-        if not self.allows:
+        if not self.breaker.allows:
             return [Answer.MISS] * len(keys)
         try:
             answers = self.tier.lookup(keys)
@@ -142,7 +136,7 @@ class GuardedStore:
     def prefetch_lookup(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> bool:
         """A prompt with these blocks, head first, was queued; a store that is far away asks for
         them now. Whether it does: the mailbox's version changes when it has the answer."""
-        if not self.allows:
+        if not self.breaker.allows:
             return False
         try:
             future = prefetch_lookup_for(self.tier, keys, context)
@@ -168,7 +162,7 @@ class GuardedStore:
         perhaps at once, whether each is there and kept: none where the store does not say."""
         none = [False] * len(keys)
         try:
-            future = self.tier.lease(keys, seconds) if self.allows else None
+            future = self.tier.lease(keys, seconds) if self.breaker.allows else None
         except Exception as error:  # noqa: BLE001 - any fault of a store is counted, none spreads
             self.count_fault(error)
             future = None
@@ -190,7 +184,7 @@ class GuardedStore:
 
     def probe_when_due(self) -> None:
         """Begin a probe where one is due, and have the owner woken for the next."""
-        if self.allows:
+        if self.breaker.allows:
             return
         if self.breaker.probe_due:
             self._begin_probe()

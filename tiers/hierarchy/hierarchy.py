@@ -25,18 +25,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ..admission import AdmissionFilter, AdmitAll
 from ..base import NO_CONTEXT, Answer, RequestContext, SlabTier, StoreTier, TierStats
 from ..holds import Hold
 from ..mailbox import Mailbox
-from ..tag import Proof, Proofs, Tagger
+from ..tag import Proof, Proofs
 from .guarded_store import GuardedStore, Traffic
+from .hierarchy_options import HierarchyOptions
 from .look_up import LookUp, Prefix
 from .promotions import LoadTicket, Promotions
-from .write_back import WRITE_SECONDS, WriteBacks
+from .write_back import WriteBacks
 
-WATERMARK = 0.25
-READ_SECONDS = 5.0
+DEFAULTS = HierarchyOptions()
 # A step of an engine polls, so `poll` does nothing while nothing has happened. Whatever is due by
 # the clock has its alarm; should one be missed, it costs this long.
 POLL_SECONDS = 0.05
@@ -54,14 +53,7 @@ class StoreTicket:
 
 class Hierarchy:
     """One slab, any number of stores below it, the fastest first. Blocks are written back to each
-    of them. Takes over slab and stores: `close` closes them.
-
-    With a `tagger` no block is promoted whose tag is not the one it makes for the key asked for.
-    Without one tags are carried and not looked at: a server's clients judge their own.
-
-    With `keeps_unwritten` no block is evicted that a store is still to have, neither for a store
-    nor for a promotion: those go without a slot instead. For callers that are told what is kept;
-    they leave room by `num_unwritten`."""
+    of them. Takes over slab and stores: `close` closes them."""
 
     def __init__(
         self,
@@ -69,47 +61,23 @@ class Hierarchy:
         stores: Sequence[StoreTier],
         *,
         wakeup: Callable[[], None],
-        watermark: float = WATERMARK,
-        read_seconds: float = READ_SECONDS,
-        write_seconds: float = WRITE_SECONDS,
-        inclusive: bool = True,
-        admission: AdmissionFilter | None = None,
-        tagger: Tagger | None = None,
-        keeps_unwritten: bool = False,
+        options: HierarchyOptions = DEFAULTS,
     ) -> None:
+        self.tiers = [slab.name, *(store.name for store in stores)]  # the slab first
+        self.num_slots = slab.num_slots  # blocks that the slab can hold
+        self.block_bytes = slab.layout.page_bytes
+        self.has_stores = bool(stores)  # below the slab
         self._slab = slab
-        self._admission = AdmitAll() if admission is None else admission
-        self._tagger = tagger
+        self._admission = options.admission
+        self._tagger = options.tagger
         self._mailbox = Mailbox(wakeup)
-        self._stores = [
-            GuardedStore(
-                store, self._mailbox, read_seconds=read_seconds, write_seconds=write_seconds
-            )
-            for store in stores
-        ]
-        self._write_backs = WriteBacks(
-            slab,
-            self._stores,
-            watermark=watermark,
-            admission=self._admission,
-            inclusive=inclusive,
-            keeps_unwritten=keeps_unwritten,
-        )
-        self._promotions = Promotions(slab, self._stores, self._write_backs, self._mailbox, tagger)
+        self._stores = [GuardedStore(store, self._mailbox, options) for store in stores]
+        self._write_backs = WriteBacks(slab, self._stores, options)
+        self._promotions = Promotions(slab, self._stores, self._write_backs, options.tagger)
         self._look_up = LookUp(slab, self._stores, self._promotions)
         self._poll_at = 0.0
         self._epoch = 0
         self._closed = False
-
-    @property
-    def tiers(self) -> list[str]:
-        """The names of the tiers, the slab first."""
-        return [self._slab.name, *(store.name for store in self._stores)]
-
-    @property
-    def num_slots(self) -> int:
-        """The number of blocks that the slab can hold."""
-        return self._slab.num_slots
 
     @property
     def num_free_slots(self) -> int:
@@ -135,17 +103,7 @@ class Hierarchy:
     def others_are_up(self) -> bool:
         """Whether such a store can be asked at present."""
         stores = (store for store in self._stores if store.is_shared or store.is_read_only)
-        return any(store.allows and store.tier.is_up for store in stores)
-
-    @property
-    def has_stores(self) -> bool:
-        """Whether there is anything below the slab."""
-        return bool(self._stores)
-
-    @property
-    def block_bytes(self) -> int:
-        """The bytes of one block."""
-        return self._slab.layout.page_bytes
+        return any(store.breaker.allows and store.tier.is_up for store in stores)
 
     @property
     def num_unwritten(self) -> int:
@@ -193,7 +151,7 @@ class Hierarchy:
     def find_prefix(self, keys: Sequence[bytes]) -> Prefix:
         """The longest run of leading keys that are in some tier. Changes nothing."""
         prefix = self._look_up.match_prefix(keys)
-        if not all(store.allows for store in self._stores):
+        if not all(store.breaker.allows for store in self._stores):
             self._mailbox.is_due = True  # a store that failed to answer is to be probed
         return prefix
 
@@ -321,7 +279,7 @@ class Hierarchy:
         in_slab = self._slab.lookup([keys[i] for i in missing])
         write_back = self._write_backs.get_write_back(index)
         # Behind an open breaker nobody waits, but what is written is what it is probed with.
-        is_waiting = store.allows and store.write_breaker.allows
+        is_waiting = store.breaker.allows and store.write_breaker.allows
         again = []
         for i, answer in zip(missing, in_slab, strict=True):
             is_moving = answer is Answer.PENDING or write_back.is_moving(keys[i])

@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ..base import NO_CONTEXT, RequestContext, SlabTier, load_for
-from ..mailbox import Mailbox
 from ..tag import Proof, Proofs, Tagger
 from .guarded_store import LATE, WRONG_TAG, GuardedStore, check_answers, find_stores, name_of
 from .write_back import WriteBacks
@@ -85,13 +84,11 @@ class Promotions:
         slab: SlabTier,
         stores: Sequence[GuardedStore],
         write_backs: WriteBacks,
-        mailbox: Mailbox,
         tagger: Tagger | None,
     ) -> None:
         self._slab = slab
         self._stores = stores
         self._write_backs = write_backs
-        self._mailbox = mailbox
         self._tagger = tagger
         self._promotions: list[Promotion] = []
         self._by_key: dict[bytes, Promotion] = {}
@@ -131,7 +128,7 @@ class Promotions:
                 promotion.give_up()
                 promotion.store.count_fault(LATE)
                 promotion.store.traffic.promotion_failures += 1
-                self._mailbox.version += 1
+                promotion.store.mailbox.version += 1
 
     def clear(self) -> None:
         """Publish nothing of what is under way."""
@@ -199,7 +196,7 @@ class Promotions:
         self._by_key.update(dict.fromkeys(keys, promotion))
         for i in indices:
             promotion.join(ticket, i)
-        self._mailbox.version += 1
+        store.mailbox.version += 1
         try:
             buffers = [self._slab.buffer(slot) for slot in slots]
             future = load_for(store.tier, keys, buffers, ticket.context)
@@ -209,8 +206,8 @@ class Promotions:
             store.traffic.promotion_failures += 1
             self._finish_promotion(promotion, [None] * len(keys), name_of(error))
             return
-        self._mailbox.wake_at(promotion.deadline)
-        deliver = self._mailbox.deliver
+        store.mailbox.wake_at(promotion.deadline)
+        deliver = store.mailbox.deliver
         when_done(lambda done: deliver(lambda: self._arrived(promotion, done)))
 
     def _arrived(self, promotion: Promotion, future: Future[list[Proof | None]]) -> None:
@@ -259,7 +256,7 @@ class Promotions:
         store.traffic.active_promotions -= 1
         for key in promotion.keys:
             del self._by_key[key]
-        self._mailbox.version += 1
+        store.mailbox.version += 1
         waiting = [(ticket, i) for ticket, i in promotion.waiting if not ticket.ended]
         # Not pinned anew for statistics or order: the commit has just made them the newest.
         slots = self._slab.pin([ticket.keys[i] for ticket, i in waiting], touch=False)

@@ -20,11 +20,12 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import islice
 
-from ..admission import AdmissionFilter, AdmitAll
+from ..admission import AdmitAll
 from ..base import Answer, SlabTier
 from ..block import ALIGNMENT
 from ..mailbox import Mailbox
 from .guarded_store import GuardedStore
+from .hierarchy_options import HierarchyOptions
 from .writes import Writes
 
 # A batch of this many bytes pays for its sync, and several keep a disk busy through it (three of
@@ -41,23 +42,17 @@ FILL_SECONDS = 5.0
 # While flushing: how often a store is looked at that does not end what it was given, and how soon
 # one is asked again that is busy with nothing of ours.
 LOOK_SECONDS, RETRY_SECONDS = 0.25, 0.01
-# What a write may take. All that is in flight before it is at most three batches, which the slowest
-# disk worth having writes in that time.
-WRITE_SECONDS = 15.0
 
 
 class WriteBack:
-    """Moves blocks from `slab` to one store. `watermark` is the fraction of slots below which free
-    slots start the writing. Called by one thread."""
+    """Moves blocks from `slab` to one store. Called by one thread."""
 
-    def __init__(
-        self, slab: SlabTier, store: GuardedStore, watermark: float, admission: AdmissionFilter
-    ) -> None:
+    def __init__(self, slab: SlabTier, store: GuardedStore, options: HierarchyOptions) -> None:
         self._slab = slab
         self._store = store
-        self._admission = AdmitAll() if store.is_shared else admission
+        self._admission = AdmitAll() if store.is_shared else options.admission
         self._fill_seconds = 0.0 if store.is_shared else FILL_SECONDS
-        low_slots = max(1, int(slab.num_slots * watermark))
+        low_slots = max(1, int(slab.num_slots * options.watermark))
         self._low_slots = slab.num_slots + 1 if store.is_shared else low_slots
         batch_bytes = BATCH_BYTES // slab.layout.slot_bytes
         shares = SHARES_OF_SLAB if slab.num_slots < FEW_SLOTS else FEWER_SHARES
@@ -84,13 +79,13 @@ class WriteBack:
     @property
     def num_unwritten(self) -> int:
         """Blocks that wait to be written or are being written, while the store is asked at all."""
-        if self._writes.is_broken or not self._store.allows:
+        if self._writes.is_broken or not self._store.breaker.allows:
             return 0
         return len(self._dirty) + self._writes.num_blocks
 
     def awaits(self, key: bytes) -> bool:
         """Whether a block of the slab waits to be written, while the store is asked at all."""
-        return key in self._dirty and not self._writes.is_broken and self._store.allows
+        return key in self._dirty and not self._writes.is_broken and self._store.breaker.allows
 
     @property
     def pending(self) -> bool:
@@ -124,7 +119,7 @@ class WriteBack:
         store is told of the others, of which it has the last copy."""
         dirty = self._dirty
         lost = [key for key in keys if key in dirty] if dirty else []
-        if len(lost) < len(keys) and self._store.allows:
+        if len(lost) < len(keys) and self._store.breaker.allows:
             clean = [key for key in reversed(keys) if key not in dirty]
             self._store.attempt(partial(self._store.tier.touch, clean))
         for key in lost:
@@ -151,7 +146,7 @@ class WriteBack:
         ):
             is_taken = self._write_batch(list(islice(self._dirty, size)))
         if self._dirty:
-            self._writes.announce_probe()
+            self._store.write_breaker.announce_probe(self._store.mailbox)
         return is_taken
 
     def flush_some(self) -> bool:
@@ -283,25 +278,18 @@ class WriteBack:
 
 class WriteBacks:
     """The write-back of each store, and what follows for all of them from what happens in the slab.
-    With `inclusive` false the first store gives up what is promoted; with `keeps_unwritten` nothing
-    is evicted that a store waits for. Called by one thread."""
+    Unless the options say `inclusive` the first store gives up what is promoted. Called by one
+    thread."""
 
     def __init__(
-        self,
-        slab: SlabTier,
-        stores: Sequence[GuardedStore],
-        *,
-        watermark: float,
-        admission: AdmissionFilter,
-        inclusive: bool,
-        keeps_unwritten: bool,
+        self, slab: SlabTier, stores: Sequence[GuardedStore], options: HierarchyOptions
     ) -> None:
         self._slab = slab
         self._stores = stores
-        self._admission = admission
-        self._exclusive_store = stores[0] if stores and not inclusive else None
-        self._all = [WriteBack(slab, store, watermark, admission) for store in stores]
-        self._spared = self._is_awaited if keeps_unwritten and stores else None
+        self._admission = options.admission
+        self._exclusive_store = stores[0] if stores and not options.inclusive else None
+        self._all = [WriteBack(slab, store, options) for store in stores]
+        self._spared = self._is_awaited if options.keeps_unwritten and stores else None
 
     def get_write_back(self, place: int) -> WriteBack:
         """That of the store at this place."""

@@ -73,7 +73,7 @@ class Writes:
     def room(self, most_blocks: int, most_batches: int) -> int:
         """How many blocks the next batch may have, `most_blocks` being usual; 0: none may start
         now."""
-        if not self._store.allows:
+        if not self._store.breaker.allows:
             return 0
         usual = sum(not (batch.is_late or batch.is_probe) for batch in self._batches)
         if self.is_broken:
@@ -124,10 +124,6 @@ class Writes:
                 self._store.traffic.late_write_blocks += len(batch.keys)
                 self._store.count_fault(LATE_WRITE, writing=True)
         self._set_alarm()
-
-    def announce_probe(self) -> None:
-        """There is something to write: have the owner woken when a probe is due."""
-        self._breaker.announce_probe(self._store.mailbox)
 
     def drop_all(self) -> None:
         """Have everything that is being written dropped when it has arrived."""

@@ -3,7 +3,6 @@
 
 option      one option, and fields of value objects that are options
 readers     from text, or from Python, YAML and TOML, to values
-layers      flags over environment over file, each value with its origin
 file        the layer of a YAML or TOML file
 values, sizes, format, suggestions    bounds, units and words of messages
 """

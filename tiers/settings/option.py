@@ -5,19 +5,29 @@
         capacity_bytes: int = setting(20 * GIB, readers.size, "size of the ssd tier", "SIZE")
 
 `options_of` turns the fields of such a class into a table. Flags, environment variables, files,
-help and the default come from that table, so a new option is one field and the code that uses it.
+help and the default come from that table, for every command that serves and for the adapters. So a
+new option is one field and the code that uses it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
+from . import readers
 from .readers import Reader
-from .values import size_within
+from .sizes import exact_size
+from .values import size_within, within
+
+Kind = TypeVar("Kind")
+
+# Shown in place of a secret. Not even the length shows.
+MASK = "***"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +42,8 @@ class Option:
     unset: str = "none"  # the default in words, where the value object's says nothing
     is_secret: bool = False
     least_bytes: int | None = None  # of a size
+    bounds: tuple[int, int] | None = None  # of a whole number, both within
+    default: Any = None
 
     @property
     def path(self) -> str:
@@ -40,11 +52,41 @@ class Option:
 
     def check_value(self, called: str, value: Any) -> None:
         """Raises ConfigError for a value that was read, or given in Python, and cannot be."""
-        if value is None or value == "":
+        if value is None or value in ("", b""):
             return
         self.read(called, value)
+        if self.bounds is not None:
+            within(called, value, *self.bounds)
         if self.least_bytes is not None:
             size_within(called, value, self.least_bytes)
+
+    def file_value(self, value: Any) -> Any:
+        """A value as a file takes it: a text, a number or a truth value; None where there is
+        none, and `MASK` for a secret."""
+        if self.read is readers.tiers:
+            return ",".join(value) or "none"
+        if value is None or value in ("", b"", {}, ()):
+            return None
+        if self.is_secret:
+            return MASK
+        if self.read is readers.tier_options:
+            return ",".join(f"{t}.{o}={v}" for t, of in value.items() for o, v in of.items())
+        if self.read is readers.size:
+            return exact_size(value) or str(value)
+        if isinstance(value, tuple):
+            return ",".join(value)
+        return str(value) if isinstance(value, Path) else value
+
+    @property
+    def default_text(self) -> str:
+        """The default as help and docs show it: in words, or in the form that a flag takes."""
+        value = self.file_value(self.default)
+        if value is None:
+            return self.unset
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        is_time = isinstance(value, float) and self.metavar != "SHARE"
+        return f"{value:g}" if is_time else str(value)
 
 
 def setting(
@@ -55,20 +97,28 @@ def setting(
     unset: str = "none",
     *,
     name: str = "",
-    least_bytes: int | None = None,
+    **more: Any,
 ) -> Any:
     """A field of a frozen dataclass that is an option. `name` is that of the option where the
-    field's differs. A default that can be called makes the default."""
-    option = Option("", name, read, help, metavar, unset, least_bytes=least_bytes)
+    field's differs. A default that can be called makes the default, and `MISSING` is none. `more`
+    are further fields of the Option; no secret is in the object's repr."""
+    option = Option("", name, read, help, metavar, unset, **more)
     made = {"default_factory": default} if callable(default) else {"default": default}
-    return dataclasses.field(metadata={Option: option}, **made)
+    return dataclasses.field(metadata={Option: option}, repr=not option.is_secret, **made)
 
 
 def options_of(kind: type, section: str, prefix: str = "") -> dict[str, Option]:
-    """The options among the fields of a class, by name, in their order. `{them}` in a help is the
-    `THEM` of the class, where it shares fields with another."""
+    """The options among the fields of a class, by name, in the order of their declarations; a field
+    that a subclass declares anew stands there. `{them}` in a help is the `THEM` of the class, where
+    it shares fields with another."""
     table, them = {}, getattr(kind, "THEM", "")
-    for field in dataclasses.fields(kind):
+    declared: dict[str, None] = {}
+    for base in reversed(kind.__mro__):
+        for name in inspect.get_annotations(base):
+            declared.pop(name, None)
+            declared[name] = None
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for field in (fields[name] for name in declared if name in fields):
         option = field.metadata.get(Option)
         if option is not None:
             table[prefix + (option.field or field.name)] = dataclasses.replace(
@@ -76,8 +126,39 @@ def options_of(kind: type, section: str, prefix: str = "") -> dict[str, Option]:
                 section=section,
                 field=field.name,
                 help=option.help.replace("{them}", them),
+                default=_default_of(field),
             )
     return table
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def build_settings(
+    kind: type[Kind], values: Mapping[str, Mapping[str, Any]], section: str = "", **given: Any
+) -> Kind:
+    """The value object of a class from the values of its fields by section: "offload.ssd" has those
+    of the field `ssd` of the field `offload`. `given` are fields beside them. Raises ConfigError
+    for values that cannot work together."""
+    made = {**values.get(section, {}), **given}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        part: Any = field.default_factory
+        if isinstance(part, type) and dataclasses.is_dataclass(part) and field.name not in made:
+            made[field.name] = build_settings(part, values, f"{section}.{field.name}".lstrip("."))
+    return kind(**made)
+
+
+def read_fields(table: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The given values of these options, read, by field; other names are left alone. Raises
+    ConfigError, which names the flag."""
+    return {
+        option.field: option.read(flag_of(name), given[name])
+        for name, option in table.items()
+        if name in given
+    }
 
 
 def check_options(table: Mapping[str, Option], settings: object) -> None:

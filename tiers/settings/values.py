@@ -74,12 +74,6 @@ def check_device(called: str, value: str) -> str:
     raise ConfigError(f"{called} takes cpu or cuda (or cuda:1, …), not {format_value(value)}{near}")
 
 
-def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    """Raises ConfigError for a value that is not among `known`."""
-    if value not in known:
-        raise ConfigError(f"{name} takes {' or '.join(known)}, not {format_value(value)}")
-
-
 def within(name: str, value: int, low: int, high: int) -> None:
     """Raises ConfigError for a number out of bounds, which are within."""
     if value < low:

@@ -5,23 +5,19 @@ are called, and whether this engine can be served at all.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from typing import Any
 
-from ....tiers.hierarchy.hierarchy import WATERMARK
 from ....tiers.settings.format import format_value
 from ....tiers.settings.sizes import show_size
 from ....tiers.settings.values import ConfigError
-from ...build import BuiltSide, OffloadSettings, build_scheduler_side
+from ...build import BuiltSide, build_scheduler_side
 from ...chunks.build import check_servers
-from ...chunks.chunk_settings import Settings
-from ...costs.economics import Choice
 from ...costs.rates import PrefillRate
 from .. import versions
 from ..host_model import names_of
 from ..identity import LAYOUTS, ChunkIdentity, ChunkKeys, chunk_layout
-from ..settings import SECTION, VllmSettings, drill_of, read_settings
+from ..settings import HOST, SECTION, VllmSettings
 from .events import TierEvents
 from .groups import block_tokens_of, parts_of_groups
 from .pages import PagePlan, plan_pages
@@ -33,12 +29,12 @@ log = logging.getLogger(__name__)
 FORM = "pages"
 
 
-def settings_in(vllm_config: Any) -> Settings[VllmSettings]:
+def settings_in(vllm_config: Any) -> VllmSettings:
     """Ours, out of vLLM's configuration. Raises ConfigError."""
     given = vllm_config.kv_transfer_config.kv_connector_extra_config.get(SECTION, {})
     if not isinstance(given, dict):
         raise ConfigError(f"{SECTION} takes an object of settings, not {format_value(given)}")
-    return read_settings(given)
+    return HOST.read(given)
 
 
 def check_engine(vllm_config: Any) -> None:
@@ -64,30 +60,17 @@ def open_scheduler_role(vllm_config: Any, kv_cache_config: Any) -> SchedulerRole
     identity = identity_of(vllm_config, kv_cache_config, plan, settings)
     layout = chunk_layout(plan.block_bytes, identity.kv_dtype)
     root = identity.root()
-    drill = drill_of(settings)
-    tiers = settings.to_tier_settings()
     if not vllm_config.cache_config.enable_prefix_caching:
         log.warning("vLLM's prefix caching is off, so that its blocks have no names to store")
-    check_servers(tiers.addresses, layout, tiers.remote.credentials())
-    if drill is not None:
-        log.warning("faults are injected on purpose (%s); this is a drill", settings.own.faults)
-    shared: dict[str, Any] = {
-        each.name: getattr(tiers, each.name) for each in dataclasses.fields(tiers)
-    }
-    offload = OffloadSettings(
-        **shared,
-        load=Choice(settings.own.load),
-        read_seconds=settings.own.read_seconds,
-        watermark=1.0 if settings.own.write_through else WATERMARK,
-    )
+    check_servers(settings, layout)
+    if settings.faults:
+        log.warning("faults are injected on purpose (%s); this is a drill", settings.faults)
     prefill = PrefillRate()
     built: BuiltSide = build_scheduler_side(
         layout,
-        offload,
+        settings,
         namespace=identity.namespace(),
-        wrap_store=None if drill is None else drill.wrap,
         prefill=prefill,
-        block_tokens=block_tokens,
         parts=parts,
     )
     events = None
@@ -97,7 +80,7 @@ def open_scheduler_role(vllm_config: Any, kv_cache_config: Any) -> SchedulerRole
     log.info(
         "StrataKV beside vLLM: %s of memory, %s; %d blocks of %s, %d tokens each, in %d cache "
         "groups on %d ranks; identity %s",
-        show_size(tiers.cpu.capacity_bytes),
+        show_size(settings.cpu.capacity_bytes),
         ", ".join(below) or "nothing below it",
         built.description.num_slots,
         show_size(layout.page_bytes),
@@ -111,9 +94,9 @@ def open_scheduler_role(vllm_config: Any, kv_cache_config: Any) -> SchedulerRole
         ChunkKeys(root),
         block_tokens=block_tokens,
         parts=parts,
-        stores_all=tiers.ssd is not None and settings.own.write_through,
+        stores_all=settings.has_ssd and settings.write_through,
         prefill=prefill,
-        shutdown_seconds=settings.own.shutdown_seconds,
+        shutdown_seconds=settings.shutdown_seconds,
         # vLLM keeps freed blocks from running steps only where it knows that they may be loaded to.
         loads=vllm_config.kv_transfer_config.is_kv_consumer,
         events=events,
@@ -121,7 +104,7 @@ def open_scheduler_role(vllm_config: Any, kv_cache_config: Any) -> SchedulerRole
 
 
 def identity_of(
-    vllm_config: Any, kv_cache_config: Any, plan: PagePlan, settings: Settings[VllmSettings]
+    vllm_config: Any, kv_cache_config: Any, plan: PagePlan, settings: VllmSettings
 ) -> ChunkIdentity:
     """What decides the bytes of this engine's blocks. Raises ConfigError for a layout that is not
     known."""
@@ -135,13 +118,13 @@ def identity_of(
         )
     dtype = model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
     block_tokens = block_tokens_of(kv_cache_config)
-    names = names_of(vllm_config, settings.own.revision)
+    names = names_of(vllm_config, settings.revision)
     return ChunkIdentity(
         model=names.model,
         drafts=names.drafts,
         settings=names.settings,
-        revision=settings.own.revision or "",
-        salt=settings.own.salt or "",
+        revision=settings.revision or "",
+        salt=settings.salt or "",
         kv_dtype=str(dtype).removeprefix("torch."),
         kv_layout=f"{layout} {FORM}",
         platform=versions.platform_name(),

@@ -27,8 +27,8 @@ def check_servers(tiers: TierSettings) -> Iterator[Finding]:
     except TierConfigError as error:
         yield problem("cache servers", str(error), "give both, or neither")
         return
-    for address in tiers.addresses:
-        yield from _check_server(address, credentials, is_required=tiers.require)
+    for address in tiers.cache_servers:
+        yield from _check_server(address, credentials, is_required=tiers.require_tiers)
 
 
 def _check_server(

@@ -9,19 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ....connector.chunks.chunk_settings import Settings
 from ....connector.chunks.model_name import HostModel, name_model
 from ....connector.vllm import region
 from ....connector.vllm.identity import DTYPES, LAYOUTS, NAMESPACE
 from ....connector.vllm.settings import (
     CONNECTOR,
+    HOST,
     MODULE,
     OPTIONS,
     SECTION,
     SPEC,
     TIER,
     VllmSettings,
-    read_settings,
 )
 from ....tiers.settings.format import format_value
 from ....tiers.settings.sizes import rough_size
@@ -95,10 +94,10 @@ class VllmCase:
         return None
 
     @property
-    def settings(self) -> Settings[VllmSettings] | None:
+    def settings(self) -> VllmSettings | None:
         """Those that hold; None where they are refused, which `check_settings` tells."""
         try:
-            return None if self.given is None else read_settings(self.given)
+            return None if self.given is None else HOST.read(self.given)
         except ConfigError:
             return None
 
@@ -197,20 +196,20 @@ def check_settings(case: VllmCase) -> Iterator[Finding]:
         )
         return
     try:
-        settings = read_settings(case.given)
+        settings = HOST.read(case.given)
     except ConfigError as error:
         yield problem("settings", str(error), "mend that")
         return
-    if settings.own.faults:
+    if settings.faults:
         yield warning("settings", "faults are injected on purpose", "leave out --faults")
-    if settings.ssd.path is None and not settings.own.servers:
+    if not settings.store_names:
         yield warning(
             "settings", "there is nothing below the slab, so a restart begins with nothing",
             "give --ssd-path, or --servers",
         )  # fmt: skip
     else:
-        below = ["ssd"] * (settings.ssd.path is not None) + ["remote"] * bool(settings.own.servers)
-        yield ok("settings", f"slab {rough_size(settings.cpu.capacity_bytes)}, {', '.join(below)}")
+        slab, below = rough_size(settings.cpu.capacity_bytes), ", ".join(settings.store_names)
+        yield ok("settings", f"slab {slab}, {below}")
 
 
 def check_region(case: VllmCase) -> Iterator[Finding]:
@@ -262,9 +261,9 @@ def check_disk(case: VllmCase) -> Iterator[Finding]:
 def check_remote(case: VllmCase) -> Iterator[Finding]:
     """Cache servers, and the clock where one has a certificate."""
     settings = case.settings
-    if settings is not None and settings.own.servers:
-        yield from check_servers(settings.to_tier_settings())
-        if any(server.tls for server in settings.own.servers):
+    if settings is not None and settings.cache_servers:
+        yield from check_servers(settings)
+        if any(server.tls for server in settings.cache_servers):
             yield from check_clock()
 
 
@@ -329,8 +328,8 @@ def check_model(case: VllmCase) -> Iterator[Finding]:
         return
     settings = case.settings
     fact = f"{case.model} is taken by its name, not by its bytes: {name.unseen}"
-    if name.unseen and settings is not None and settings.own.revision:
-        yield ok("model", f"{fact}; --revision {settings.own.revision} tells its weights apart")
+    if name.unseen and settings is not None and settings.revision:
+        yield ok("model", f"{fact}; --revision {settings.revision} tells its weights apart")
     elif name.unseen:
         yield warning("model", fact, "give --revision, and another one whenever the weights change")
     else:

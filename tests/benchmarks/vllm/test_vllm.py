@@ -20,7 +20,7 @@ from stratakv.benchmarks.harness.peer import PeerFailed
 from stratakv.benchmarks.harness.report import Report
 from stratakv.benchmarks.redraw import draw
 from stratakv.benchmarks.vllm import cases, command
-from stratakv.connector.vllm.settings import read_settings
+from stratakv.connector.vllm.settings import HOST
 from stratakv.engine.cli.main import main
 from stratakv.tiers.settings.values import ConfigError
 
@@ -160,7 +160,7 @@ def test_prompts_and_model_are_what_the_bytes_say(tmp_path: Path) -> None:
 def test_the_peer_has_as_much_memory_and_none_of_our_tiers(tmp_path: Path) -> None:
     mine = cases.ours(ssd_path=str(tmp_path), ssd_bytes="1GiB")["kv_connector_extra_config"]
     theirs = cases.vllms_own(tmp_path)["kv_connector_extra_config"]
-    slab = read_settings(mine["stratakv"]).cpu.capacity_bytes
+    slab = HOST.read(mine["stratakv"]).cpu.capacity_bytes
     assert theirs["cpu_bytes_to_use"] == mine["cpu_bytes_to_use"] + slab
     assert theirs["secondary_tiers"] == [{"type": "fs", "root_dir": str(tmp_path)}]
     assert theirs["spec_name"] == "PeerSpec" and mine["spec_name"] == "StrataSpec"

@@ -14,6 +14,7 @@ import pytest
 from stratakv.connector.chunks import build, mover
 from stratakv.connector.chunks.chunk_settings import chunk_host
 from stratakv.connector.chunks.tiers import ChunkTiers
+from stratakv.tiers import assemble
 from stratakv.tiers.contract import make_keys
 from stratakv.tiers.settings.values import ConfigError
 
@@ -31,7 +32,7 @@ def store() -> HeldStore:
 def tiers(
     store: HeldStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ChunkTiers]:
-    monkeypatch.setattr(build, "open_stores", lambda *_, **__: [store])
+    monkeypatch.setattr(assemble, "open_stores", lambda *_, **__: [store])
     given = {"cpu_bytes": "1MiB", "ssd_path": str(tmp_path), "read_seconds": 60}
     settings = chunk_host("a host").read(given)
     made = build.open_chunk_tiers(settings, LAYOUT.page_bytes, b"test", "a host", "folder")

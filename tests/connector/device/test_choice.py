@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from stratakv.connector.build import OffloadSettings, build_offload
+from stratakv.connector.build import build_offload
 from stratakv.connector.device import cuda_copy_runtime as cuda_runtime
 from stratakv.connector.device.base import DeviceError
 from stratakv.connector.device.contract_rig import WHOLE_PAGES
@@ -19,7 +19,7 @@ from stratakv.connector.device.cuda_copy_runtime import CupyMemory, TorchRuntime
 from stratakv.connector.device.device_choice import make_device
 from stratakv.kernels.copy.copy_engine import Batch, CudaError, CudaRuntime
 from stratakv.tiers.errors import TierConfigError
-from stratakv.tiers.tier_settings import CpuSettings
+from stratakv.tiers.tier_settings import CpuSettings, TierSettings
 
 from .test_cuda_api import EVENT, STREAM, Library
 
@@ -61,11 +61,9 @@ def test_names_that_are_refused(name: str, message: str) -> None:
 
 @no_device
 def test_no_device_is_said_before_anything_stays_open() -> None:
-    settings = OffloadSettings(
-        cpu=CpuSettings(capacity_bytes=4 * WHOLE_PAGES.slot_bytes), device="cuda"
-    )
+    settings = TierSettings(cpu=CpuSettings(capacity_bytes=4 * WHOLE_PAGES.slot_bytes))
     with pytest.raises(TierConfigError, match=r"offloading from cuda: no CUDA device can be used"):
-        build_offload(WHOLE_PAGES, settings, namespace=b"n")
+        build_offload(WHOLE_PAGES, settings, namespace=b"n", device="cuda")
 
 
 class Machine:

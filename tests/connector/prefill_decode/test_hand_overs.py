@@ -31,7 +31,9 @@ def test_a_lease_without_an_answer_promises_no_more_than_is_known(
     alarm: Any = SimpleNamespace(at=lambda _moment: None)
     now = 1000.0
     monkeypatch.setattr(handover, "time", SimpleNamespace(monotonic=lambda: now))
-    hand_overs = HandOvers(hierarchy, [SHARD], alarm)
+    parts = SimpleNamespace(shards=(SHARD,))
+    connector: Any = SimpleNamespace(hierarchy=hierarchy, parts=parts, alarm=alarm)
+    hand_overs = HandOvers(connector)
     hand_overs.hand_over("p", KEYS)
     hand_overs.poll_hand_overs()
     assert not hand_overs.has_ended

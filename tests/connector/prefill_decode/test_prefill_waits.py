@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stratakv.connector.connector_context import ConnectorContext
 from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.costs.economics import UNMEASURED_SECONDS, Choice
 from stratakv.connector.costs.rates import PrefillRate
@@ -20,13 +21,12 @@ from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.parts import FirstSeen, Parts
 from stratakv.connector.prefill_decode import followed_prompts as following
 from stratakv.connector.prefill_decode import prefill_waits
-from stratakv.connector.prefill_decode.prefill_waits import (
-    ALWAYS_SECONDS,
+from stratakv.connector.prefill_decode.prefill_waits import ALWAYS_SECONDS, MOST_WAITING
+from stratakv.connector.prefill_decode.wait_limit import (
     GRACE_SECONDS,
     LOOK_UP_SECONDS,
     MOST_RATIO,
     MOST_SECONDS,
-    MOST_WAITING,
     End,
     WaitLimit,
 )
@@ -179,11 +179,13 @@ class Rig:
         if price is not None:
             prefill.record_prefill(1, 0, price)
         self.side = OffloadScheduler(
-            self.hierarchy,
-            Parts(LAYOUT.block_size, seen),
-            self.signal,
-            choice=choice,
-            prefill=prefill,
+            ConnectorContext(
+                self.hierarchy,
+                Parts(LAYOUT.block_size, seen),
+                self.signal,
+                choice=choice,
+                prefill=prefill,
+            ),
         )
         self.side.prompts_elsewhere.expect_prompts()
         self.woken = threading.Event()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from stratakv.connector.vllm import tier_metrics as metrics
-from stratakv.connector.vllm.settings import OPTIONS, read_settings
+from stratakv.connector.vllm.settings import HOST, OPTIONS
 from stratakv.connector.vllm.versions import NEWEST, OLDEST, check_version
 from stratakv.engine.cli.main import main
 from stratakv.tiers.errors import TierConfigError
@@ -167,20 +167,20 @@ def test_ranks_that_disagree_are_refused(host: FakeHost) -> None:
 
 def test_settings_that_belong_together() -> None:
     with pytest.raises(ConfigError, match="without ssd_path"):
-        read_settings({"ssd_bytes": "1GiB"})
+        HOST.read({"ssd_bytes": "1GiB"})
     with pytest.raises(ConfigError, match="use lossless or none"):
-        read_settings({"ssd_path": "/x", "ssd_codec": "fp8"})
+        HOST.read({"ssd_path": "/x", "ssd_codec": "fp8"})
     with pytest.raises(ConfigError, match="with and without TLS"):
-        read_settings({"servers": ["grpc://a", "grpcs://b"]})
+        HOST.read({"servers": ["grpc://a", "grpcs://b"]})
     with pytest.raises(ConfigError, match="faults 'ssd:load:hang=1'"):
-        read_settings({"faults": "ssd:load:hang=1"})
+        HOST.read({"faults": "ssd:load:hang=1"})
     with pytest.raises(ConfigError, match="at least"):
-        read_settings({"cpu_bytes": "1KiB"})
+        HOST.read({"cpu_bytes": "1KiB"})
     with pytest.raises(ConfigError, match="read_seconds takes seconds above 0"):
-        read_settings({"read_seconds": 0})
-    settings = read_settings({"servers": "grpc://a:1,grpc://b:2", "cpu_bytes": 1 << 20})
-    assert [str(each) for each in settings.own.servers] == ["grpc://a:1", "grpc://b:2"]
-    assert settings.to_tier_settings().ssd is None
+        HOST.read({"read_seconds": 0})
+    settings = HOST.read({"servers": "grpc://a:1,grpc://b:2", "cpu_bytes": 1 << 20})
+    assert [str(each) for each in settings.cache_servers] == ["grpc://a:1", "grpc://b:2"]
+    assert not settings.has_ssd
 
 
 def test_regions_of_engines_that_are_gone_are_removed(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_the_page_has_every_setting_and_metric() -> None:
     page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
     _, _, rest = page.partition("## Settings")
     table, _, _ = rest.partition("## When something fails")
-    own = [option.removeprefix("own.") for option in OPTIONS if OPTIONS[option].section == "own"]
+    own = [option for option in OPTIONS if not OPTIONS[option].section]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == own
     told = set(re.findall(r"`stratakv:(\w+)`", page))
     assert told == {*metrics.GAUGES, *metrics.COUNTERS, *metrics.CONNECTOR_COUNTERS}

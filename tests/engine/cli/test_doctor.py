@@ -352,7 +352,9 @@ def test_huge_pages(tmp_path: Path) -> None:
 
 def ask(address: str, *, require: bool = False, **files: Any) -> Finding:
     tiers = TierSettings(
-        addresses=(parse_address(address),), remote=RemoteTierSettings(**files), require=require
+        cache_servers=(parse_address(address),),
+        remote=RemoteTierSettings(**files),
+        require_tiers=require,
     )
     [finding] = check_servers(tiers)
     return finding

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.engine.config.environment import OTHER_VARIABLES, read_environment
-from stratakv.engine.config.resolve import resolve
+from stratakv.engine.config.resolve import OTHER_VARIABLES, read_environment, resolve
 from stratakv.tiers.settings.values import ConfigError
 
 

@@ -111,8 +111,9 @@ def num_waiting(core: EngineCore) -> int:
 
 def come(core: EngineCore) -> int:
     """Blocks that have come for the request that waits."""
-    waits: Any = core._connector
-    return sum(wait.prompt.num_there for wait in waits.prompts_elsewhere._waits.values())
+    side: Any = core._connector
+    waits = [offload.wait for offload in side.requests.values() if offload.wait is not None]
+    return sum(wait.prompt.num_there for wait in waits)
 
 
 def check_left(*cores: EngineCore) -> None:

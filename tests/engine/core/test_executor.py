@@ -82,7 +82,7 @@ def test_what_a_refused_step_told_is_told_again(
         assert last.finished_request_ids == {"ends"}
         assert not last.num_scheduled_tokens
         core.step()
-        assert "ends" in core.scheduler._places.finished_ids
+        assert "ends" in core.scheduler._states.finished_ids
         core.add(request("b", prompt_of(30)))
         finish(core, [], 1)
         core.step()

@@ -563,8 +563,7 @@ def test_one_that_is_sent_back_while_its_mask_is_made_waits_for_it(
     ahead = core._grammars._ahead
     while not ahead.num_open:
         outputs += core.step()
-    core.scheduler._places.preempt(core.scheduler.requests["slow"])
-    core.scheduler._preempted_again.add("slow")  # which the next step tells the worker
+    core.scheduler._states.preempt(core.scheduler.requests["slow"])
     others = finish(core, outputs + core.add(request("free", prompt_of(30))), 1)
     assert others["free"].new_token_ids == greedy_reference(prompt_of(30), 6)
     (waiting,) = core.scheduler.requests.values()

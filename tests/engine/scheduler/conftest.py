@@ -324,7 +324,6 @@ def build_engine(
     scheduler = Scheduler(
         config,
         manager,
-        max_model_len=max_model_len,
         eos_token_ids=frozenset({EOS}),
         connector=tiers,
         fails_with_load=fails_with_load,

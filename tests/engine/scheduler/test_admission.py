@@ -181,7 +181,7 @@ def test_a_request_told_to_ask_again_steps_aside(
     engine.add("slow", prompt(6))
     engine.add("fast", prompt(6, 30), max_tokens=1)
     assert engine.step().num_scheduled_tokens == {"fast": 6}
-    assert [r.request_id for r in engine.scheduler._places.deferred] == ["slow"]
+    assert [r.request_id for r in engine.scheduler._states.deferred] == ["slow"]
     assert engine.step().num_scheduled_tokens == {}
     # Nothing to do until the tiers call, or a moment has passed.
     assert not engine.scheduler.has_runnable_work()

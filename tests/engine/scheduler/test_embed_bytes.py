@@ -36,5 +36,5 @@ def test_more_wait_for_memory(make_engine: MakeEngine, monkeypatch: pytest.Monke
     with pytest.raises(QueueFull):
         add(engine, "d", 4)
     engine.run_all()
-    assert engine.scheduler._places.embed_bytes == 0
+    assert engine.scheduler._states.embed_bytes == 0
     add(engine, "d", 4)

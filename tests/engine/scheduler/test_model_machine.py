@@ -29,12 +29,11 @@ from hypothesis import strategies as st
 
 from stratakv.connector.messages import EvictedBlock
 from stratakv.connector.page_names import group_suffix
-from stratakv.engine.cache.kv_block import KVCacheBlock
-from stratakv.engine.cache.kv_cache_coordinator import GroupBlocks
+from stratakv.engine.cache.kv_block import GroupBlocks, KVCacheBlock
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
 from stratakv.engine.request.request import Request
 from stratakv.engine.request.sampling_params import SamplingParams
-from stratakv.engine.scheduler import places as places_module
+from stratakv.engine.scheduler import request_states as states_module
 from stratakv.engine.scheduler import scheduler as scheduler_module
 from stratakv.engine.scheduler.output import SchedulerOutput
 from stratakv.engine.scheduler.pins import PIN_SECONDS, Pin
@@ -281,21 +280,20 @@ class Life:
     def checked_order(self) -> SchedulerOutput:
         """Who begins overtakes no equal, unless that one stands aside. Who is away for a load holds
         nothing that a step has yet to write."""
-        output, places = self.schedule(), self.scheduler._places
+        output, states = self.schedule(), self.scheduler._states
         self.evicted += self.tiers.stores
-        tables = self.engine.manager._coordinator.tables
-        for each in places.loading.unfinished():
-            assert all(map(self.are_written, tables(each.request_id)))
-        aside = {each.request_id for queue in (places.deferred, places.skipped) for each in queue}
-        aside |= places.loading._waiting.keys()
-        self.order = [name for name in self.order if name in places.requests and name not in aside]
+        tables = self.engine.manager.tables
+        requests, loading = self.scheduler.requests, states.loads.blocking
+        for each in loading:
+            assert each.is_finished or all(map(self.are_written, tables(each.request_id)))
+        aside = {each.request_id for queue in (states.deferred, states.skipped) for each in queue}
+        aside |= {each.request_id for each in loading}
+        self.order = [name for name in self.order if name in requests and name not in aside]
         for name in (each.request_id for each in output.new_requests):
             if name in self.order:
                 at = self.order.index(name)
-                one = places.requests[self.order.pop(at)]
-                assert not any(
-                    self.are_equal(places.requests[other], one) for other in self.order[:at]
-                )
+                one = requests[self.order.pop(at)]
+                assert not any(self.are_equal(requests[other], one) for other in self.order[:at])
         return output
 
     def are_written(self, blocks: Iterable[KVCacheBlock]) -> bool:
@@ -307,13 +305,13 @@ class Life:
 
     def now(self) -> dict[str, Sequence[Sequence[int]]]:
         """The tables of all who may hold blocks."""
-        places = self.scheduler._places
+        states = self.scheduler._states
         kept = {pin.holder for pin in self.pins()}
-        names = {*places.requests, *places.loading._waiting, *kept}
+        names = {*states._requests, *kept}
         return {name: self.engine.manager.get_block_ids(name) for name in sorted(names)}
 
     def pins(self) -> list[Pin]:
-        pins = self.scheduler._places.pins
+        pins = self.scheduler._states.pins
         return [] if pins is None else list(pins.jobs.values())
 
     def num_told(self) -> int:
@@ -365,7 +363,7 @@ class Life:
         """While a request runs, a place of its table keeps its block or loses it. What the next
         token reads is held, and of a window no more than it and a step."""
         before, self.tables = self.tables, {}
-        for request in self.scheduler._places.running:
+        for request in self.scheduler._states.running:
             tables = self.engine.manager.get_block_ids(request.request_id)
             run = request.request_id, request.num_preemptions
             self.tables[run] = tables
@@ -419,7 +417,7 @@ def test_a_scheduler_is_what_its_model_says(seed: int, scale: str) -> None:
     def live(start: int, ways: int, acts: list[int]) -> None:
         clock = Clock()
         with ExitStack() as patches:
-            for module in (places_module, scheduler_module):
+            for module in (states_module, scheduler_module):
                 patches.enter_context(patch.object(module, "time", clock))
             life = Life(Number(start), Number(ways), clock)
             for act in acts:

@@ -13,7 +13,7 @@ import pytest
 from stratakv.engine.request.request import Request
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.scheduler import pins as pins_module
-from stratakv.engine.scheduler import places as places_module
+from stratakv.engine.scheduler import request_states as states_module
 from stratakv.engine.scheduler import scheduler as scheduler_module
 from stratakv.engine.scheduler.pins import PIN_SECONDS, Pins, ToolEstimator
 from stratakv.tiers.settings.values import ConfigError
@@ -29,7 +29,7 @@ SIZE = 4
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (places_module, scheduler_module):
+    for module in (states_module, scheduler_module):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -63,7 +63,7 @@ def run(engine: Engine, request: Request, tool: str = "") -> list[int]:
 
 
 def pins_of(engine: Engine) -> Pins:
-    pins = engine.scheduler._places.pins
+    pins = engine.scheduler._states.pins
     assert pins is not None
     return pins
 
@@ -201,7 +201,7 @@ def test_jobs_with_a_pin_come_first_and_go_back_last(make_engine: MakeEngine) ->
     while engine.scheduler.requests:
         order += [each.request_id for each in engine.step().new_requests]
     assert order == ["w", "x", "y"]
-    policy = engine.scheduler._places.policy
+    policy = engine.scheduler._context.policy
     warm, cold = turn("m", [1], job="warm"), turn("n", [1], job="cold")
     assert b"\0warm" in policy.warm_jobs
     assert policy.victim([cold, warm]) is cold

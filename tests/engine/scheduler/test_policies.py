@@ -153,13 +153,13 @@ def test_deferred_requests_do_not_go_before_more_important_ones(
 ) -> None:
     tiers = DictTiers(random.Random(0))
     engine = make_engine(policy="priority", tiers=tiers, max_num_seqs=1)
-    places = engine.scheduler._places
+    states = engine.scheduler._states
     important, deferred = request("a", 0), request("b", 3)
     engine.scheduler.add_request(deferred)
-    assert places.waiting.remove_request(deferred)
-    places.deferred.add(deferred)
+    assert states.waiting.remove_request(deferred)
+    states.deferred.add(deferred)
     engine.scheduler.add_request(important)
-    while not (places.running or places.loading.num_waiting):
+    while not (states.running or states.loads.blocking):
         engine.step()
     assert important.status.name in ("RUNNING", "WAITING_FOR_REMOTE_KVS")
     assert important.num_computed_tokens > 0

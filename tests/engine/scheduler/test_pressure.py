@@ -21,7 +21,7 @@ def tokens(length: int, first: int) -> list[int]:
 
 
 def running(engine: Any) -> list[str]:
-    return [request.request_id for request in engine.scheduler._places.running]
+    return [request.request_id for request in engine.scheduler._states.running]
 
 
 def step(engine: Any, times: int = 1) -> None:

@@ -133,8 +133,8 @@ def check_invariants(engine: Any) -> None:
     """References are tables, and what nobody holds is in the queue."""
     pool = engine.manager.pool
     references = [0] * pool.num_blocks
-    places = engine.scheduler._places
-    holders = {*places.requests, *places.loading._waiting}
+    states = engine.scheduler._states
+    holders = states._requests
     tables = {name: engine.manager.get_block_ids(name) for name in holders}
     for of_groups in tables.values():
         for table in of_groups:
@@ -147,20 +147,20 @@ def check_invariants(engine: Any) -> None:
     assert pool.num_free == references[1 : pool.num_usable + 1].count(0)
     queued = sorted(block.block_id for block in pool.free_queue)
     assert queued == [block.block_id for block in pool.blocks[1:] if not references[block.block_id]]
-    assert len(places.running) <= engine.scheduler.config.max_num_seqs
-    waiting = [*places.waiting, *places.skipped, *places.deferred]
+    assert len(states.running) <= engine.scheduler.config.max_num_seqs
+    waiting = [*states.waiting, *states.skipped, *states.deferred]
     assert (
         len(waiting)
         == len(set(waiting))
-        == len(places.requests) - len(places.running) - (places.loading.num_unfinished)
+        == states.num_unfinished - len(states.running) - states.num_loading
     )
     held = {request.request_id for request in waiting if tables[request.request_id][0]}
-    assert held == set(places.loaded)
+    assert held == {request.request_id for request in states.loaded}
     if engine.scheduler.config.reserve == "full":
         assert engine.scheduler.counts["preemptions"] == 0
-        holders = [*places.running, *places.loaded.values(), *places.loading.unfinished()]
+        holders = [*states.running, *states.loaded, *states.loads.blocking]
         wanted = {each.request_id: each.max_num_tokens - 1 for each in holders}
-        if places.loading.num_waiting == places.loading.num_unfinished:  # else one goes first
+        if not any(each.is_finished for each in states.loads.blocking):  # else one goes first
             assert engine.manager.num_reserved(wanted) <= pool.num_free
 
 
@@ -175,8 +175,8 @@ def check_end(
     assert engine.manager.pool.is_idle
     assert engine.manager.pool.num_free == engine.manager.pool.num_usable
     assert all(block.ref_cnt == 0 for block in engine.manager.pool.blocks)
-    assert engine.scheduler._places.progress == {}
-    assert engine.scheduler._places.loading.num_overlapped == 0
+    assert not engine.scheduler._states._requests
+    assert engine.scheduler._states.loads.num_overlapped == 0
     assert not (engine.tiers and engine.tiers.overlapped)
     for name, (tokens, max_tokens) in prompts.items():
         told = engine.outputs[name]

@@ -87,7 +87,7 @@ def check_life(rng: random.Random, make_engine: Any, tiers: Any, say: Any) -> No
 
 
 def begun(scheduler: Any) -> list[Any]:
-    running = scheduler._places.running
+    running = scheduler._states.running
     return [r for r in scheduler.requests.values() if r.num_preemptions or r in running]
 
 

@@ -144,7 +144,7 @@ def test_what_is_lost_by_giving_a_load_up(
 
 
 def test_the_longest_loss_counts_and_of_equal_ones_the_last() -> None:
-    progress = Progress(frozenset())
+    progress = Progress()
     progress.lose(8, "preemption")
     progress.lose(4, "load_failed")
     assert (progress.lost_tokens, progress.lost_cause) == (8, "preemption")

@@ -44,7 +44,7 @@ class CheckedTrace(StepTrace):
         scheduler = self.engine.scheduler
         self.reasons[f"{decision.value} {cause}" if decision is Decision.WAITS else ""] += 1
         if decision is Decision.WAITS:
-            assert request not in scheduler._places.running
+            assert request not in scheduler._states.running
             if cause == Obstacle.SEATS.value:
                 assert scheduler.num_running == LIMITS["max_num_seqs"]
             elif cause == Obstacle.ROOM.value:

@@ -351,7 +351,7 @@ def test_a_request_is_taken_back_out_of_a_step(make_engine: MakeEngine) -> None:
     assert step.budget == 64 - 1
     assert (engine.table("a"), pool.num_free, request.num_computed_tokens) == before
     assert not any(pool.blocks[i].block_hash for i in before[0][request.num_computed_tokens // 4 :])
-    assert list(step.build_output(set(), None).num_scheduled_tokens) == ["b"]
+    assert list(step.build_output(set(), set(), None).num_scheduled_tokens) == ["b"]
     with pytest.raises(KeyError):
         step.revoke(request)
     # It gets the same again, name included.
@@ -375,7 +375,7 @@ def test_what_another_request_has_found_is_not_taken_back(make_engine: MakeEngin
     step.start(reader, 1)
     with pytest.raises(RuntimeError, match="were found by other requests"):
         step.revoke(owner)
-    assert list(step.entries) == ["owner", "reader"]
+    assert [entry.request for entry in step.entries] == [owner, reader]
     step.revoke(reader)
     step.revoke(owner)
     assert manager.pool.is_idle

@@ -10,6 +10,7 @@ import pytest
 from stratakv.tiers.admission import AdmissionFilter
 from stratakv.tiers.base import Answer
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.hierarchy_options import HierarchyOptions
 from stratakv.tiers.policies.lru import LruPolicy
 from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.testing.memory_store import MemoryStore
@@ -173,7 +174,9 @@ def test_a_shared_store_gets_every_block_at_once_and_the_other_one_in_need() -> 
     shared.is_shared = True
     slab = CpuSlab(LAYOUT, 16 * LAYOUT.slot_bytes, populate_threads=1)
     admission = Refusing()
-    hierarchy = Hierarchy(slab, [own, shared], wakeup=lambda: None, admission=admission)
+    hierarchy = Hierarchy(
+        slab, [own, shared], wakeup=lambda: None, options=HierarchyOptions(admission=admission)
+    )
     ticket = hierarchy.begin_store(keys(1, 2))
     hierarchy.end_store(ticket, ok=True)
     hierarchy.poll()

@@ -12,6 +12,7 @@ import pytest
 from stratakv.tiers.hierarchy.breaker import MAX_PROBES
 from stratakv.tiers.hierarchy.guarded_store import GuardedStore, Traffic
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.hierarchy_options import HierarchyOptions
 from stratakv.tiers.hierarchy.writes import LATE_SHARE, STALL_SECONDS, Writes
 from stratakv.tiers.mailbox import Mailbox
 from stratakv.tiers.slab.cpu_slab import CpuSlab
@@ -34,7 +35,10 @@ class Drill:
         self.store = FaultyStore(inner, parse_faults(faults))
         self.woken = 0
         self.hierarchy = Hierarchy(
-            self.slab, [self.store], wakeup=self._wake, write_seconds=WRITE_SECONDS
+            self.slab,
+            [self.store],
+            wakeup=self._wake,
+            options=HierarchyOptions(write_seconds=WRITE_SECONDS),
         )
 
     def _wake(self) -> None:
@@ -95,7 +99,8 @@ def test_one_alarm_stands_for_all_that_is_being_written() -> None:
     slab = CpuSlab(LAYOUT, 4 * LAYOUT.slot_bytes, populate_threads=1)
     store, mailbox = HeldStore(), NoisyMailbox()
     store.hold_stores = True
-    guarded = GuardedStore(store, mailbox, read_seconds=1.0, write_seconds=WRITE_SECONDS)
+    options = HierarchyOptions(read_seconds=1.0, write_seconds=WRITE_SECONDS)
+    guarded = GuardedStore(store, mailbox, options)
     writes, alarms, traffic = Writes(slab, guarded), mailbox.alarms, guarded.traffic
     for number in range(3):
         slots = slab.reserve(keys(number))
@@ -191,7 +196,12 @@ def test_a_flush_writes_to_the_others_all_that_it_can() -> None:
     slab = CpuSlab(LAYOUT, SLOTS * LAYOUT.slot_bytes, populate_threads=1)
     hung, good = HeldStore(), MemoryStore(LAYOUT, 10**6, name="net")
     hung.hold_stores = True
-    hierarchy = Hierarchy(slab, [hung, good], wakeup=lambda: None, write_seconds=WRITE_SECONDS)
+    hierarchy = Hierarchy(
+        slab,
+        [hung, good],
+        wakeup=lambda: None,
+        options=HierarchyOptions(write_seconds=WRITE_SECONDS),
+    )
     hierarchy.end_store(hierarchy.begin_store(keys(*range(40))), ok=True)
     assert not hierarchy.flush(60.0)
     assert good.stats().blocks == 40

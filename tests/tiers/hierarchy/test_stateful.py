@@ -34,6 +34,7 @@ from stratakv.tiers.block import BlockLayout, pack_key
 from stratakv.tiers.contract import payload_of
 from stratakv.tiers.errors import TierError
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy, StoreTicket
+from stratakv.tiers.hierarchy.hierarchy_options import HierarchyOptions
 from stratakv.tiers.hierarchy.promotions import LoadTicket
 from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.ssd import SsdStore
@@ -96,7 +97,10 @@ class Tiers(RuleBasedStateMachine):
         self.seed += 1
         self.store = FaultyStore(ssd, self.plan, seed=self.seed)
         self.hierarchy = Hierarchy(
-            self.slab, [self.store], wakeup=self.woken.set, inclusive=self.inclusive
+            self.slab,
+            [self.store],
+            wakeup=self.woken.set,
+            options=HierarchyOptions(inclusive=self.inclusive),
         )
 
     @rule(prompts=st.lists(PREFIXES, min_size=1, max_size=6))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from stratakv.tiers.admission import AdmissionFilter
+from stratakv.tiers.admission import AdmissionFilter, AdmitAll
 from stratakv.tiers.base import Answer
 from stratakv.tiers.errors import TierBusy
 from stratakv.tiers.hierarchy.guarded_store import DAMAGED
@@ -197,7 +197,7 @@ def test_a_flush_does_not_write_down_what_was_forgotten(rig: Rig) -> None:
 
 def _full_rig(admission: AdmissionFilter | None = None) -> Rig:
     """64 slots, each with a block that the store has; batches of 8."""
-    rig = Rig(64, admission=admission)
+    rig = Rig(64, admission=AdmitAll() if admission is None else admission)
     for number in range(64):
         rig.put(number)
     assert sorted(rig.store.written) == keys(*range(64))

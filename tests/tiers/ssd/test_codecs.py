@@ -45,9 +45,6 @@ class Halving(Codec):
     def validate_layout(cls, layout: BlockLayout) -> None:
         pass
 
-    def error_bound(self) -> str:
-        return "the low byte"
-
     def encode(self, payload: memoryview, out: memoryview) -> int | None:
         size = len(payload) // 2
         out[:size] = bytes(payload)[1::2]

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ConnectorContext: what the parts of one connector's scheduler side have in common."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..tiers.hierarchy.hierarchy import Hierarchy
+from ..tiers.mailbox import Alarm
+from .copy_signal import CopySignal
+from .costs.economics import Choice, Economics
+from .costs.rates import PrefillRate, ReadTimes
+from .counters import OffloadCounters
+from .parts import Parts
+from .request_offload import RequestOffload
+
+
+@dataclass(slots=True, eq=False)
+class ConnectorContext:
+    """The tiers, the estimates and the records that the parts share. Each part is given all of it
+    and keeps what it works with. `prefill` is what computing costs, told by the part that runs
+    steps."""
+
+    hierarchy: Hierarchy
+    parts: Parts  # the blocks of a position
+    signal: CopySignal
+    choice: Choice = Choice.AUTO
+    prefill: PrefillRate = field(default_factory=PrefillRate)
+    economics: Economics = field(init=False)
+    read_times: ReadTimes = field(init=False)
+    alarm: Alarm = field(init=False)  # wakes the engine at a moment
+    counters: OffloadCounters = field(default_factory=OffloadCounters, init=False)
+    job_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
+    requests: dict[str, RequestOffload] = field(default_factory=dict, init=False)  # by id
+
+    def __post_init__(self) -> None:
+        self.economics = Economics(self.hierarchy, self.parts, self.choice, prefill=self.prefill)
+        self.read_times = ReadTimes(self.hierarchy, self.economics.links)
+        self.economics.queued = self.read_times.queued
+        self.alarm = Alarm(self.signal.wake)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefix finders: the longest hit of a request in the pool, for all cache groups of a model.
+
+    unitary   one manager, which decides alone
+    hybrid    a hit needs every group
+
+A hybrid hit is found by going round: each group shortens the length to one that is a hit for it,
+and the round ends when all agree. No longer hit is passed by, because a group takes the longest one
+that is not above what the others left.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from ...connector.page_names import group_suffix
+from ..models.layer_attention import LayerAttention
+from .block_pool import BlockPool
+from .group_manager import GroupManager
+from .kv_block import GroupBlocks, KVCacheBlock
+
+
+class PrefixFinder(ABC):
+    """Looks for blocks in the pool; changes nothing."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        groups: tuple[GroupManager, ...],
+        block_size: int,
+        *,
+        drops_last_hit: bool = False,
+    ) -> None:
+        """`groups` share no block with one another. `drops_last_hit`: see `KVCacheManager`."""
+        self.block_size = block_size
+        self._pool = pool
+        self._groups = groups
+        self._drops_last_hit = drops_last_hit
+        self._full_ids = tuple(g.group_id for g in groups if g.attention.is_full)
+
+    @abstractmethod
+    def find(self, digests: Sequence[bytes]) -> tuple[GroupBlocks, int]:
+        """Blocks of the longest known prefix, and its tokens; `digests` name the blocks to find,
+        head first. Null blocks stand where nothing is needed."""
+
+    def _without_last(self, find: Callable[[int], int], most: int) -> int:
+        """The longest hit of at most `most` blocks, or the longest that ends before its last."""
+        length = find(most)
+        return find(length - 1) if self._drops_last_hit and length else length
+
+    def _longest_local(
+        self, groups: tuple[GroupManager, ...], digests: Sequence[bytes], most: int
+    ) -> int:
+        """The longest hit, in blocks, of groups that all attend alike."""
+        suffixes = [group_suffix(group.group_id) for group in groups]
+        pool = self._pool
+
+        def is_there(index: int) -> bool:
+            digest = digests[index]
+            return all(pool.has(digest + suffix) for suffix in suffixes)
+
+        return groups[0].longest_hit(is_there, most)
+
+    def _local_blocks(
+        self, group: GroupManager, digests: Sequence[bytes], length: int
+    ) -> list[KVCacheBlock]:
+        """A hit of `length` blocks as a group needs it."""
+        pool, suffix = self._pool, group_suffix(group.group_id)
+        first = group.first_needed(length * self.block_size)
+        return [pool.null_block] * first + [pool.named(d + suffix) for d in digests[first:length]]
+
+
+class UnitaryPrefixFinder(PrefixFinder):
+    """One group, or several that share all blocks."""
+
+    def find(self, digests: Sequence[bytes]) -> tuple[GroupBlocks, int]:
+        if self._full_ids:
+            [found] = self._pool.get_cached_prefix(digests, self._full_ids)
+            if self._drops_last_hit and found:
+                del found[-1]
+            return (found,), len(found) * self.block_size
+        group = self._groups[0]
+        find = partial(self._longest_local, (group,), digests)
+        length = self._without_last(find, len(digests))
+        return (self._local_blocks(group, digests, length),), length * self.block_size
+
+
+class HybridPrefixFinder(PrefixFinder):
+    """Several groups, of one kind or of several."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        groups: tuple[GroupManager, ...],
+        block_size: int,
+        *,
+        drops_last_hit: bool = False,
+    ) -> None:
+        super().__init__(pool, groups, block_size, drops_last_hit=drops_last_hit)
+        kinds: dict[LayerAttention, list[GroupManager]] = {}
+        for group in groups:
+            if not group.attention.is_full:
+                kinds.setdefault(group.attention, []).append(group)
+        # Groups that attend alike are asked as one: what one needs, all need.
+        self._local = tuple(map(tuple, kinds.values()))
+
+    def find(self, digests: Sequence[bytes]) -> tuple[GroupBlocks, int]:
+        prefixes: GroupBlocks = ()
+        most = len(digests)
+        if self._full_ids:
+            # Any part of a prefix is one, so what full attention found only becomes shorter.
+            prefixes = self._pool.get_cached_prefix(digests, self._full_ids)
+            most = len(prefixes[0])
+        length = self._without_last(partial(self._agreed, digests), most)
+        for prefix in prefixes:
+            del prefix[length:]
+        if not self._local:
+            return prefixes, length * self.block_size
+        full = iter(prefixes)
+        blocks = [
+            next(full) if group.attention.is_full else self._local_blocks(group, digests, length)
+            for group in self._groups
+        ]
+        return tuple(blocks), length * self.block_size
+
+    def _agreed(self, digests: Sequence[bytes], most: int) -> int:
+        """The longest hit, in blocks, of all groups that see nearby tokens only."""
+        length = most
+        while True:
+            before = length
+            for groups in self._local:
+                length = self._longest_local(groups, digests, length)
+            if length == before or len(self._local) == 1:
+                return length

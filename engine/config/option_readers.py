@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readers of the values that options of the engine and of the servers take, beside those in
+`tiers/settings/readers.py`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+from ...tiers.settings import readers
+from ...tiers.settings.format import format_value
+from ...tiers.settings.values import ConfigError
+
+MAX_PORT = 65535
+ANY = "*"  # any origin, method or header
+_MAX_MARK_CHARACTERS = 256
+_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # what a method and a header may be
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
+_MOST_SECONDS = 3600
+
+
+def model_mark(called: str, value: Any) -> str:
+    """A text of a model, which may have line breaks in it."""
+    text = value if isinstance(value, str) else ""
+    lines = readers.text(called, text.replace("\n", " ").replace("\r", " "))
+    if len(lines) > _MAX_MARK_CHARACTERS:
+        raise ConfigError(
+            f"{called} takes a text of up to {_MAX_MARK_CHARACTERS} characters, not {len(lines)}"
+        )
+    return text
+
+
+def processor_names(called: str, value: Any) -> tuple[str, ...]:
+    """`module:Class`, several with commas between, as a list of them, or of classes."""
+    items = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    names: list[str] = []
+    for item in items:
+        if isinstance(item, type):
+            names.append(_importable(called, item))
+        elif not isinstance(item, str):
+            raise ConfigError(f"{called} takes module:Class or classes, not {format_value(item)}")
+        elif item.strip():
+            names.extend(readers.texts(called, item))
+    for name in names:
+        module, _, path = name.partition(":")
+        parts = [*module.split("."), *path.split(".")]
+        if not all(part.isidentifier() for part in parts):
+            raise ConfigError(
+                f"{called} takes module:Class, such as mypackage.processors:NoRepeat, not "
+                f"{format_value(name)}"
+            )
+    return tuple(names)
+
+
+def _importable(called: str, kind: type) -> str:
+    """The name by which another process finds this class."""
+    found: Any = sys.modules.get(kind.__module__)
+    for part in kind.__qualname__.split("."):
+        found = getattr(found, part, None)
+    if found is not kind:
+        raise ConfigError(
+            f"{called} holds {kind.__module__}.{kind.__qualname__}, which cannot be found by that "
+            "name; define the class at the top of a module"
+        )
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def generation_config(called: str, value: Any) -> str:
+    """`vllm`, which is vLLM's word for its own defaults, is none too."""
+    return readers.one_of("auto", "none")(called, "none" if value == "vllm" else value)
+
+
+def origins(called: str, value: Any) -> tuple[str, ...]:
+    """Origins as browsers send them: without a path, which would match none."""
+    names = readers.texts(called, value)
+    for origin in names:
+        if origin != ANY and not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"{called} takes * or origins such as https://example.org or http://localhost:3000 "
+                f"(no path, no slash at the end), not {format_value(origin)}"
+            )
+    return names
+
+
+def http_tokens(called: str, value: Any) -> tuple[str, ...]:
+    """Methods or headers."""
+    tokens = readers.texts(called, value)
+    for token in tokens:
+        if not _TOKEN.fullmatch(token):
+            raise ConfigError(
+                f"{called} takes * or names with commas between, not {format_value(token)}"
+            )
+    return tokens
+
+
+def http_header(called: str, value: Any) -> str:
+    """The name of a header, in small letters."""
+    name = readers.text(called, value).lower()
+    if not _TOKEN.fullmatch(name):
+        raise ConfigError(
+            f"{called} takes the name of a header such as X-Tenant, not {format_value(value)}"
+        )
+    return name
+
+
+def http_methods(called: str, value: Any) -> tuple[str, ...]:
+    """The names of HTTP methods, with commas between or as a list, in capitals."""
+    return tuple(method.upper() for method in http_tokens(called, value))
+
+
+def seconds_from_zero(called: str, value: Any) -> float:
+    """A time of an hour at most."""
+    seconds: float = readers.number(called, value)
+    if not 0 <= seconds <= _MOST_SECONDS:
+        raise ConfigError(f"{called} takes seconds from 0 to {_MOST_SECONDS}, not {seconds}")
+    return seconds

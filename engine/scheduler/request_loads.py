@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loads of requests: blocks that are on their way from a tier.
+
+A request with a *blocking* load waits: it holds its blocks, is in no queue and computes nothing. It
+leaves when the connector reports it, in one of these ways:
+
+    some or all tokens came   its computed part grows and is named; it goes on with its blocks
+    nothing came              it gives its blocks back and will compute, never asking again
+    a window lacks a block    it gives its blocks back, and asks for a shorter hit
+    its load was cancelled    it gives its blocks back and may load again: it was preempted
+    it ended meanwhile        its blocks are given back only now, because the copy wrote to them
+
+A request with an *overlapped* load runs. It computes from the front while blocks come from behind:
+
+    | computed |  this step  |  later, or loaded before  |  loaded  | prompt's rest |
+                             limit               load frontier      end
+
+Every token attends to all before it, so what was loaded is of use only once the compute frontier
+has come to it; then `num_computed_tokens` jumps to the end of it, and its blocks get their names.
+Until then such a request is a running one that gets fewer tokens than it could.
+"""
+
+from __future__ import annotations
+
+from ...connector.messages import LoadReport
+from ..cache.kv_block import GroupBlocks, page_tables
+from ..request.request import LoadKind, Request, RequestStatus
+from .context import SchedulerContext
+
+
+class RequestLoads:
+    """The loads of requests, blocking and overlapped: how they begin, meet and end."""
+
+    def __init__(self, context: SchedulerContext) -> None:
+        self._context = context
+        self._manager = context.manager
+        self._connector = context.connector
+        self._overlapped_loads = context.connector.overlapped_loads
+        # Requests with a blocking load, also those that have ended meanwhile.
+        self.blocking: list[Request] = []
+        self.num_overlapped = 0  # running requests whose frontiers have not met yet
+        # Requests some of whose blocks did not come with an overlapped load, and what kept them.
+        self._failures: list[tuple[Request, str]] = []
+
+    def begin_load(
+        self,
+        request: Request,
+        hits: GroupBlocks | None,
+        num_local_tokens: int,
+        num_external_tokens: int,
+        keep_free_blocks: int,
+        *,
+        overlapped: bool,
+    ) -> bool:
+        """Allocate the blocks of a load and hand them to the connector; an overlapped one may run
+        at once. False: no room, and nothing has changed."""
+        added = self._manager.allocate_slots(
+            request,
+            num_new_tokens=0,
+            num_new_computed_tokens=num_local_tokens,
+            new_computed_blocks=hits,
+            num_external_computed_tokens=num_external_tokens,
+            delay_cache_blocks=True,
+            keep_free_blocks=keep_free_blocks,
+        )
+        if added is None:
+            return False
+        request.num_computed_tokens = num_local_tokens
+        if overlapped:
+            request.progress.load = LoadKind.OVERLAPPED
+            self.num_overlapped += 1
+            self._context.counts["meetings"] += 1
+        else:
+            request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+            request.num_external_computed_tokens = num_external_tokens
+            self.add_cancelled(request)
+        block_ids = page_tables(added, self._manager.pool.width)
+        self._connector.begin_load(request, block_ids, num_external_tokens, overlapped=overlapped)
+        return True
+
+    def add_cancelled(self, request: Request) -> None:
+        """Keep a request that runs no more until the connector reports that no copy writes to its
+        blocks: a load that was cancelled is reported like any other."""
+        request.progress.load = LoadKind.BLOCKING
+        self.blocking.append(request)
+
+    def pop_reported(self, request: Request, report: LoadReport) -> None:
+        """End the blocking load of a request, which goes on with what came; one that has ended
+        gives its blocks back."""
+        request.progress.load = None
+        self.blocking.remove(request)
+        if request.is_finished:
+            self._manager.free(request)
+        else:
+            self._apply_load_report(request, report)
+
+    def most_tokens(self, request: Request) -> int:
+        """How many tokens a request may compute now, which without an overlapped load is all it
+        lacks. 0: it has to wait for a copy. Where the frontiers have met, it jumps."""
+        if request.progress.load is LoadKind.OVERLAPPED:
+            computed = request.num_computed_tokens
+            assert self._overlapped_loads is not None  # OVERLAP was answered
+            state = self._overlapped_loads.load_state(request.request_id, computed)
+            if state.failure:
+                self._failures.append((request, state.failure))
+            if state.is_copying or computed < state.load_frontier:
+                return state.limit - computed
+            self._end_overlap(request)
+        return request.num_tokens - request.num_computed_tokens
+
+    def stop_overlap(self, request: Request) -> bool:
+        """A request runs no more. True: a copy writes to its blocks, and they may not be given back
+        before the connector reports it."""
+        if request.progress.load is not LoadKind.OVERLAPPED:
+            return False
+        return self._take_report(request) is None
+
+    def take_failures(self) -> list[tuple[Request, str]]:
+        """Requests some of whose blocks did not come with an overlapped load, and what kept them;
+        each failure once, and some requests may have ended."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def _take_report(self, request: Request) -> LoadReport | None:
+        """End an overlapped load. None: a copy still writes to the request's blocks."""
+        request.progress.load = None
+        self.num_overlapped -= 1
+        assert self._overlapped_loads is not None  # as above
+        report = self._overlapped_loads.end_load(request.request_id)
+        if report is not None and report.failure:
+            self._failures.append((request, report.failure))
+        return report
+
+    def _apply_load_report(self, request: Request, report: LoadReport) -> None:
+        loaded = min(report.num_loaded_tokens, request.num_external_computed_tokens)
+        request.status = RequestStatus.WAITING
+        request.num_external_computed_tokens = loaded
+        if loaded > 0 and self._manager.can_go_on(request, request.num_computed_tokens + loaded):
+            request.num_computed_tokens += loaded
+            self._manager.cache_blocks(request, request.num_computed_tokens)
+        else:
+            # Without its blocks it is admitted like any other request, hits included. So is one
+            # with a window of which not all came: its load brought what its end reads, and no more.
+            request.num_external_computed_tokens = report.num_loaded_tokens = 0
+            report.tokens_by_tier = {}
+            self._manager.free(request)
+            request.num_computed_tokens = 0
+            request.external_load_failed = not (report.is_cancelled or report.shorter_tokens)
+
+    def _end_overlap(self, request: Request) -> None:
+        """The frontiers have met: all that is left of its blocks has been loaded."""
+        report = self._take_report(request)
+        if report is None or report.num_loaded_tokens == 0:
+            return  # nothing came, and all has been computed
+        context, tokens = self._context, report.tokens_by_tier
+        context.count_reused(tokens, request.num_computed_tokens)
+        context.observer.hit(request, tokens)
+        request.num_computed_tokens += report.num_loaded_tokens
+        request.num_external_computed_tokens = report.num_loaded_tokens
+        self._manager.cache_blocks(request, request.num_computed_tokens)
+        if request.num_preemptions > 0:
+            context.counts["resumed_by_load"] += report.num_loaded_tokens
+        elif request.progress.first_token is None:
+            request.num_cached_tokens += report.num_loaded_tokens
+            request.cached_tokens_by_tier = {**request.cached_tokens_by_tier, **tokens}
+            for tier, num_tokens in tokens.items():
+                context.counts[f"cached_tokens_{tier}"] += num_tokens

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The states of all requests, and the moves between them that give blocks back.
+
+    waiting   arrived or preempted; holds no blocks
+    deferred  as waiting, but the tiers told it to ask again; asked in turns, before the others
+    skipped   as waiting, but its load has ended; asked before `waiting`
+    loading   its load is under way; holds blocks, is in no queue
+    running   holds blocks, gets tokens; the loads of some are overlapped (`request_loads.py`)
+
+A request's own notes are in its record (`Request`, with its `Progress`). Here is who is in which
+state, and in which order.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+
+from ...connector.messages import LoadReport
+from ..observer import Decision
+from ..request.request import LoadKind, Request, RequestStatus
+from .context import SchedulerContext
+from .pins import Pins
+from .request_loads import RequestLoads
+
+_log = logging.getLogger(__name__)
+
+_ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+class RequestStates:
+    """One record a request, by id, and the order of the requests in each state."""
+
+    def __init__(self, context: SchedulerContext) -> None:
+        self.context = context
+        # Until they have ended, and no copy writes to their blocks.
+        self._requests: dict[str, Request] = {}
+        self.num_unfinished = 0
+        self.embed_bytes = 0  # of the prompt embeddings of unfinished requests
+        self.running: list[Request] = []
+        make_queue = context.policy.make_queue
+        self.waiting, self.deferred, self.skipped = make_queue(), make_queue(), make_queue()
+        # Waiting requests that hold loaded blocks, in the order in which their loads ended.
+        self.loaded: list[Request] = []
+        self.loads = RequestLoads(context)
+        # The worker has not been told yet: requests that have ended, and that were sent back.
+        self.finished_ids: set[str] = set()
+        self.preempted_ids: set[str] = set()
+        self._has_ended = False  # some request, since the last sweep
+        self.num_departed = 0  # requests that have ended or were sent back
+        self.pins: Pins | None = None
+        if context.policy.pins_turns:
+            self.pins = Pins(context)
+            context.policy.warm_jobs = self.pins.jobs
+
+    @property
+    def unfinished(self) -> dict[str, Request]:
+        """The unfinished requests by id."""
+        return {
+            request_id: request
+            for request_id, request in self._requests.items()
+            if not request.is_finished
+        }
+
+    @property
+    def num_waiting(self) -> int:
+        """Unfinished requests that do not run, loading ones among them."""
+        return self.num_unfinished - len(self.running)
+
+    @property
+    def num_loading(self) -> int:
+        """Unfinished requests that wait for the end of a load."""
+        num_ended = len(self._requests) - self.num_unfinished
+        return len(self.loads.blocking) - num_ended
+
+    @property
+    def num_deferred(self) -> int:
+        """Waiting requests that wait for a load or an answer of the tiers, not for room."""
+        return len(self.deferred) + self.num_loading
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether the id is in use, if only by a copy into the blocks of an ended request."""
+        return request_id in self._requests
+
+    def find_unfinished(self, request_id: str) -> Request | None:
+        """The unfinished request with this id; None: there is none."""
+        request = self._requests.get(request_id)
+        return None if request is None or request.is_finished else request
+
+    def enter(self, request: Request) -> None:
+        """A new request waits."""
+        self._requests[request.request_id] = request
+        self.num_unfinished += 1
+        self.embed_bytes += request.embed_bytes
+        self.waiting.add(request)
+        self.context.observer.decision(request, Decision.QUEUED)
+
+    def take_reports(self, reports: Iterable[LoadReport]) -> list[tuple[Request, LoadReport]]:
+        """Requests whose loads have ended wait for their turns, with what came of their blocks;
+        those that go on, each with its report."""
+        going_on = []
+        for report in reports:
+            request = self._requests.get(report.request_id)
+            if request is None or request.progress.load is not LoadKind.BLOCKING:
+                # Nothing here depends on it, and a fault of the connector may cost no more.
+                _log.warning(
+                    "a load was reported for %s, which does not wait for one", report.request_id
+                )
+                continue
+            self.loads.pop_reported(request, report)
+            if request.is_finished:
+                del self._requests[request.request_id]
+                continue
+            if request.num_computed_tokens > 0:
+                self.loaded.append(request)
+            self.skipped.add(request)
+            going_on.append((request, report))
+        return going_on
+
+    def preempt(self, request: Request, taker: Request | None = None) -> None:
+        """Send a running request back to the head of the queue; or to the loading ones, where a
+        copy still writes to its blocks, which it then keeps until it ends. `taker` needs the room;
+        None: memory pressure."""
+        running = self.running
+        if running[-1] is request:
+            running.pop()
+        else:
+            running.remove(request)
+        if self.loads.stop_overlap(request):
+            request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+            self.loads.add_cancelled(request)
+        else:
+            self.context.manager.free(request)
+            request.status = RequestStatus.PREEMPTED
+            self.waiting.prepend(request)
+        request.progress.lose(min(request.num_computed_tokens, request.num_tokens), "preemption")
+        request.num_computed_tokens = 0
+        request.num_placeholders = 0
+        request.num_external_computed_tokens = 0
+        request.num_preemptions += 1
+        self.preempted_ids.add(request.request_id)
+        self.num_departed += 1
+        self.context.counts["preemptions"] += 1
+        self.context.observer.decision(
+            request, Decision.PREEMPTED, "" if taker is None else taker.request_id
+        )
+
+    def release_pin(self, request: Request) -> bool:
+        """Give up the oldest pin, because `request` lacks room; whether there was one."""
+        return self.pins is not None and self.pins.release_oldest(spare=request.job)
+
+    def release_pin_for_start(self, request: Request) -> bool:
+        """As `release_pin`, for a request that is about to be let in. Where no tier has what a pin
+        gives up, it takes no room from pins while others run, unless its own job has one: they are
+        there to keep new requests out."""
+        pins = self.pins
+        if pins is None:
+            return False
+        may_take = self.context.connector.has_tiers or not self.running or request.job in pins
+        return may_take and self.release_pin(request)
+
+    def give_up_last_load(self, spare: Request) -> bool:
+        """Take the blocks of a request whose load has ended, whose turn is the last (first come,
+        first served: whose load ended last), `spare` excepted; whether there was one. It stays in
+        its queue and will look for its prefix again."""
+        loaded = [request for request in self.loaded if request is not spare]
+        if not loaded:
+            return False
+        request = self.context.policy.victim(loaded)
+        self.loaded.remove(request)
+        self.context.manager.free(request)
+        progress = request.progress
+        progress.lose(request.num_computed_tokens, "load_given_up")
+        progress.loaded_by_tier = {}
+        request.num_computed_tokens = 0
+        request.num_external_computed_tokens = 0
+        if request.num_cached_tokens < 0:
+            request.cached_tokens_by_tier = {}
+        self.context.counts["loads_given_up"] += 1
+        self.context.observer.decision(request, Decision.LOAD_GIVEN_UP, spare.request_id)
+        return True
+
+    def drop_blocks(self, request: Request, cause: str) -> None:
+        """Nobody is to find the blocks of a request again, in the pool or in a tier: one of them
+        may be what is wrong. They are counted under `cause`."""
+        keys = self.context.manager.drop_names(request)
+        if keys:
+            self.context.connector.invalidate_blocks(keys, cause)
+
+    def mark_finished(self, request: Request, status: RequestStatus) -> None:
+        """A request is finished, in whatever state. `sweep` must follow before the next step."""
+        context, request_id, before = self.context, request.request_id, request.status
+        was_running = before is RequestStatus.RUNNING
+        request.status = status
+        self.num_unfinished -= 1
+        self.embed_bytes -= request.embed_bytes
+        self.finished_ids.add(request_id)
+        self._has_ended = True
+        self.num_departed += 1
+        context.counts[f"ended_{status.finish_reason}"] += 1
+        context.observer.decision(request, Decision.FINISHED, status.finish_reason or "")
+        if request.hands_over and was_running and request.num_output_tokens == 1:
+            context.manager.name_tail(request)
+        context.connector.request_finished(request_id)
+        if before is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return  # a copy may be writing to its blocks; they are given back when it is reported
+        if was_running and self.loads.stop_overlap(request):
+            self.loads.add_cancelled(request)
+            return
+        del self._requests[request_id]
+        is_pinned = False
+        if self.pins is not None and was_running and status in _ENDED_WELL:
+            is_pinned = self.pins.pin_turn(request, time.monotonic())
+        if not is_pinned:
+            context.manager.free(request)
+        if not was_running:
+            if request in self.loaded:
+                self.loaded.remove(request)
+            any(
+                queue.remove_request(request)
+                for queue in (self.waiting, self.skipped, self.deferred)
+            )
+
+    def tell_again(self, finished_ids: set[str], preempted_ids: set[str]) -> None:
+        """The worker may not have listened: it is told once more who has ended and who was sent
+        back. It does no harm to hear that twice."""
+        self.finished_ids |= finished_ids
+        again = self.preempted_ids | preempted_ids
+        self.preempted_ids = {each for each in again if self.find_unfinished(each) is not None}
+
+    def sweep(self) -> None:
+        """Take finished requests out of `running`, all at once."""
+        if not self._has_ended:
+            return
+        self._has_ended = False
+        self.running[:] = [request for request in self.running if not request.is_finished]
