@@ -23,6 +23,7 @@ from check_jsonschema.builtin_schemas import get_builtin_schema
 from cryptography import x509
 
 from stratakv.engine.cli import route, serve
+from stratakv.engine.config.cache_server_options import CacheServerOptions
 from stratakv.engine.config.offload_config import OffloadConfig
 from stratakv.tiers.settings.values import ConfigError
 
@@ -217,7 +218,7 @@ def test_the_user_is_that_of_the_image() -> None:
 def test_probes_ask_what_is_there(workload: Workload) -> None:
     settings, container = settings_of(workload), workload.container
     named = {port["name"]: port["containerPort"] for port in container["ports"]}
-    port = settings["port"] if isinstance(settings, dict) else getattr(settings, "port", 8000)
+    port = getattr(settings, "port", 8000)
     assert next(iter(named.values())) == port
     has_tls = any(word.startswith("--ssl-certfile=") for word in container["args"])
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -242,7 +243,7 @@ def end_seconds(words: list[str]) -> float:
     settings = parse(words)
     if words[0] == "route":
         return float(settings.drain_seconds + route._LAST_WORDS_SECONDS)
-    return float(settings["drain_seconds"])
+    return float(settings.drain_seconds)
 
 
 def test_they_may_take_as_long_to_end_as_they_need(workload: Workload) -> None:
@@ -265,9 +266,9 @@ def check_memory(workload: Workload) -> None:
     if workload.name == "stratakv-proxy":
         assert limit >= GIB
         return
-    if isinstance(settings, dict):
+    if isinstance(settings, CacheServerOptions):
         assert size(resources["requests"]["memory"]) == limit
-        assert limit >= settings["cpu_bytes"] + GIB
+        assert limit >= settings.cpu_bytes + GIB
         return
     slab = settings.offload.cpu.capacity_bytes
     pool = settings.cache.memory_bytes or 0
@@ -287,7 +288,7 @@ def test_memory_of_services_is_enough() -> None:
             settings = parse(whole["command"])
             limit = size(limits["memory"])
             if service == "cache":
-                assert limit >= settings["cpu_bytes"] + GIB
+                assert limit >= settings.cpu_bytes + GIB
             elif service != "proxy":
                 pool = settings.cache.memory_bytes or 0
                 assert limit >= settings.offload.cpu.capacity_bytes + pool + 2 * GIB

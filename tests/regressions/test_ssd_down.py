@@ -8,11 +8,14 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from stratakv.connector.costs.calibration import in_words
 from stratakv.connector.costs.economics import Economics
+from stratakv.connector.parts import Parts
 from stratakv.engine.cli.serve import _tell_start
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL, engine_config
 from stratakv.engine.config.server_options import ServerConfig
@@ -78,7 +81,8 @@ def test_u05_no_cache_server_is_told_as_well(
 
 
 def test_u05_estimates_of_what_is_up_stay() -> None:
-    economics = Economics(["cpu", "ssd"], 16, 1000)
+    hierarchy: Any = SimpleNamespace(tiers=["cpu", "ssd"], block_bytes=1000)
+    economics = Economics(hierarchy, Parts(16))
     economics.prefill.record_prefill(1000, 0, 0.1)
     assert in_words(economics, ["ssd"]).startswith("prefill 10,000 tokens/s, cpu loads 4 GB/s")
     assert in_words(economics, ["ssd"]).endswith("(cpu)")
