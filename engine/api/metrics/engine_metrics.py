@@ -98,10 +98,6 @@ class Metrics:
             (*LABELS, "finished_reason"), registry=self.registry,
         )  # fmt: skip
 
-    def track_request(self, arrival_seconds: float, num_prompt_tokens: int) -> Watch:
-        """Begin to follow a request."""
-        return Watch(self, arrival_seconds, num_prompt_tokens)
-
     def count_prompt(self, num_tokens: int, num_cached: int, by_tier: dict[str, int]) -> None:
         """The prompt of one request has been read, `num_cached` tokens of it without computing."""
         self.prompt_tokens.inc(num_tokens)
