@@ -144,7 +144,7 @@ class Front:
         ]
 
     def _num_kept_tokens(self, asked: int | None, max_tokens: int | None) -> int | None:
-        """How many of a prompt's last tokens `truncate_prompt_tokens` keeps."""
+        """The number of a prompt's last tokens that `truncate_prompt_tokens` keeps."""
         most = self.max_prompt_tokens
         if asked is None:
             return None

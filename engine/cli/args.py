@@ -155,12 +155,10 @@ def add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def log_level(args: argparse.Namespace) -> str:
-    """The log level that holds."""
     return str(getattr(args, "log_level", args.default_log_level))
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """The settings from all layers."""
     settings: Settings = getattr(args, _SETTINGS)
     return settings
 

@@ -65,16 +65,10 @@ class ChatAnswer(Answer):
             )
             for part in parts
         ]
-        name, of_prompt = self.front.model_name, self._prompt_logprobs(parts[0])
+        name, handed = self.front.model_name, kv_params_of(parts)
+        of_prompt = self._prompt_logprobs(parts[0])
         return ChatCompletion(
-            self.answer_id,
-            "chat.completion",
-            self.created,
-            name,
-            choices,
-            usage,
-            of_prompt,
-            kv_params_of(parts),
+            self.answer_id, "chat.completion", self.created, name, choices, usage, of_prompt, handed
         )
 
     def chunk(self, parts: list[Part], usage: UsageField) -> ChatChunk:
@@ -91,14 +85,9 @@ class ChatAnswer(Answer):
             )
             for part in parts
         ]
+        name, handed = self.front.model_name, kv_params_of(parts)
         return ChatChunk(
-            self.answer_id,
-            "chat.completion.chunk",
-            self.created,
-            self.front.model_name,
-            choices,
-            usage,
-            kv_params_of(parts),
+            self.answer_id, "chat.completion.chunk", self.created, name, choices, usage, handed
         )
 
     def _message(self, part: Part) -> AssistantMessage:

@@ -52,15 +52,10 @@ class CompletionAnswer(Answer):
         return self.chunk(parts, usage)
 
     def chunk(self, parts: list[Part], usage: UsageField) -> Completion:
-        name, choices = self.front.model_name, [self._choice(part) for part in parts]
+        choices = [self._choice(part) for part in parts]
+        name, handed = self.front.model_name, kv_params_of(parts)
         return Completion(
-            self.answer_id,
-            "text_completion",
-            self.created,
-            name,
-            choices,
-            usage,
-            kv_params_of(parts),
+            self.answer_id, "text_completion", self.created, name, choices, usage, handed
         )
 
     def _choice(self, part: Part) -> CompletionChoice:

@@ -44,8 +44,6 @@ class Embedding(msgspec.Struct):
 
 
 class EmbeddingList(msgspec.Struct):
-    """The whole answer."""
-
     id: str
     object: Literal["list"]
     created: int
@@ -55,7 +53,6 @@ class EmbeddingList(msgspec.Struct):
 
 
 async def create_embeddings(front: Front, http: Request) -> ASGIApp:
-    """The route."""
     arrival_seconds = time.monotonic()
     request, _ = await read_request(http, front.settings, _decoder)
     front.check_model(request.model)

@@ -34,7 +34,7 @@ class Rendering:
         return text, await self.template.probe.left_out(text, seen, shape, self._prompt)
 
     async def call_form(self) -> CallForm:
-        """How the template is to be given calls in this conversation."""
+        """The form in which the template is given the calls of this conversation."""
         return await self.template.probe.call_form(self._plain, tools=bool(self.tools))
 
     async def takes_both(self, one: str, other: str) -> bool:
