@@ -24,7 +24,7 @@ from .hierarchy.hierarchy_options import HierarchyOptions
 from .mac_key import MacKey, read_mac_key
 from .policies.known_policies import policy_factory
 from .registry import TierRequest, open_tier
-from .reopening_store import open_or_wait
+from .reopening_store import DiskStore, ReopeningStore
 from .slab.cpu_slab import CpuSlab
 from .ssd.disk_array import Disk, SeveralDisks
 from .ssd.store import SsdStore
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from .remote.peer_tier import PeerTier
     from .remote.remote_store import RemoteStore
 
-# Blocks waiting to be read or written; more are refused, and stores are dropped before loads.
-QUEUE_BYTES = 256 * 1024**2
 CLOSE_SECONDS = 5.0
 REQUIRED_SECONDS = 10.0  # for cache servers to be attached, where they must be
 
@@ -140,7 +138,6 @@ def _open_disk(
         mac_key=mac_key,
         policy=ssd.policy,
         io_threads=ssd.io_threads,
-        queue_bytes=max(QUEUE_BYTES, 4 * layout.slot_bytes),
         create=create,
     )
     try:
@@ -227,6 +224,21 @@ def open_stores(
     except BaseException:
         close_stores(stores)
         raise
+
+
+def open_or_wait(
+    name: str, layout: BlockLayout, open_it: Callable[[bool], StoreTier], *, require: bool = False
+) -> StoreTier:
+    """The store, reopened where its disk goes; where it is down, one that becomes it.
+    `open_it(create)` opens it, with `create` false only where there is one. Raises what `open_it`
+    raises, and TierDown only where the store is required."""
+    try:
+        store = open_it(True)
+    except TierDown as error:
+        if require:
+            raise
+        return ReopeningStore.wait_for(name, layout, open_it, error)
+    return ReopeningStore(name, layout, open_it, store) if isinstance(store, DiskStore) else store
 
 
 def _open_other(request: TierRequest, create: bool) -> StoreTier:

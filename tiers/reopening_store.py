@@ -49,28 +49,18 @@ _GAUGES = ("capacity_bytes", "used_bytes", "capacity_blocks", "blocks", "pinned_
 _T = TypeVar("_T")
 
 
-def open_or_wait(
-    name: str, layout: BlockLayout, open_it: Callable[[bool], StoreTier], *, require: bool = False
-) -> StoreTier:
-    """The store, reopened where its disk goes; where it is down, one that becomes it.
-    `open_it(create)` opens it, with `create` false only where there is one. Raises what `open_it`
-    raises, and TierDown only where the store is required."""
-    store: StoreTier | None = None
-    try:
-        store = open_it(True)
-    except TierDown as error:
-        if require:
-            raise
-        log.warning("serving without the %s tier until it can be opened: %s", name, error)
-    if store is None or isinstance(store, DiskStore):
-        return ReopeningStore(name, layout, open_it, store)
-    return store
-
-
 class ReopeningStore(ForwardingStore):
     """`opened` is the store where it is open already. `open_it` raises TierDown while it cannot be
     opened; what else it raises at the first opening is the end of trying. Thread-safe. The seconds
     are for tests."""
+
+    @classmethod
+    def wait_for(
+        cls, name: str, layout: BlockLayout, open_it: Callable[[bool], StoreTier], error: TierDown
+    ) -> ReopeningStore:
+        """A store that is down, as this error says."""
+        log.warning("serving without the %s tier until it can be opened: %s", name, error)
+        return cls(name, layout, open_it)
 
     def __init__(
         self,

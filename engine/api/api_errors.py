@@ -94,7 +94,6 @@ def to_api_error(error: BaseException) -> ApiError:
 
 
 def encode_error(error: ApiError) -> bytes:
-    """The JSON body of an error."""
     detail = ErrorDetail(error.message, error.kind, error.param, error.code)
     return msgspec.json.encode(ErrorBody(detail))
 

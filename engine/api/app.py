@@ -196,7 +196,6 @@ class _Endpoint:
         self._counted = counted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         with self._front.in_flight if self._counted else nullcontext():
             answer = await self._call_handler(Request(scope, receive, send))
             await answer(scope, receive, send)

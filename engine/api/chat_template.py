@@ -18,6 +18,7 @@ from typing import Protocol
 
 from ...tiers.settings.values import MIB, ConfigError
 from .openai.templates.sandbox import TemplateRefused
+from .openai.templates.template_probe import TemplateProbe
 from .openai.templates.template_process import Asking, Broken, Limits
 
 MAX_TEMPLATE_CHARACTERS = 1 * MIB
@@ -78,6 +79,7 @@ class ChatTemplate:
                 "may start processes"
             ) from error
         self.source = source
+        self.probe = TemplateProbe(source)
         self._special_tokens = dict(special_tokens)
         sources = [source] if tool_use is None else [source, tool_use]
         whole = json.dumps([*sources, self._special_tokens], sort_keys=True)

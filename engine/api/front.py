@@ -106,11 +106,14 @@ class Front:
         prompt: Prompt,
         *,
         add_special_tokens: bool = True,
-        keep_last: int | None = None,
+        truncate_to: int | None = None,
+        max_tokens: int | None = None,
         param: str = "prompt",
     ) -> list[bytes]:
-        """Each prompt as int32 bytes, only the last `keep_last` tokens where given. All of them
-        are checked before any is given back."""
+        """Each prompt as int32 bytes, only its last `truncate_to` tokens where given; -1 keeps as
+        many as fit beside an answer of `max_tokens`. All of them are checked before any is given
+        back."""
+        keep_last = self._num_kept_tokens(truncate_to, max_tokens)
         prompts = as_list(prompt, param)
         most = self.settings.max_prompts_per_request
         if len(prompts) > most:
@@ -131,7 +134,7 @@ class Front:
         ids = [next(encoded) if isinstance(item, str) else item for item in prompts]
         one = prompts is not prompt
         return [
-            self.check_ids(
+            self._check_ids(
                 item,
                 param if one else f"{param}[{i}]",
                 keep_last,
@@ -139,6 +142,21 @@ class Front:
             )
             for i, item in enumerate(ids)
         ]
+
+    def _num_kept_tokens(self, asked: int | None, max_tokens: int | None) -> int | None:
+        """The number of a prompt's last tokens that `truncate_prompt_tokens` keeps."""
+        most = self.max_prompt_tokens
+        if asked is None:
+            return None
+        if asked == -1:
+            return max(1, most + 1 - max(max_tokens or 1, 1))
+        if not 1 <= asked <= most:
+            message = (
+                f"`truncate_prompt_tokens` must be -1 or between 1 and {most}, which leaves one "
+                f"token of the context for the answer, got {asked}"
+            )
+            raise ApiError(message, param="truncate_prompt_tokens", code="invalid_value")
+        return asked
 
     async def encode_texts(
         self,
@@ -183,7 +201,7 @@ class Front:
         async with asyncio.timeout(self.settings.request_timeout_seconds), self._long_texts:
             return await asyncio.to_thread(work)
 
-    def check_ids(
+    def _check_ids(
         self, ids: Sequence[int], param: str, keep_last: int | None = None, *, is_text: bool = False
     ) -> bytes:
         """A prompt's token ids as little-endian int32 bytes, each within the vocabulary. `is_text`:

@@ -18,7 +18,7 @@ from ...tiers.settings.option import Option, flag_of
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
 from ..config.engine_config import EngineConfig
-from ..config.engine_options import OPTIONS
+from ..config.engine_options import OPTIONS, engine_config
 from ..config.resolve import Settings, resolve
 from ..config.schema import MODEL, SCHEMA
 from ..config.server_options import SERVER_OPTIONS
@@ -155,12 +155,10 @@ def add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def log_level(args: argparse.Namespace) -> str:
-    """The log level that holds."""
     return str(getattr(args, "log_level", args.default_log_level))
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """The settings from all layers."""
     settings: Settings = getattr(args, _SETTINGS)
     return settings
 
@@ -179,7 +177,8 @@ def naming_origins(args: argparse.Namespace) -> Iterator[None]:
 
 def engine_config_of(args: argparse.Namespace) -> EngineConfig:
     """The engine's settings that these arguments describe; raises ConfigError."""
-    return settings_of(args).engine_config()
+    settings = settings_of(args)
+    return engine_config(settings.model, settings.engine_options)
 
 
 def engine_options_of(args: argparse.Namespace) -> dict[str, Any]:

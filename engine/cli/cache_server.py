@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING
 from ...tiers.errors import TierConfigError
 from ...tiers.settings import readers
 from ...tiers.settings.format import one_line
-from ...tiers.settings.values import ConfigError, show_size
+from ...tiers.settings.sizes import show_size
+from ...tiers.settings.values import ConfigError
 from .. import logs
 from ..config.cache_server_options import OPTIONS, read_options, server_settings
 from ..config.resolve import CACHE_SERVER_PREFIX

@@ -27,8 +27,9 @@ from ...tiers.settings import readers
 from ...tiers.settings.option import MASK, Option, flag_of
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import GIB, ConfigError, size_within
+from ..config.engine_options import engine_config, without_effect
 from ..config.resolve import Settings, read_config_settings
-from ..config.schema import MODEL, SCHEMA, value_in, without_effect
+from ..config.schema import MODEL, SCHEMA, value_in
 from ..config.server_options import server_config
 from . import serve
 from .args import Parser, naming_origins, settings_of
@@ -205,7 +206,7 @@ _WORDS: Mapping[str, Callable[[list[str]], int]] = {
 def effective(settings: Settings) -> dict[str, Any]:
     """Every option with what holds for it, as a file takes it. Secrets are masked, and None is
     what has no value or no effect."""
-    engine = settings.engine_config(is_fetched=False)
+    engine = engine_config(settings.model, settings.engine_options, is_fetched=False)
     server = server_config(settings.server_options)
     values = {name: SCHEMA[name].file_value(value_in(name, engine, server)) for name in SCHEMA}
     if settings.model is None:

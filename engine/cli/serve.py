@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...tiers.remote.membership import is_address
-from ...tiers.settings.sizes import rough_size
-from ...tiers.settings.values import ConfigError, show_size
+from ...tiers.settings.sizes import rough_size, show_size
+from ...tiers.settings.values import ConfigError
 from ...tiers.tier_settings import PEER, REMOTE
 from .. import logs
 from ..client.base import EngineDead

@@ -72,7 +72,6 @@ class LaunchedCore:
 
     @property
     def is_started(self) -> bool:
-        """True once there is a process."""
         return self._process is not None
 
     @property
@@ -92,7 +91,6 @@ class LaunchedCore:
             pass  # an unwritten rest; the reader is gone
 
     def kill(self) -> None:
-        """End the process at once."""
         if self._process is not None:
             self._process.kill()
 

@@ -84,7 +84,6 @@ class MessageClient(EngineClient):
                 self._send_soon(AbortRequests([request_id], reason))
 
     def has_enough(self, request_id: str) -> None:
-        """See `EngineClient.has_enough`."""
         if request_id in self._mailboxes:
             self._stopped.add(request_id)
 

@@ -86,7 +86,6 @@ class ProcessClient(MessageClient):
 
     @property
     def pid(self) -> int:
-        """The process id of the core."""
         return self._core.pid
 
     async def _send_to_core(self, message: ToCore) -> None:

@@ -3,17 +3,18 @@
 
 One table serves `stratakv serve --block-size 32` and `LLM(block_size=32)`. It is made of the fields
 of the value objects in `engine_config.py`, which check values; here unknown names and
-contradictions are refused.
+contradictions are refused. Also says which options have no effect.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...tiers.remote.membership import is_address
 from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
 from ...tiers.settings.option import Option, build_settings, flag_of, options_of
@@ -23,11 +24,12 @@ from ...tiers.tier_settings import REMOTE
 from ..models.checkpoint.files import check_directory
 from ..models.checkpoint.hub import fetch_model, is_hub_id
 from .engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from .offload_config import OFFLOAD_OPTIONS, has_tier
+from .offload_config import OFFLOAD_OPTIONS, OFFLOAD_TIERS
 from .unsupported_options import explain_not_built
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "models" / "embedded"
 EMBEDDED_NAME = "stratakv-embedded"
+_POOL_SIZES = ("num_blocks", "kv_cache_memory_bytes")
 _SHOWN_LATE = ("scheduling_policy", "reserve", "pin_tenant_share")
 
 
@@ -83,6 +85,32 @@ def engine_config(
 
 
 _SECTIONS = {option.section for option in OPTIONS.values()}
+
+
+def has_tier(tiers: Iterable[str], tier: str) -> bool:
+    """Whether a tier is among those that `--kv-offload` names."""
+    return any(map(is_address, tiers)) if tier == REMOTE else tier in tiers
+
+
+def hides(name: str, value: Any) -> Iterator[str]:
+    """The options that mean nothing once `name` has this value."""
+    if name in _POOL_SIZES:
+        yield from (other for other in _POOL_SIZES if other != name)
+    elif name == "kv_offload":
+        for tier in (*OFFLOAD_TIERS, REMOTE):
+            if not has_tier(value, tier):
+                yield from (other for other in OPTIONS if other.startswith(f"kv_offload_{tier}_"))
+
+
+def without_effect(engine: EngineConfig) -> Iterator[str]:
+    """The options that mean nothing to this engine."""
+    if engine.cache.num_blocks is not None:
+        yield from hides("num_blocks", engine.cache.num_blocks)
+    offload = engine.offload
+    yield from hides("kv_offload", offload.tiers)
+    for name, value in (("kv_peers", offload.peers), ("kv_serve", offload.serve_at)):
+        if not value:
+            yield from (other for other in OPTIONS if other.startswith(f"{name}_"))
 
 
 def default_ssd_path() -> Path:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...connector.costs.economics import Choice
@@ -17,7 +17,6 @@ from ...tiers.settings.option import Option, check_options, options_of, setting
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
 from ...tiers.tier_settings import (
-    REMOTE,
     CpuSettings,
     ListenAddress,
     PeerSettings,
@@ -31,11 +30,6 @@ from ...tiers.wire.listen import LARGEST_PORT
 _LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 OFFLOAD_TIERS = ("cpu", "ssd")  # beside those that other packages bring
 LOAD_FAILURES = ("recompute", "fail")
-
-
-def has_tier(tiers: Iterable[str], tier: str) -> bool:
-    """Whether a tier is among those that `--kv-offload` names."""
-    return any(map(is_address, tiers)) if tier == REMOTE else tier in tiers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

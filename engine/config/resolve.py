@@ -24,9 +24,8 @@ from ...tiers.settings.file import called, read_file
 from ...tiers.settings.option import flag_of
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
-from .engine_config import EngineConfig
-from .engine_options import OPTIONS, engine_config
-from .schema import MODEL, SCHEMA, VARIABLE_PREFIX, hides, variable_of
+from .engine_options import OPTIONS, hides
+from .schema import MODEL, SCHEMA, VARIABLE_PREFIX, variable_of
 from .server_options import SERVER_OPTIONS
 from .unsupported_options import explain_not_built
 from .vllm_aliases import ALIASES
@@ -98,11 +97,6 @@ class Settings:
     def model(self) -> str | None:
         """None: the embedded model."""
         return self.given[MODEL].value if MODEL in self.given else None
-
-    def engine_config(self, *, is_fetched: bool = True) -> EngineConfig:
-        """The engine's settings, with a model of the Hub downloaded where `is_fetched`. Raises
-        ConfigError."""
-        return engine_config(self.model, self.engine_options, is_fetched=is_fetched)
 
 
 def resolve(

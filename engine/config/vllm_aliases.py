@@ -14,7 +14,8 @@ from typing import Any
 
 from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
-from ...tiers.settings.values import GIB, MAX_SIZE_BYTES, ConfigError
+from ...tiers.settings.sizes import MAX_SIZE_BYTES
+from ...tiers.settings.values import GIB, ConfigError
 from ..request.logprobs import MAX_LOGPROBS
 from .engine_config import POOLINGS
 

@@ -49,7 +49,7 @@ from .core_stats import CoreStats
 from .executor import Executor, ExecutorDied, InProcessExecutor, StepHandle, load_runner
 from .handover import HeldAnswers
 from .model_check import blocks_of_pool, check_backend, demand_of
-from .offload import OpenTiers, describe_identity, open_tiers
+from .offload import OpenTiers, describe_identity, open_tiers, parts_of
 from .request_adder import RequestAdder
 from .request_builder import RequestBuilder
 from .resolve_placement import dtype_for, placement_of
@@ -154,7 +154,7 @@ class EngineCore:
                     device=config.model.device,
                     prefill=self._prefill,
                     with_worker=config.executor != "mp",
-                    attention=self._groups.attention,
+                    parts=parts_of(self._groups),
                 )
                 self._connector = self._tiers.side
                 elsewhere = self._connector.prompts_elsewhere

@@ -12,7 +12,7 @@ from ...tiers.settings.values import ConfigError
 from ...tiers.slab.host_memory import available_memory_bytes
 from ..cache.group_spec import plan_groups
 from ..config.engine_config import DEFAULT_POOL_BYTES, EngineConfig
-from ..config.offload_config import has_tier
+from ..config.engine_options import has_tier
 from ..models.checkpoint.fingerprint import check_headers
 from ..models.checkpoint.stored_tensors import StoredTensors
 from ..models.checkpoint.tensor_shapes import expected_tensors, name_of

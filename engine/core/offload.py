@@ -5,7 +5,7 @@ others who are to find its blocks."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ...connector.base import KVConnectorScheduler, KVConnectorWorker
@@ -19,18 +19,17 @@ from ...connector.parts import Parts
 from ...tiers.block import LAYOUT_VERSION, ROOT_VERSION, BlockLayout, Identity, tenant_salt
 from ...tiers.errors import TierConfigError, TierDown
 from ...tiers.mac_key import MacKey
-from ...tiers.settings.values import ConfigError, show_size
+from ...tiers.settings.sizes import show_size
+from ...tiers.settings.values import ConfigError
 from ..cache.group_spec import CacheGroups
 from ..config.engine_config import EngineConfig
 from ..config.offload_config import OffloadConfig
-from ..models.layer_attention import LayerAttention, full
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 
 _PROGRESS_STEPS = 10
-_ONE_GROUP = (full(),)
 NONE = "none"
 # Of a secret: two that differ are told apart in 255 of 256 cases, and no guess can be confirmed.
 _CHECK_BYTES = 1
@@ -55,12 +54,12 @@ def open_tiers(
     device: str = "cpu",
     prefill: PrefillRate | None = None,
     with_worker: bool = True,
-    attention: Sequence[LayerAttention] = _ONE_GROUP,
+    parts: Parts | None = None,
 ) -> OpenTiers:
     """The connector over the tiers that the settings name, for a pool on `device`; without its
     worker side where that lives in another process. Raises ConfigError, and nothing stays open
-    then. `progress` hears what this is busy with; `prefill` is what computing costs; `attention`
-    says how each cache group attends, whose pages have this layout."""
+    then. `progress` hears what this is busy with; `prefill` is what computing costs; `parts` says
+    how the cache groups attend, whose pages have this layout."""
     progress(f"preparing the tiers: {describe_tiers(offload)}")
     if (drill := offload.drill) is not None:
         logger.warning(
@@ -73,9 +72,7 @@ def open_tiers(
         "device": device,
         "progress": _steps_of(progress, "memory of the cpu tier"),
         "prefill": prefill,
-        "parts": Parts(
-            layout.block_size, [None if each.is_full else each.first_seen for each in attention]
-        ),
+        "parts": parts,
     }
     try:
         if with_worker:
@@ -87,6 +84,12 @@ def open_tiers(
         raise ConfigError(f"{error}{required}") from error
     except TierConfigError as error:
         raise ConfigError(str(error)) from error
+
+
+def parts_of(groups: CacheGroups) -> Parts:
+    """The blocks of a position, one in each cache group, and which of them the group attends to."""
+    seen = [None if each.is_full else each.first_seen for each in groups.attention]
+    return Parts(groups.layout.block_size, seen)
 
 
 def describe_tiers(offload: OffloadConfig) -> str:

@@ -24,7 +24,7 @@ import pytest
 import zmq
 
 from stratakv.engine.api.api_errors import ApiError
-from stratakv.engine.api.metrics.engine_metrics import Metrics
+from stratakv.engine.api.metrics.engine_metrics import Metrics, Watch
 from stratakv.engine.client.base import UNHEALTHY_FAILED_STEPS, EngineDead
 from stratakv.engine.client.in_process import InProcessClient
 from stratakv.engine.client.process_client import ProcessClient
@@ -206,7 +206,7 @@ def test_e07_a_stop_string_is_an_end_of_its_own(tiny_model: Path) -> None:
             told = [output async for output in generate_text(client, asks("a", 40), tokenizer)]
             text = "".join(output.text for output in told)
             stop = next(text[i : i + 2] for i in range(4, len(text)) if text[i : i + 2].isascii())
-            watch = metrics.track_request(time.monotonic(), 20)
+            watch = Watch(metrics, time.monotonic(), 20)
             async for output in generate_text(client, asks("b", 60, stop=(stop,)), tokenizer):
                 watch.record_output(output)
             watch.close()

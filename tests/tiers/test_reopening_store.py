@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.tiers.assemble import open_ssd
+from stratakv.tiers.assemble import open_or_wait, open_ssd
 from stratakv.tiers.base import Answer, Stored, StoreTier
 from stratakv.tiers.contract import check_store_contract
 from stratakv.tiers.errors import TierConfigError, TierDown
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.hierarchy.hierarchy_options import HierarchyOptions
-from stratakv.tiers.reopening_store import ReopeningStore, open_or_wait
+from stratakv.tiers.reopening_store import ReopeningStore
 from stratakv.tiers.ssd.store import SsdStore
 from stratakv.tiers.testing.memory_store import MemoryStore
 from stratakv.tiers.tier_settings import SsdSettings

@@ -14,14 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from .format import format_value
+from .sizes import MAX_SIZE_BYTES, show_size
 from .suggestions import did_you_mean
-from .values import ConfigError, check_device, parse_size
+from .values import ConfigError, check_device
 
 Reader = Callable[[str, Any], Any]
 
 _SWITCH = {
     "true": True, "yes": True, "on": True, "1": True,
     "false": False, "no": False, "off": False, "0": False,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_UNITS: Mapping[str, int] = {
+    "": 1, "b": 1,
+    "kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4,
+    "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4,
+    "kib": 1024, "mib": 1024**2, "gib": 1024**3, "tib": 1024**4,
 }  # fmt: skip
 # HMAC under a shorter secret could be found out by trying.
 MIN_SECRET_BYTES = 16
@@ -85,9 +93,21 @@ def seconds_up_to(most: float) -> Callable[[str, Any], float]:
 
 
 def size(called: str, value: Any) -> int:
-    """A number of bytes, perhaps with a unit."""
-    is_count = isinstance(value, int) and not isinstance(value, bool)
-    return parse_size(value if is_count else str(value), called)
+    """A number of bytes, perhaps with a unit: `512MiB`, `20GiB`, `1.5GB`, `4096`."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(str(value))
+    amount, unit = match.groups() if match else ("", "?")
+    if unit.lower() not in _UNITS:
+        raise ConfigError(
+            f"{called} takes a number of bytes with an optional unit such as 512MiB or 20GiB, "
+            f"not {format_value(str(value))}"
+        )
+    size_bytes = float(amount) * _UNITS[unit.lower()]
+    if size_bytes > MAX_SIZE_BYTES:  # also what is too large for a float
+        most = show_size(MAX_SIZE_BYTES)
+        raise ConfigError(f"{called} must be at most {most}, not {str(value)[:40]}")
+    return int(size_bytes)
 
 
 def switch(called: str, value: Any) -> bool:

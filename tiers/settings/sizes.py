@@ -5,6 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .format import format_value
+
+# Far above what any machine can use, and small enough for every table that is made of them.
+MAX_SIZE_BYTES = 2**60
 KIB = 1024
 MIB = 1024**2
 _BINARY = (("TiB", KIB**4), ("GiB", KIB**3), ("MiB", KIB**2), ("KiB", KIB))
@@ -23,7 +27,10 @@ def exact_size(size_bytes: int) -> str | None:
 
 
 def show_size(size_bytes: int) -> str:
-    """The same for messages, where a number that has no short text comes with a rough one."""
+    """The same for messages: `512MiB`, or `65537 bytes (64 KiB)` where no short text with a unit
+    means so many."""
+    if not 0 < size_bytes <= MAX_SIZE_BYTES:
+        return f"{format_value(size_bytes)} bytes"
     text = exact_size(size_bytes)
     if text is not None:
         return text

@@ -32,7 +32,7 @@ from .writer import Writer
 
 log = logging.getLogger(__name__)
 
-MIB = 1024**2
+QUEUE_BYTES = 256 * 1024**2
 DURABILITIES = ("sync", "async")
 
 
@@ -43,8 +43,9 @@ class SsdStore(DiskStore):
     well. A damaged part of it is a miss. It belongs to one process, one layout and one namespace
     at a time. Thread-safe.
 
-    `queue_bytes` bounds the buffers waiting to be written, and those waiting to be read, each. A
-    call that finds its queue empty is always taken, so that no batch is too large to ever pass.
+    `queue_bytes` bounds the buffers waiting to be written, and those waiting to be read, each;
+    more are refused. By default it is 256 MiB, or four blocks where that is more. A call that finds
+    its queue empty is always taken, so that no batch is too large to ever pass.
 
     `io_threads` read and as many hash and write, each up to 16 runs of neighbours at a time.
     `durability` says when a block is acknowledged: "sync" once record and row are on the disk,
@@ -77,7 +78,7 @@ class SsdStore(DiskStore):
         *,
         namespace: bytes = b"",
         io_threads: int = 4,
-        queue_bytes: int = 256 * MIB,
+        queue_bytes: int | None = None,
         durability: str = "sync",
         codec: Codec | None = None,
         mac_key: MacKey | None = None,
@@ -85,6 +86,8 @@ class SsdStore(DiskStore):
         scan_timeout_seconds: float = 30.0,
         create: bool = True,
     ) -> None:
+        if queue_bytes is None:
+            queue_bytes = max(QUEUE_BYTES, 4 * layout.slot_bytes)
         if io_threads < 1 or queue_bytes < 1:
             raise TierConfigError(
                 "the SSD tier needs at least one I/O thread and a queue of one byte, not "

@@ -40,8 +40,8 @@ class Metrics:
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
-        self._label_values = (model_name, ENGINE_INDEX)
-        self.core = CoreCollector(dict(zip(LABELS, self._label_values, strict=True)))
+        self.label_values = (model_name, ENGINE_INDEX)
+        self.core = CoreCollector(dict(zip(LABELS, self.label_values, strict=True)))
         self.registry.register(self.core)
 
         self.first_token = self._histogram(
@@ -85,43 +85,25 @@ class Metrics:
             "stratakv:request_fields_dropped",
             "Fields inside messages, tools and stream options that nothing here reads.",
         )
-        self._cached_by_source = Counter(
+        self.cached_by_source = Counter(
             "vllm:prompt_tokens_cached_by_source", "The same, by the tier that held them.",
             (*LABELS, "source"), registry=self.registry,
         )  # fmt: skip
-        self._by_source = Counter(
+        self.by_source = Counter(
             "vllm:prompt_tokens_by_source", "Prompt tokens by where they came from.",
             (*LABELS, "source"), registry=self.registry,
         )  # fmt: skip
-        self._success = Counter(
+        self.success = Counter(
             "vllm:request_success", "Requests that ended, by the reason of the end.",
             (*LABELS, "finished_reason"), registry=self.registry,
         )  # fmt: skip
 
-    def track_request(self, arrival_seconds: float, num_prompt_tokens: int) -> Watch:
-        """Begin to follow a request."""
-        return Watch(self, arrival_seconds, num_prompt_tokens)
-
-    def count_prompt(self, num_tokens: int, num_cached: int, by_tier: dict[str, int]) -> None:
-        """The prompt of one request has been read, `num_cached` tokens of it without computing."""
-        self.prompt_tokens.inc(num_tokens)
-        self.cached_tokens.inc(num_cached)
-        by_source = self._by_source
-        by_source.labels(*self._label_values, COMPUTED).inc(num_tokens - num_cached)
-        for tier, tokens in by_tier.items():
-            self._cached_by_source.labels(*self._label_values, tier).inc(tokens)
-            by_source.labels(*self._label_values, tier).inc(tokens)
-
     def show_tiers(self, tiers: Iterable[str]) -> None:
         """Have every tier in the figures from the first scrape on, be it with 0."""
         for tier in tiers:
-            self._cached_by_source.labels(*self._label_values, tier)
-            self._by_source.labels(*self._label_values, tier)
-        self._by_source.labels(*self._label_values, COMPUTED)
-
-    def count_end(self, reason: str) -> None:
-        """One request has ended."""
-        self._success.labels(*self._label_values, reason).inc()
+            self.cached_by_source.labels(*self.label_values, tier)
+            self.by_source.labels(*self.label_values, tier)
+        self.by_source.labels(*self.label_values, COMPUTED)
 
     def exposition(self) -> bytes:
         """Everything in Prometheus's text format."""
@@ -130,10 +112,10 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         histogram = Histogram(name, text, LABELS, buckets=buckets, registry=self.registry)
         # Looked up once: a look-up by label values costs as much as the observation.
-        return histogram.labels(*self._label_values)
+        return histogram.labels(*self.label_values)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, LABELS, registry=self.registry).labels(*self._label_values)
+        return Counter(name, text, LABELS, registry=self.registry).labels(*self.label_values)
 
 
 class Watch:
@@ -165,12 +147,14 @@ class Watch:
             self._last = now
             self._num_tokens += len(output.token_ids)
             metrics.generation_tokens.inc(len(output.token_ids))
-        if output.num_cached_tokens is not None:
-            metrics.count_prompt(
-                self._num_prompt_tokens,
-                output.num_cached_tokens,
-                output.cached_tokens_by_tier or {},
-            )
+        if output.num_cached_tokens is not None:  # the prompt has been read
+            num_tokens, labels = self._num_prompt_tokens, metrics.label_values
+            metrics.prompt_tokens.inc(num_tokens)
+            metrics.cached_tokens.inc(output.num_cached_tokens)
+            metrics.by_source.labels(*labels, COMPUTED).inc(num_tokens - output.num_cached_tokens)
+            for tier, tokens in (output.cached_tokens_by_tier or {}).items():
+                metrics.cached_by_source.labels(*labels, tier).inc(tokens)
+                metrics.by_source.labels(*labels, tier).inc(tokens)
         if output.finish_reason is not None:
             self._record_finish(output.finish_reason, output.timings or {})
 
@@ -182,7 +166,7 @@ class Watch:
     def _record_finish(self, reason: str, timings: dict[str, float]) -> None:
         self._is_closed = True
         metrics = self._metrics
-        metrics.count_end(reason)
+        metrics.success.labels(*metrics.label_values, reason).inc()
         if reason != "abort":
             metrics.end_to_end.observe(time.monotonic() - self._arrival)
             metrics.prompt_lengths.observe(self._num_prompt_tokens)

@@ -10,7 +10,6 @@ import time
 import uuid
 from dataclasses import dataclass
 
-import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -20,17 +19,10 @@ from ...text.reasoning import ReasoningMarks, Thoughts
 from ...text.tool_calls.base import CallPiece
 from ..front import Front
 from .follow import follow
-from .request.body import decode_body, read_body
-from .request.checks import check_chat
+from .request.checks import read_chat
 from .request.conversation import render
 from .request.protocol import ChatRequest
-from .request.sampling import (
-    default_max_tokens,
-    fit_logprobs,
-    fit_max_tokens,
-    num_kept_tokens,
-    sampling_params,
-)
+from .request.sampling import chat_params
 from .response.answer import Answer, Part, UsageField, kv_params_of
 from .response.generation import Task, job_of, make_generations, tenant_of
 from .response.logprobs_form import chat_logprobs, prompt_logprobs
@@ -50,8 +42,6 @@ from .response.replies import (
     Usage,
 )
 from .response.tools import ToolUse, tools_of
-
-_decoder = msgspec.json.Decoder(ChatRequest)
 
 
 @dataclass(slots=True)
@@ -75,16 +65,10 @@ class ChatAnswer(Answer):
             )
             for part in parts
         ]
-        name, of_prompt = self.front.model_name, self._prompt_logprobs(parts[0])
+        name, handed = self.front.model_name, kv_params_of(parts)
+        of_prompt = self._prompt_logprobs(parts[0])
         return ChatCompletion(
-            self.answer_id,
-            "chat.completion",
-            self.created,
-            name,
-            choices,
-            usage,
-            of_prompt,
-            kv_params_of(parts),
+            self.answer_id, "chat.completion", self.created, name, choices, usage, of_prompt, handed
         )
 
     def chunk(self, parts: list[Part], usage: UsageField) -> ChatChunk:
@@ -101,14 +85,9 @@ class ChatAnswer(Answer):
             )
             for part in parts
         ]
+        name, handed = self.front.model_name, kv_params_of(parts)
         return ChatChunk(
-            self.answer_id,
-            "chat.completion.chunk",
-            self.created,
-            self.front.model_name,
-            choices,
-            usage,
-            kv_params_of(parts),
+            self.answer_id, "chat.completion.chunk", self.created, name, choices, usage, handed
         )
 
     def _message(self, part: Part) -> AssistantMessage:
@@ -158,29 +137,19 @@ class ChatAnswer(Answer):
 async def create_chat_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
     """The route. `follows`: the request will come, and nothing but that is to be known."""
     arrival_seconds = time.monotonic()
-    body = await read_body(http, front.settings)
-    request = decode_body(body, _decoder)
-    check_chat(front, request)
-    front.dropped.report_unknown(body)
-    max_tokens = request.max_completion_tokens
-    if max_tokens is None:
-        max_tokens = request.max_tokens
+    request = await read_chat(front, http)
     tools = tools_of(front, request)
     text = await render(front, request.messages, request, tools.shown)
-    prompt = await _prompt(front, request, text, max_tokens)
-    params = sampling_params(
-        front,
-        request,
-        # Without a limit, the answer may take what the context has left, as in OpenAI's API.
-        default_max_tokens(front, front.max_model_len) if max_tokens is None else max_tokens,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        prompt_logprobs=request.prompt_logprobs,
-        splits_thoughts=True,
-        structured_outputs=tools.structured_outputs,
+    (prompt,) = await front.resolve_prompts(
+        text,
+        # The template has written the special tokens itself.
+        add_special_tokens=bool(request.add_special_tokens),
+        truncate_to=request.truncate_prompt_tokens,
+        max_tokens=request.most_tokens,
+        param="messages",
     )
-    num_tokens, asked = len(prompt) // BYTES_PER_TOKEN, max_tokens is not None
-    params = fit_max_tokens(front, params, num_tokens, asked=asked)
-    params = fit_logprobs(front, params, request.n or 1, asked=asked)
+    num_tokens = len(prompt) // BYTES_PER_TOKEN
+    params = chat_params(front, request, num_tokens, tools.structured_outputs)
     own_id = uuid.uuid4().hex
     generations = make_generations(
         front,
@@ -210,18 +179,6 @@ def _answered_tool(request: ChatRequest) -> str:
             if call.id == last.tool_call_id:
                 return call.function.name
     return last.name or ""
-
-
-async def _prompt(front: Front, request: ChatRequest, text: str, max_tokens: int | None) -> bytes:
-    keep_last = num_kept_tokens(front, request.truncate_prompt_tokens, max_tokens)
-    (ids,) = await front.encode_texts(
-        [text],
-        # The template has written the special tokens itself.
-        add_special_tokens=bool(request.add_special_tokens),
-        max_tokens=front.max_prompt_tokens if keep_last is None else None,
-        param="messages",
-    )
-    return front.check_ids(ids, "messages", keep_last, is_text=True)
 
 
 def thoughts_of(marks: ReasoningMarks | None, request: ChatRequest, prompt: str) -> Thoughts | None:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -24,14 +23,12 @@ from ...request.sampling_params import check_params_for_embeds
 from ..api_errors import ApiError
 from ..front import Front, as_list
 from .follow import follow
-from .request.body import decode_body, read_body
-from .request.checks import check_completion
+from .request.checks import read_completion
 from .request.protocol import CompletionRequest
 from .request.sampling import (
     default_max_tokens,
     fit_logprobs,
     fit_max_tokens,
-    num_kept_tokens,
     sampling_params,
 )
 from .response.answer import Answer, Part, UsageField, kv_params_of
@@ -40,8 +37,6 @@ from .response.logprobs_form import CompletionForm, prompt_logprobs
 from .response.replies import Completion, CompletionChoice, CompletionLogprobs, PromptTokens, Usage
 
 DEFAULT_COMPLETION_TOKENS = 16
-
-_decoder = msgspec.json.Decoder(CompletionRequest)
 
 
 @dataclass(slots=True)
@@ -57,15 +52,10 @@ class CompletionAnswer(Answer):
         return self.chunk(parts, usage)
 
     def chunk(self, parts: list[Part], usage: UsageField) -> Completion:
-        name, choices = self.front.model_name, [self._choice(part) for part in parts]
+        choices = [self._choice(part) for part in parts]
+        name, handed = self.front.model_name, kv_params_of(parts)
         return Completion(
-            self.answer_id,
-            "text_completion",
-            self.created,
-            name,
-            choices,
-            usage,
-            kv_params_of(parts),
+            self.answer_id, "text_completion", self.created, name, choices, usage, handed
         )
 
     def _choice(self, part: Part) -> CompletionChoice:
@@ -115,11 +105,7 @@ class CompletionAnswer(Answer):
 async def create_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
     """The route. `follows`: the request will come, and nothing but that is to be known."""
     arrival_seconds = time.monotonic()
-    body = await read_body(http, front.settings)
-    request = decode_body(body, _decoder)
-    check_completion(front, request)
-    if request.stream_options is not None:
-        front.dropped.report_unknown(body)
+    request = await read_completion(front, http)
     embeds: list[bytes] = []
     if request.prompt_embeds is not None:
         embeds, prompts = await _resolve_embeds(front, request)
@@ -127,7 +113,8 @@ async def create_completion(front: Front, http: Request, *, follows: bool = Fals
         prompts = await front.resolve_prompts(
             request.prompt,
             add_special_tokens=request.add_special_tokens is not False,
-            keep_last=num_kept_tokens(front, request.truncate_prompt_tokens, request.max_tokens),
+            truncate_to=request.truncate_prompt_tokens,
+            max_tokens=request.max_tokens,
         )
     else:
         message = "there is neither `prompt` nor `prompt_embeds`; one of them is needed"

@@ -23,11 +23,11 @@ from ...request.core_messages import AddRequest
 from ...request.pooling import EMBEDDING_PARAMS, Vector, finish_vector, with_pooling
 from ..api_errors import ENGINE, ApiError
 from ..front import Front
-from .request.body import decode_body, read_body
+from .request.body import read_request
 from .request.checks import check_ids_of_request
 from .request.protocol import EmbeddingRequest
-from .request.sampling import num_kept_tokens
-from .response.generation import Generation, Tally, run_all, tenant_of
+from .response.answer import Tally, run_all
+from .response.generation import Generation, tenant_of
 from .response.replies import Usage, now
 from .response.streaming import until_disconnect
 
@@ -44,8 +44,6 @@ class Embedding(msgspec.Struct):
 
 
 class EmbeddingList(msgspec.Struct):
-    """The whole answer."""
-
     id: str
     object: Literal["list"]
     created: int
@@ -55,9 +53,8 @@ class EmbeddingList(msgspec.Struct):
 
 
 async def create_embeddings(front: Front, http: Request) -> ASGIApp:
-    """The route."""
     arrival_seconds = time.monotonic()
-    request = decode_body(await read_body(http, front.settings), _decoder)
+    request, _ = await read_request(http, front.settings, _decoder)
     front.check_model(request.model)
     check_ids_of_request(request.cache_salt, request.request_id)
     try:
@@ -67,7 +64,8 @@ async def create_embeddings(front: Front, http: Request) -> ASGIApp:
     prompts = await front.resolve_prompts(
         request.input,
         add_special_tokens=request.add_special_tokens is not False,
-        keep_last=num_kept_tokens(front, request.truncate_prompt_tokens, 1),
+        truncate_to=request.truncate_prompt_tokens,
+        max_tokens=1,
         param="input",
     )
     own_id, tenant = uuid.uuid4().hex, tenant_of(front, http)

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from ..api_errors import ApiError
 from ..front import Front
-from .request.body import decode_body, read_body
+from .request.body import read_request
 from .request.conversation import render
 from .request.protocol import DetokenizeRequest, TokenizeRequest
 from .response.replies import DetokenizedPrompt, Tokens
@@ -26,8 +26,7 @@ _OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "cha
 
 async def tokenize(front: Front, http: Request) -> ASGIApp:
     """The route of texts and conversations."""
-    body = await read_body(http, front.settings)
-    request = decode_body(body, _tokenize_decoder)
+    request, body = await read_request(http, front.settings, _tokenize_decoder)
     front.check_model(request.model)
     if request.messages is not None:
         front.dropped.report_unknown(body)
@@ -48,7 +47,7 @@ async def tokenize(front: Front, http: Request) -> ASGIApp:
 
 async def detokenize(front: Front, http: Request) -> ASGIApp:
     """The route of token ids."""
-    request = decode_body(await read_body(http, front.settings), _detokenize_decoder)
+    request, _ = await read_request(http, front.settings, _detokenize_decoder)
     front.check_model(request.model)
     tokenizer = front.need_tokenizer("tokens", "nothing can be detokenized")
     ids = request.tokens

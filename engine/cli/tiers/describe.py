@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from ....tiers.settings.format import format_name, one_line
-from ....tiers.settings.values import show_size
+from ....tiers.settings.sizes import show_size
 from .cache_client import EXIT_NO_ANSWER, CacheClient, NoAnswer, add_client_arguments, client_of
 
 DESCRIPTION = "Say what a cache server is, what it allows, and what the tenant has there."

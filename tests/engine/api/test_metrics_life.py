@@ -110,7 +110,7 @@ class Life:
         for index, prompt in enumerate(prompts):
             params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
             request = AddRequest(str(index), pack_token_ids(prompt), params)
-            watch = self.metrics.track_request(time.monotonic(), len(prompt))
+            watch = Watch(self.metrics, time.monotonic(), len(prompt))
             self._watches[str(index)] = (watch, OutputProcessor(None, params))
             assert self.core.add(request) == []
         deadline = time.monotonic() + WAIT_SECONDS

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from stratakv.tiers.settings import readers
 from stratakv.tiers.settings.sizes import exact_size, rough_size, show_size
-from stratakv.tiers.settings.values import parse_size
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from stratakv.tiers.settings.values import parse_size
     ],
 )  # fmt: skip
 def test_a_size_is_shown_as_it_was_typed(typed: str) -> None:
-    assert exact_size(parse_size(typed)) == show_size(parse_size(typed)) == typed
+    assert exact_size(readers.size("it", typed)) == show_size(readers.size("it", typed)) == typed
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_an_exact_size_is_read_back(rng: random.Random) -> None:
     for _ in range(5000):
         size_bytes = int(rng.randrange(1, 9999) / 10 ** rng.randrange(4) * 1024 ** rng.randrange(5))
         text = exact_size(size_bytes)
-        assert text is None or parse_size(text) == size_bytes
+        assert text is None or readers.size("it", text) == size_bytes
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,15 @@ MAX_QUOTED_CHARACTERS = 64
 DISCARDED_BYTES = 64 * MIB
 
 
+async def read_request(
+    http: Request, settings: ApiSettings, decoder: msgspec.json.Decoder[T]
+) -> tuple[T, bytes]:
+    """The typed request, and the body that says it. Raises what `read_body` and `decode_body`
+    raise."""
+    body = await read_body(http, settings)
+    return decode_body(body, decoder), body
+
+
 async def read_body(request: Request, settings: ApiSettings) -> bytes:
     """The whole body. Raises ApiError 413 where it is over the limit, 408 where it does not arrive
     in time, 415 where it says that it is no plain JSON, and ClientGone where the client leaves

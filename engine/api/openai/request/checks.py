@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be refused before any work is done: fields that are out of bounds, that contradict each
-other, or that ask for what is not built.
+"""The requests of chats and completions, read and checked before any work is done for them. Fields
+are refused that are out of bounds, that contradict each other, or that ask for what is not built.
 """
 
 from __future__ import annotations
 
+import msgspec
+from starlette.requests import Request
+
 from ....request.core_messages import check_priority
 from ....request.logprobs import MAX_LOGPROBS
 from ...api_errors import ApiError
-from ...api_settings import ApiSettings
 from ...front import Front
-from ..message_parts import check_parts
+from .body import read_request
 from .protocol import (
-    NEUTRAL_IN_MESSAGES,
     NEUTRAL_VALUES,
-    ChatMessage,
     ChatRequest,
     CompletionRequest,
     SamplingFields,
@@ -24,9 +24,14 @@ from .protocol import (
 MAX_CACHE_SALT_CHARACTERS = 256
 MAX_REQUEST_ID_CHARACTERS = 128
 
+_chat_decoder = msgspec.json.Decoder(ChatRequest)
+_completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
-def check_completion(front: Front, request: CompletionRequest) -> None:
-    """Raises ApiError for the first field that cannot be followed."""
+
+async def read_completion(front: Front, http: Request) -> CompletionRequest:
+    """The request of a completion. Raises ApiError for the first field that cannot be followed, and
+    what `read_request` raises."""
+    request, body = await read_request(http, front.settings, _completion_decoder)
     _check_shared(front, request)
     n, best_of = request.n or 1, request.best_of
     if best_of is not None and best_of != n:
@@ -41,10 +46,15 @@ def check_completion(front: Front, request: CompletionRequest) -> None:
         if request.min_tokens:
             message = f"`min_tokens` is {request.min_tokens} and `max_tokens` is 0; leave it out"
             raise _invalid("min_tokens", message)
+    if request.stream_options is not None:
+        front.dropped.report_unknown(body)
+    return request
 
 
-def check_chat(front: Front, request: ChatRequest) -> None:
-    """The same for chats, but for the messages."""
+async def read_chat(front: Front, http: Request) -> ChatRequest:
+    """The request of a chat, checked but for its messages and tools. Raises as `read_completion`
+    does."""
+    request, body = await read_request(http, front.settings, _chat_decoder)
     _check_shared(front, request)
     top = request.top_logprobs
     if top is not None and not 0 <= top <= MAX_LOGPROBS:
@@ -59,26 +69,8 @@ def check_chat(front: Front, request: ChatRequest) -> None:
             "send one of them"
         )
         raise _invalid("max_completion_tokens", message)
-
-
-def check_messages(settings: ApiSettings, messages: list[ChatMessage]) -> None:
-    """Raises ApiError naming the first message that the template cannot be given."""
-    most = settings.max_messages_per_request
-    if not 1 <= len(messages) <= most:
-        message = f"`messages` must hold 1 to {most} messages, not {len(messages)}"
-        raise _invalid("messages", message)
-    for index, each in enumerate(messages):
-        place = f"messages[{index}]"
-        if each.role == "function":
-            message = f"`{place}.role` is function, the older form of tool; send tool"
-            raise ApiError(message, param=f"{place}.role", code="unsupported_parameter")
-        refuse_unsupported(each, NEUTRAL_IN_MESSAGES, f"{place}.")
-        check_parts(each, place)
-        _check_tools_in(each, place)
-        # An assistant's message without any text is what clients keep of an empty answer.
-        if each.content is None and each.role != "assistant":
-            message = f"`{place}` has no `content`; add a text, or leave the message out"
-            raise ApiError(message, param=f"{place}.content", code="missing_field")
+    front.dropped.report_unknown(body)
+    return request
 
 
 def check_ids_of_request(cache_salt: str | None, request_id: str | None) -> None:
@@ -91,17 +83,6 @@ def check_ids_of_request(cache_salt: str | None, request_id: str | None) -> None
     if len(request_id or "") > MAX_REQUEST_ID_CHARACTERS:
         message = f"`request_id` has more than {MAX_REQUEST_ID_CHARACTERS} characters"
         raise _invalid("request_id", f"{message}; send a shorter one")
-
-
-def _check_tools_in(message: ChatMessage, place: str) -> None:
-    """Calls belong to the assistant, and what they answer to a tool."""
-    for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
-        if getattr(message, name) and message.role != role:
-            words = f"`{place}.{name}` is for messages of the role {role}, not {message.role}"
-            raise _invalid(f"{place}.{name}", f"{words}; leave it out")
-    if message.role == "tool" and not message.tool_call_id:
-        words = f"`{place}` has no `tool_call_id`; add the `id` of the call that it answers"
-        raise ApiError(words, param=f"{place}.tool_call_id", code="missing_field")
 
 
 def _check_shared(front: Front, request: SamplingFields) -> None:

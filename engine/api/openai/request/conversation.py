@@ -8,7 +8,6 @@ import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from dataclasses import replace as replace_field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,11 +20,11 @@ from ....text.tokenizer import Tokenizer
 from ...api_errors import ApiError
 from ...api_settings import ApiSettings
 from ...chat_template import RESERVED_VARIABLES, ChatTemplate
-from ..message_parts import text_of, thought_of
+from ..message_parts import check_parts, text_of, thought_of
+from ..templates.rendering import Rendering
 from ..templates.sandbox import TemplateRefused
-from ..templates.template_probe import ABSENT, NULL, CallForm, Seen, in_parts, probe_of
-from .checks import check_messages
-from .protocol import ChatMessage, MadeCall
+from ..templates.template_probe import ABSENT, NULL, CallForm, Seen
+from .protocol import NEUTRAL_IN_MESSAGES, ChatMessage, MadeCall, refuse_unsupported
 
 _ROLES_OF_RULES = {"system", "developer"}
 _NO_ARGUMENTS = ("", "null", "None")  # as clients write that there are none
@@ -64,7 +63,7 @@ async def render(
     """The prompt, with `tools` as the template is to show them. Raises ApiError for messages that
     are no conversation or that would leave no trace in the prompt, for fields that contradict each
     other, and where the template refuses."""
-    check_messages(front.settings, messages)
+    _check_messages(front.settings, messages)
     if front.template is None:
         raise _no_template(front)
     goes_on = bool(fields.continue_final_message)
@@ -81,7 +80,7 @@ async def render(
         )
         raise ApiError(message, param="continue_final_message", code="invalid_value")
     wants_turn = fields.add_generation_prompt
-    rendering = _Rendering(
+    rendering = Rendering(
         front.template.for_tools(tools),
         front.settings,
         not goes_on if wants_turn is None else wants_turn,
@@ -90,9 +89,40 @@ async def render(
     )
     try:
         async with asyncio.timeout(front.settings.request_timeout_seconds):  # others may be before
-            return await rendering.prompt(messages, goes_on=goes_on)
+            return await _prompt(rendering, messages, goes_on=goes_on)
     except TemplateRefused as error:
         raise ApiError(str(error), param="messages", code="chat_template_failed") from None
+
+
+def _check_messages(settings: ApiSettings, messages: list[ChatMessage]) -> None:
+    """Raises ApiError naming the first message that the template cannot be given."""
+    most = settings.max_messages_per_request
+    if not 1 <= len(messages) <= most:
+        message = f"`messages` must hold 1 to {most} messages, not {len(messages)}"
+        raise ApiError(message, param="messages", code="invalid_value")
+    for index, each in enumerate(messages):
+        place = f"messages[{index}]"
+        if each.role == "function":
+            message = f"`{place}.role` is function, the older form of tool; send tool"
+            raise ApiError(message, param=f"{place}.role", code="unsupported_parameter")
+        refuse_unsupported(each, NEUTRAL_IN_MESSAGES, f"{place}.")
+        check_parts(each, place)
+        _check_tools_in(each, place)
+        # An assistant's message without any text is what clients keep of an empty answer.
+        if each.content is None and each.role != "assistant":
+            message = f"`{place}` has no `content`; add a text, or leave the message out"
+            raise ApiError(message, param=f"{place}.content", code="missing_field")
+
+
+def _check_tools_in(message: ChatMessage, place: str) -> None:
+    """Calls belong to the assistant, and what they answer to a tool."""
+    for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        if getattr(message, name) and message.role != role:
+            words = f"`{place}.{name}` is for messages of the role {role}, not {message.role}"
+            raise ApiError(f"{words}; leave it out", param=f"{place}.{name}", code="invalid_value")
+    if message.role == "tool" and not message.tool_call_id:
+        words = f"`{place}` has no `tool_call_id`; add the `id` of the call that it answers"
+        raise ApiError(words, param=f"{place}.tool_call_id", code="missing_field")
 
 
 def _no_template(front: Renders) -> ApiError:
@@ -109,69 +139,31 @@ def _no_template(front: Renders) -> ApiError:
     return ApiError(message, param="messages", code="no_chat_template")
 
 
-@dataclass(frozen=True, slots=True)
-class _Rendering:
-    """What all renderings for one request have in common."""
-
-    template: ChatTemplate
-    settings: ApiSettings
-    opens_turn: bool
-    variables: Mapping[str, object]
-    tools: Sequence[Mapping[str, object]] | None
-    in_parts: bool = False  # contents go as lists of parts
-
-    async def prompt(self, messages: list[ChatMessage], *, goes_on: bool) -> str:
-        probe = probe_of(self.template)
-        if not self.in_parts and await probe.takes_parts(self._plain):
-            return await replace_field(self, in_parts=True).prompt(messages, goes_on=goes_on)
-        form = CallForm()
-        if any(message.tool_calls or message.role == "tool" for message in messages):
-            form = await probe.call_form(self._plain, tools=bool(self.tools))
-        seen: list[Seen] = []
-        origins: list[int] = []
-        for index, message in as_template_orders(messages, form):
-            turns = as_template_sees(message, form, names_developer=probe.names_developer)
-            seen += turns
-            origins += [index] * len(turns)
-        for one, other in set(_rules_in_a_row(seen)):
-            if not await probe.takes_both(self._plain, one, other):
-                seen, origins = _join_rules(seen, origins)
-                break
-        # Where the last message ends in the prompt is only known to the template.
-        mark = f"end-{uuid.uuid4().hex}" if goes_on else ""
-        if goes_on:  # a blank behind it, which goes where the template trims
-            seen[-1]["content"] = f"{seen[-1]['content']}{mark} "
-        text = await self(seen)
-        prompt = _until(mark, text) if goes_on else text
-        shape = (self.opens_turn, bool(self.tools), msgspec.json.encode(self.variables))
-        left_out = await probe.left_out(text, seen, shape, self)
-        if left_out:
-            place = origins[left_out[0]]
-            raise _left_out(place, messages[place])
-        return prompt
-
-    async def __call__(self, seen: Sequence[Seen]) -> str:
-        return await self._render(seen, self.tools, self.opens_turn, self.variables)
-
-    async def _plain(self, seen: Sequence[Seen], tools: Sequence[Any] | None = None) -> str:
-        """Without anything of this request."""
-        return await self._render(seen, tools, False, {})
-
-    async def _render(
-        self,
-        seen: Sequence[Seen],
-        tools: Sequence[Mapping[str, object]] | None,
-        opens_turn: bool,
-        variables: Mapping[str, object],
-    ) -> str:
-        return await self.template.render(
-            [in_parts(message) for message in seen] if self.in_parts else seen,
-            add_generation_prompt=opens_turn,
-            variables=variables,
-            max_characters=self.settings.max_rendered_characters,
-            timeout_seconds=self.settings.template_timeout_seconds,
-            tools=tools,
-        )
+async def _prompt(rendering: Rendering, messages: list[ChatMessage], *, goes_on: bool) -> str:
+    form = CallForm()
+    if any(message.tool_calls or message.role == "tool" for message in messages):
+        form = await rendering.call_form()
+    seen: list[Seen] = []
+    origins: list[int] = []
+    names_developer = rendering.template.probe.names_developer
+    for index, message in as_template_orders(messages, form):
+        turns = as_template_sees(message, form, names_developer=names_developer)
+        seen += turns
+        origins += [index] * len(turns)
+    for one, other in set(_rules_in_a_row(seen)):
+        if not await rendering.takes_both(one, other):
+            seen, origins = _join_rules(seen, origins)
+            break
+    # Where the last message ends in the prompt is only known to the template.
+    mark = f"end-{uuid.uuid4().hex}" if goes_on else ""
+    if goes_on:  # a blank behind it, which goes where the template trims
+        seen[-1]["content"] = f"{seen[-1]['content']}{mark} "
+    text, left_out = await rendering.render(seen)
+    prompt = _until(mark, text) if goes_on else text
+    if left_out:
+        place = origins[left_out[0]]
+        raise _left_out(place, messages[place])
+    return prompt
 
 
 def _rules_in_a_row(seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:

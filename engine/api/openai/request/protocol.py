@@ -258,6 +258,12 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     documents: Any = None
     chat_template: Any = None
 
+    @property
+    def most_tokens(self) -> int | None:
+        """The limit of the answer, by its newer name or its older one."""
+        new = self.max_completion_tokens
+        return self.max_tokens if new is None else new
+
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /tokenize: a text, or a conversation that goes through the template first."""

@@ -22,7 +22,7 @@ from ....text.bad_words import with_spelt_bad_words
 from ....text.reasoning import with_reasoning_marks
 from ...api_errors import ApiError
 from ...front import Front
-from .protocol import SamplingFields
+from .protocol import ChatRequest, SamplingFields
 from .structured import structured_outputs_of
 
 # Before anything is done with each entry: a body has room for millions.
@@ -32,6 +32,30 @@ _MOST_ENTRIES = {
     "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
     "logit_bias": (MAX_LOGIT_BIAS_IDS, "ids"),
 }
+
+
+def chat_params(
+    front: Front,
+    request: ChatRequest,
+    num_prompt_tokens: int,
+    structured_outputs: StructuredOutputsParams | None,
+) -> SamplingParams:
+    """The sampling parameters of a chat, fitted to its prompt. Raises ApiError as `sampling_params`
+    does, and for more than fits."""
+    max_tokens, asked = request.most_tokens, request.most_tokens is not None
+    if max_tokens is None:  # the answer may take what the context has left, as in OpenAI's API
+        max_tokens = default_max_tokens(front, front.max_model_len)
+    params = sampling_params(
+        front,
+        request,
+        max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        prompt_logprobs=request.prompt_logprobs,
+        splits_thoughts=True,
+        structured_outputs=structured_outputs,
+    )
+    params = fit_max_tokens(front, params, num_prompt_tokens, asked=asked)
+    return fit_logprobs(front, params, request.n or 1, asked=asked)
 
 
 def sampling_params(
@@ -159,23 +183,6 @@ def fit_logprobs(
         )
         raise ApiError(message, param="max_tokens", code="too_many_logprobs")
     return with_changes(params, max_tokens=fit)
-
-
-def num_kept_tokens(front: Front, asked: int | None, max_tokens: int | None) -> int | None:
-    """How many of a prompt's last tokens `truncate_prompt_tokens` keeps; -1 keeps as many as fit
-    beside the answer that is asked for."""
-    most = front.max_prompt_tokens
-    if asked is None:
-        return None
-    if asked == -1:
-        return max(1, most + 1 - max(max_tokens or 1, 1))
-    if not 1 <= asked <= most:
-        message = (
-            f"`truncate_prompt_tokens` must be -1 or between 1 and {most}, which leaves one token "
-            f"of the context for the answer, got {asked}"
-        )
-        raise ApiError(message, param="truncate_prompt_tokens", code="invalid_value")
-    return asked
 
 
 def _check_counts(request: SamplingFields) -> None:

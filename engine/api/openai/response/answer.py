@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -23,9 +23,16 @@ from ....text.output_processor import TextOutput
 from ....text.tool_calls.base import CallPiece, merged
 from ...front import Front
 from ..request.protocol import SamplingFields, StreamOptions
-from .generation import Generation, Tally, run_all
+from .generation import Generation
 from .kv_transfer_params import params_for_decode
-from .replies import KvParams, TokenIds, Usage, now
+from .replies import (
+    CompletionTokensDetails,
+    KvParams,
+    PromptTokensDetails,
+    TokenIds,
+    Usage,
+    now,
+)
 from .streaming import EventStream, Write, until_disconnect
 
 # Log-probabilities of more positions are put into form in a thread: with 20 likely tokens each
@@ -187,6 +194,59 @@ class Answer(ABC):
             if is_first:
                 part.prompt_token_ids = generation.prompt_token_ids
         return part
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts the tokens of a whole answer. A prompt counts once, however many answers it has; so
+    do its cached tokens, which are those of its first answer."""
+
+    prompt_tokens: int
+    by_tier: dict[str, int]
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int | None = None  # None: thoughts are not split off
+
+    @classmethod
+    def from_generations(cls, front: Front, generations: Sequence[Generation]) -> Tally:
+        prompt_tokens = sum(each.num_prompt_tokens for each in generations if each.child == 0)
+        tally = cls(prompt_tokens, dict.fromkeys(front.client.ready.tiers, 0))
+        if any(each.thoughts is not None for each in generations):
+            tally.reasoning_tokens = 0
+        return tally
+
+    def add(self, generation: Generation, output: TextOutput) -> None:
+        self.completion_tokens += len(output.token_ids)
+        if self.reasoning_tokens is not None:
+            self.reasoning_tokens += output.num_reasoning_tokens
+        if output.num_cached_tokens is not None and generation.child == 0:
+            self.cached_tokens += output.num_cached_tokens
+            for tier, tokens in (output.cached_tokens_by_tier or {}).items():
+                self.by_tier[tier] = self.by_tier.get(tier, 0) + tokens
+
+    def usage(self) -> Usage:
+        details = PromptTokensDetails(self.cached_tokens, self.by_tier)
+        total = self.prompt_tokens + self.completion_tokens
+        usage = Usage(self.prompt_tokens, self.completion_tokens, total, details)
+        if self.reasoning_tokens is not None:
+            usage.completion_tokens_details = CompletionTokensDetails(self.reasoning_tokens)
+        return usage
+
+
+async def run_all(
+    generations: Sequence[Generation], run_one: Callable[[Generation], Awaitable[None]]
+) -> None:
+    """Run every choice at the same time. The first that fails ends the others."""
+    if len(generations) == 1:
+        await run_one(generations[0])
+        return
+    tasks = [asyncio.ensure_future(run_one(generation)) for generation in generations]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def kv_params_of(parts: list[Part]) -> KvParams:

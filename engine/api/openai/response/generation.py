@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One choice of an answer on its way through the engine, measured, and the usage of all of them.
+"""One choice of an answer on its way through the engine, measured.
 
 The choices of a request: `n` children of each prompt, those of a prompt together.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -33,9 +32,9 @@ from ....text.output_processor import TextOutput, generate_text
 from ....text.reasoning import Thoughts
 from ...api_errors import ENGINE, ApiError
 from ...front import Front
+from ...metrics.engine_metrics import Watch
 from ..request.protocol import SamplingFields
 from .kv_transfer_params import read_params, without_routers_least
-from .replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from .tools import CallReader
 
 logger = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ class Generation:
     async def run(self, front: Front) -> AsyncGenerator[TextOutput, None]:
         """Outputs as they are made. Raises ApiError where the engine fails this request, and
         EngineDead; closing it early aborts the request."""
-        watch = front.metrics.track_request(self.arrival_seconds, self.num_prompt_tokens)
+        watch = Watch(front.metrics, self.arrival_seconds, self.num_prompt_tokens)
         try:
             async with aclosing(
                 generate_text(
@@ -259,59 +258,6 @@ def _check_amount(front: Front, tasks: Sequence[Task], n: int, *, shares: bool) 
             "are given at once; send fewer prompts in one request, or ask for fewer likely tokens"
         )
         raise ApiError(message, param="prompt_logprobs", code="too_many_logprobs")
-
-
-@dataclass(slots=True)
-class Tally:
-    """Counts the tokens of a whole answer. A prompt counts once, however many answers it has; so
-    do its cached tokens, which are those of its first answer."""
-
-    prompt_tokens: int
-    by_tier: dict[str, int]
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    reasoning_tokens: int | None = None  # None: thoughts are not split off
-
-    @classmethod
-    def from_generations(cls, front: Front, generations: Sequence[Generation]) -> Tally:
-        prompt_tokens = sum(each.num_prompt_tokens for each in generations if each.child == 0)
-        tally = cls(prompt_tokens, dict.fromkeys(front.client.ready.tiers, 0))
-        if any(each.thoughts is not None for each in generations):
-            tally.reasoning_tokens = 0
-        return tally
-
-    def add(self, generation: Generation, output: TextOutput) -> None:
-        self.completion_tokens += len(output.token_ids)
-        if self.reasoning_tokens is not None:
-            self.reasoning_tokens += output.num_reasoning_tokens
-        if output.num_cached_tokens is not None and generation.child == 0:
-            self.cached_tokens += output.num_cached_tokens
-            for tier, tokens in (output.cached_tokens_by_tier or {}).items():
-                self.by_tier[tier] = self.by_tier.get(tier, 0) + tokens
-
-    def usage(self) -> Usage:
-        details = PromptTokensDetails(self.cached_tokens, self.by_tier)
-        total = self.prompt_tokens + self.completion_tokens
-        usage = Usage(self.prompt_tokens, self.completion_tokens, total, details)
-        if self.reasoning_tokens is not None:
-            usage.completion_tokens_details = CompletionTokensDetails(self.reasoning_tokens)
-        return usage
-
-
-async def run_all(
-    generations: Sequence[Generation], run_one: Callable[[Generation], Awaitable[None]]
-) -> None:
-    """Run every choice at the same time. The first that fails ends the others."""
-    if len(generations) == 1:
-        await run_one(generations[0])
-        return
-    tasks = [asyncio.ensure_future(run_one(generation)) for generation in generations]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _drop_tokens(output: TextOutput) -> None:

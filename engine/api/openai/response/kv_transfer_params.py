@@ -35,7 +35,8 @@ def read_params(
 ) -> RequestExtras | None:
     """What routers ask of the engine. A ticket is for one prompt and one answer (`is_alone`), and
     is left out for others. Raises ApiError for what cannot be meant."""
-    params = params or {}
+    if not params:
+        return RequestExtras(asked_elsewhere=True) if asked_elsewhere else None
     asks = _switch(params, "do_remote_decode")
     brings = _switch(params, "do_remote_prefill")
     if asks and brings:

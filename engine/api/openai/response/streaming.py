@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
@@ -66,6 +67,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
+@dataclass(slots=True)
 class EventStream:
     """An ASGI answer made by `produce`, which is called once with a function that writes events.
 
@@ -74,21 +76,15 @@ class EventStream:
     server, which is when `ended` is done.
     """
 
-    def __init__(
-        self,
-        produce: Callable[[Write], Awaitable[None]],
-        timeout_seconds: float,
-        ended: asyncio.Future[None],
-    ) -> None:
-        self._ended = ended
-        self._produce = produce
-        self._timeout_seconds = timeout_seconds
-        self._started = False
+    produce: Callable[[Write], Awaitable[None]]
+    timeout_seconds: float
+    ended: asyncio.Future[None]
+    _started: bool = field(init=False, default=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the whole stream."""
         try:
-            await until_disconnect(receive, self._send_events(send), self._ended)
+            await until_disconnect(receive, self._send_events(send), self.ended)
         except ClientGone:
             logger.debug("a client left in the middle of its stream")
         except Exception as error:  # noqa: BLE001 - the border: every fault becomes an answer
@@ -101,8 +97,8 @@ class EventStream:
                 await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             await send({"type": "http.response.body", "body": event, "more_body": True})
 
-        async with asyncio.timeout(self._timeout_seconds):
-            await self._produce(write)
+        async with asyncio.timeout(self.timeout_seconds):
+            await self.produce(write)
             await write(DONE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -107,6 +107,8 @@ def tools_of(front: Front, request: ChatRequest) -> ToolUse:
     """Raises ApiError, naming the place, for tools that cannot be, for a choice that is not among
     them, and for fields that contradict it."""
     tools = request.tools or []
+    if not tools and request.tool_choice in (None, "auto", "none"):  # libraries always send `auto`
+        return ToolUse(marks=front.marks)
     shown = template_tools(front.settings, tools)
     choice = _choice_of(request, tools)
     if choice.mode == "none":
@@ -208,9 +210,7 @@ def _as_template_sees(function: FunctionDefinition) -> Mapping[str, object]:
 
 
 def _choice_of(request: ChatRequest, tools: Sequence[ToolDefinition]) -> _Choice:
-    given = request.tool_choice
-    if given is None:
-        return _Choice("auto" if tools else "none")
+    given = "auto" if request.tool_choice is None else request.tool_choice
     if isinstance(given, str) and given in _MODES:
         choice = _Choice(given)
     else:
@@ -224,17 +224,14 @@ def _choice_of(request: ChatRequest, tools: Sequence[ToolDefinition]) -> _Choice
             )
             raise _invalid("tool_choice", message)
         choice = _Choice(_NAMED, name)
-    if tools:
-        names = [tool.function.name for tool in tools]
-        if choice.mode == _NAMED and choice.name not in names:
-            near = did_you_mean(choice.name, names)
-            message = f"`tool_choice` names {choice.name[:64]!r}, which is none of `tools`{near}"
-            raise _invalid("tool_choice", message)
-    elif choice.mode in ("required", _NAMED):
+    if not tools:
         message = "`tool_choice` asks for a call, and there are no `tools`; send them with it"
         raise _invalid("tool_choice", message)
-    else:  # libraries send `auto` with every request
-        return _Choice("none")
+    names = [tool.function.name for tool in tools]
+    if choice.mode == _NAMED and choice.name not in names:
+        near = did_you_mean(choice.name, names)
+        message = f"`tool_choice` names {choice.name[:64]!r}, which is none of `tools`{near}"
+        raise _invalid("tool_choice", message)
     return choice
 
 

@@ -17,9 +17,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from ...chat_template import ChatTemplate
 from .sandbox import TemplateRefused
 
 Seen = dict[str, Any]  # a message as the template sees it
@@ -65,8 +63,8 @@ class TemplateProbe:
     """What is known of one template. Its renderings are given by the caller, with the limits that
     hold for all others."""
 
-    def __init__(self, template: ChatTemplate) -> None:
-        self.names_developer = "developer" in template.source
+    def __init__(self, source: str) -> None:
+        self.names_developer = "developer" in source
         self._takes_parts: bool | None = None
         self._takes_both: dict[tuple[str, str], bool] = {}
         self._forms: dict[bool, CallForm] = {}
@@ -132,16 +130,6 @@ class TemplateProbe:
         else:
             self._left_out.move_to_end(key)
         return known
-
-
-_probes: WeakKeyDictionary[ChatTemplate, TemplateProbe] = WeakKeyDictionary()
-
-
-def probe_of(template: ChatTemplate) -> TemplateProbe:
-    """The one of this template."""
-    if template not in _probes:
-        _probes[template] = TemplateProbe(template)
-    return _probes[template]
 
 
 def in_parts(message: Seen) -> Seen:

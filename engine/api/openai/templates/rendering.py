@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The renderings of one conversation by a chat template: its prompt, and the small ones by which
+the template's probe finds out its ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ...api_settings import ApiSettings
+from ...chat_template import ChatTemplate
+from .template_probe import CallForm, Seen, in_parts
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """A template with the limits, variables and tools of one request. Contents go as lists of parts
+    where the template shows no others. Its methods raise TemplateRefused."""
+
+    template: ChatTemplate
+    settings: ApiSettings
+    opens_turn: bool
+    variables: Mapping[str, object]
+    tools: Sequence[Mapping[str, object]] | None
+
+    async def render(self, seen: Sequence[Seen]) -> tuple[str, list[int]]:
+        """The prompt, and the places of the messages that left no trace in it."""
+        text = await self._prompt(seen)
+        shape = (self.opens_turn, bool(self.tools), msgspec.json.encode(self.variables))
+        return text, await self.template.probe.left_out(text, seen, shape, self._prompt)
+
+    async def call_form(self) -> CallForm:
+        """The form in which the template is given the calls of this conversation."""
+        return await self.template.probe.call_form(self._plain, tools=bool(self.tools))
+
+    async def takes_both(self, one: str, other: str) -> bool:
+        """Whether the template shows a message of the role `other` behind one of the role `one`."""
+        return await self.template.probe.takes_both(self._plain, one, other)
+
+    async def _prompt(self, seen: Sequence[Seen]) -> str:
+        given = await self._given(seen)
+        return await self._render(given, self.tools, self.opens_turn, self.variables)
+
+    async def _plain(self, seen: Sequence[Seen], tools: Sequence[Any] | None = None) -> str:
+        """Without anything of this request."""
+        return await self._render(await self._given(seen), tools, False, {})
+
+    async def _given(self, seen: Sequence[Seen]) -> Sequence[Seen]:
+        """The messages with their contents in the form that the template shows."""
+        if not await self.template.probe.takes_parts(self._unchanged):
+            return seen
+        return [in_parts(message) for message in seen]
+
+    async def _unchanged(self, seen: Sequence[Seen]) -> str:
+        return await self._render(seen, None, False, {})
+
+    async def _render(
+        self,
+        seen: Sequence[Seen],
+        tools: Sequence[Mapping[str, object]] | None,
+        opens_turn: bool,
+        variables: Mapping[str, object],
+    ) -> str:
+        return await self.template.render(
+            seen,
+            add_generation_prompt=opens_turn,
+            variables=variables,
+            max_characters=self.settings.max_rendered_characters,
+            timeout_seconds=self.settings.template_timeout_seconds,
+            tools=tools,
+        )
