@@ -11,9 +11,12 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from itertools import repeat
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from .index_file import RowBatch
+
+if TYPE_CHECKING:
+    from .slot_index import SlotList
 
 _T = TypeVar("_T")
 FREE = b"\1"
@@ -27,17 +30,18 @@ _LARGEST_USE = 2**62
 class LoadedRows:
     """Blocks by slot, over slots 0 to `num_slots - 1`. `batches` come in the order of their slots;
     what is beyond the last slot is left out. An empty batch among them is the last one: their
-    source has read all rows, and is about to say whether they are good."""
+    source has read all rows, and is about to say whether they are good. `recency`, which is empty,
+    gains the slots in use, the coldest first, while the source makes sure of that."""
 
-    def __init__(self, num_slots: int, batches: Iterable[RowBatch]) -> None:
+    def __init__(self, num_slots: int, batches: Iterable[RowBatch], recency: SlotList) -> None:
         self.slots: dict[bytes, int] = {}
         self.keys: list[bytes | None] = [None] * num_slots  # None where free
         self.generations = array("Q", bytes(8 * num_slots))
         self.encoded_bytes = array("Q", bytes(8 * num_slots))
         self.free_flags = bytearray(FREE * num_slots)
         self.leaving = array("I")  # slots whose rows are to be removed again
-        self.by_use: Sequence[int] = ()  # the slots in use, the coldest first
         self.last_use = 0
+        self._recency = recency
         # Millions of keys and numbers, and not a cycle among them for the collector to look for.
         collects = gc.isenabled()
         gc.disable()
@@ -62,8 +66,9 @@ class LoadedRows:
     def _put_in_order(self, uses: array[int]) -> None:
         """All rows were taken in."""
         self._leave_older_rows(uses)
-        self.by_use = _by_use(self.slots, uses)
-        self.last_use = uses[self.by_use[-1]] if self.by_use else 0
+        order = _by_use(self.slots, uses)
+        self._recency.extend(order)
+        self.last_use = uses[order[-1]] if order else 0
 
     def _take_batch(self, batch: RowBatch, uses: array[int]) -> None:
         slots, keys, generations, last_uses, encoded_bytes = batch.columns(len(self.keys))

@@ -62,7 +62,8 @@ class SlotIndex:
     """Blocks by key, over slots 0 to `num_slots - 1`. `rows`: see `LoadedRows`."""
 
     def __init__(self, num_slots: int, rows: Iterable[RowBatch] = ()) -> None:
-        loaded = LoadedRows(num_slots, rows)
+        self._recency = SlotList(num_slots)  # in use, the coldest first
+        loaded = LoadedRows(num_slots, rows, self._recency)
         self.num_slots = num_slots
         self.free = FreeSlots(loaded.free_flags)
         self.learns = False  # whether `observe_chain` does anything
@@ -74,8 +75,6 @@ class SlotIndex:
         self._row_gone = bytearray(num_slots)  # 1: free as soon as nobody reads it
         self._leaving = loaded.leaving
         self._dropped: deque[tuple[int, int]] = deque(maxlen=_MOST_DROPPED)  # slot, generation
-        self._recency = SlotList(num_slots)  # in use, the coldest first
-        self._recency.extend(loaded.by_use)
         self._unsaved = SlotList(num_slots)  # used since their rows were written, in that order
         self._next_use = loaded.last_use
         self._policy: EvictionPolicy | None = None  # None: the order of last use
