@@ -104,7 +104,7 @@ class KeptTurns(JobRetention):
                 continue
             if now >= turn.ask_at:
                 self._ask_stores(turn, now, LEASE_SECONDS / 2)
-            if turn.ticket is not None and turn.ticket.is_complete():
+            if turn.ticket is not None and not turn.ticket.waiting:
                 self._end_read(turn)
             if turn.due is not None and now >= turn.due:
                 turn.due = None

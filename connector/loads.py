@@ -123,7 +123,7 @@ class Loads(OverlappedLoads):
         coming = self._coming
         for key in keys:
             coming[key] = coming.get(key, 0) + 1
-        if not ticket.is_complete():
+        if ticket.waiting:
             missing = load.needed[ticket.slots.index(None)] // self._num_parts
             seconds = self._economics.max_wait_seconds(
                 first_token + missing * self._block_size,
@@ -277,13 +277,13 @@ class Loads(OverlappedLoads):
         if missing < len(slots):
             whole = load.needed[missing] // self._num_parts
             piece.end = 0 if self._parts.whole_only else whole
-            if self._parts.is_windowed and piece.ticket.is_complete():
+            if self._parts.is_windowed and not piece.ticket.waiting:
                 # Every hit that ends behind this position needs it, or one before it.
                 load.shorter_tokens = load.first_token + whole * self._block_size
         if load.is_spoilt:
             self._end_blocking(load, piece, SPOILT)
         elif not piece.end:
-            reason = "unavailable" if piece.ticket.is_complete() else "slow"
+            reason = "slow" if piece.ticket.waiting else "unavailable"
             self._end_blocking(load, piece, reason)
         else:
             if piece.end < load.num_blocks:
@@ -332,7 +332,7 @@ class Loads(OverlappedLoads):
         if load.is_spoilt:
             failure = SPOILT
         ticket = piece.ticket
-        is_late = not ticket.is_complete()
+        is_late = ticket.waiting > 0
         self._read_times.let_go(ticket)
         self.num_ended += 1
         coming = self._coming
@@ -433,7 +433,7 @@ def _is_ready(load: Load, now: float) -> bool:
     if not load.reading or len(load.copying) >= PIECES_AT_ONCE:
         return False
     is_late = load.give_up_at is not None and load.give_up_at <= now
-    return is_late or load.reading[0].ticket.is_complete()
+    return is_late or not load.reading[0].ticket.waiting
 
 
 def fault_of(ticket: LoadTicket) -> str | None:

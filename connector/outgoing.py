@@ -99,8 +99,8 @@ class Outgoing(StoresAhead):
         for key in self._ahead.pop(job_id, ()):
             self._ahead_job_of.pop(key, None)
         void = self._void.pop(job_id, ())
-        proofs = None if digests is None else self._hierarchy.prove(ticket.keys, digests)
-        self._hierarchy.end_store(ticket, [ok and key not in void for key in ticket.keys], proofs)
+        verdicts = [ok and key not in void for key in ticket.keys]
+        self._hierarchy.end_store(ticket, verdicts, digests=digests)
         if ok:
             num_blocks = len(ticket.keys) - len(void)
             self._counters.count_store(num_blocks, num_blocks * self._hierarchy.block_bytes)

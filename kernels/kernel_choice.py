@@ -146,7 +146,6 @@ def _triton_version() -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The leading (major, minor) of a version."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found else MIN_TRITON
 

@@ -37,7 +37,7 @@ def is_busy(core: EngineCore) -> bool:
         core.scheduler._states.loads.blocking
         or len(connector._outgoing)
         or len(connector._loads)
-        or hierarchy._promotions
+        or hierarchy._promotions.under_way
         or hierarchy._write_backs.in_flight
     )
 

@@ -349,7 +349,6 @@ class Histogram:
         self.counts = [0] * (len(self.bounds) + 1)
 
     def observe_value(self, value: float) -> None:
-        """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 

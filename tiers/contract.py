@@ -55,7 +55,6 @@ def make_keys(count: int, salt: str = "") -> list[bytes]:
 
 
 def payload_of(key: bytes, layout: BlockLayout) -> bytes:
-    """The bytes that belong to a key."""
     return random.Random(key).randbytes(layout.page_bytes)  # noqa: S311 - bytes of no secrecy
 
 

@@ -33,32 +33,25 @@ class Holds:
 
     def __init__(self, most_blocks: int) -> None:
         self.most_blocks = most_blocks
-        self._times: Counter[bytes] = Counter()
+        self.times: Counter[bytes] = Counter()  # holds of each name, as far as `expire` was called
         self._ends: list[tuple[float, int, Hold]] = []  # a heap
         self._numbers = itertools.count()
         self._num_dead = 0
 
-    def __len__(self) -> int:
-        """Names that are held, as far as `expire` was called."""
-        return len(self._times)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._times
-
     def create_hold(self, keys: Sequence[bytes], until: float, now: float) -> Hold:
         """Hold the leading ones of these, given head first, as far as there is room."""
         self.expire(now)
-        room = self.most_blocks - len(self._times)
+        room = self.most_blocks - len(self.times)
         taken: list[bytes] = []
         for key in dict.fromkeys(keys):
-            if key not in self._times:
+            if key not in self.times:
                 if not room:
                     break
                 room -= 1
             taken.append(key)
         hold = Hold(taken, until, is_over=not taken or until <= now)
         if not hold.is_over:
-            self._times.update(taken)
+            self.times.update(taken)
             heapq.heappush(self._ends, (until, next(self._numbers), hold))
         return hold
 
@@ -88,12 +81,12 @@ class Holds:
         for _, _, hold in self._ends:
             hold.is_over = True
         self._ends.clear()
-        self._times.clear()
+        self.times.clear()
         self._num_dead = 0
 
     def _release_hold(self, hold: Hold) -> None:
         hold.is_over = True
-        times = self._times
+        times = self.times
         for key in hold.keys:
             if times[key] > 1:
                 times[key] -= 1

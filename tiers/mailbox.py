@@ -33,7 +33,6 @@ class Mailbox:
         self._alarm.at(moment)
 
     def run_delivered(self) -> None:
-        """Run what was delivered."""
         self._delivered.clear()
         while self._queue:
             self._queue.popleft()()

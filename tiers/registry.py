@@ -40,7 +40,6 @@ OpenTier = Callable[[TierRequest], StoreTier]
 
 
 def installed_tiers() -> list[str]:
-    """The names of tiers that other packages bring, sorted."""
     return installed(ENTRY_POINTS)
 
 

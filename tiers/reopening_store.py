@@ -99,7 +99,6 @@ class ReopeningStore(ForwardingStore):
 
     @property
     def opened(self) -> StoreTier | None:
-        """The store that is open at present."""
         inner = self.inner
         return None if inner is self._empty else inner
 

@@ -239,7 +239,6 @@ class TierSettings:
 
     @property
     def has_ssd(self) -> bool:
-        """Whether there is an ssd tier."""
         return self.ssd.path is not None
 
     @property

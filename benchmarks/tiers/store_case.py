@@ -151,7 +151,7 @@ class StoreCase:
         self._live.clear()
         index = self.store._state.index
         deadline = time.monotonic() + _SECONDS
-        while len(index._free) < index.num_slots:
+        while index.free.count < index.num_slots:
             if time.monotonic() > deadline:
                 raise WrongWork("the store did not get empty")
             time.sleep(0.002)

@@ -143,8 +143,7 @@ class ChunkMover(ABC):
 
     def _end_store(self, ticket: StoreTicket, digests: Sequence[bytes]) -> None:
         """The chunks are in their slots. Under the lock."""
-        proofs = self._hierarchy.prove(ticket.keys, digests)
-        self._hierarchy.end_store(ticket, True, proofs)
+        self._hierarchy.end_store(ticket, True, digests=digests)
 
     def _copy_out(
         self, ticket: LoadTicket, proofs: Sequence[Proof | None], chunks: Iterable[Parts]

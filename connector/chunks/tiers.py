@@ -206,7 +206,7 @@ class ChunkTiers(ChunkMover):
     def _take_piece(self) -> _Piece | None:
         now = time.monotonic()
         for piece in self._pieces:
-            if piece.ticket.is_complete() or now >= piece.job.deadline:
+            if not piece.ticket.waiting or now >= piece.job.deadline:
                 self._pieces.remove(piece)
                 self._copying = piece.job
                 return piece

@@ -72,7 +72,7 @@ class ReadTimes:
         for index, (slot, tier) in enumerate(zip(ticket.slots, ticket.tiers, strict=True)):
             if slot is None and tier in self._links:
                 indices.setdefault(tier, []).append(index)
-        if ticket.is_complete() or not indices:
+        if not ticket.waiting or not indices:
             return
         keys = [ticket.keys[index] for blocks in indices.values() for index in blocks]
         num_read = {
@@ -97,7 +97,7 @@ class ReadTimes:
     def let_go(self, ticket: LoadTicket) -> None:
         """Nobody waits for this load any more: end it, now or when its reads have ended."""
         watched = self._watched.get(id(ticket))
-        if watched is None or ticket.is_complete():
+        if watched is None or not ticket.waiting:
             self._hierarchy.end_load(ticket)
             return
         watched.let_go = True
@@ -109,7 +109,7 @@ class ReadTimes:
         if not self._watched:
             return
         now = self._clock()
-        for watched in [w for w in self._watched.values() if w.ticket.is_complete()]:
+        for watched in [w for w in self._watched.values() if not w.ticket.waiting]:
             self._remove_watched(watched)
             if watched.joined is None:
                 # It was still under way when last looked at.

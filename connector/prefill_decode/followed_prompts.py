@@ -144,7 +144,7 @@ class Follows:
         prompt.num_asked += count
 
     def _let_go(self, prompt: FollowedPrompt, *, all_of_them: bool) -> None:
-        over = [ticket for ticket in prompt.tickets if all_of_them or ticket.is_complete()]
+        over = [ticket for ticket in prompt.tickets if all_of_them or not ticket.waiting]
         for ticket in over:
             prompt.tickets.remove(ticket)
             self._room += len(ticket.keys)

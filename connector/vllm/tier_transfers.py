@@ -129,7 +129,7 @@ class Transfers(ChunkMover):
         with self.lock:
             self._hierarchy.poll()
             self._read_times.record_ended_loads()
-            load = next((load for load in self._loads if load.ticket.is_complete()), None)
+            load = next((load for load in self._loads if not load.ticket.waiting), None)
             if load is not None:
                 self._loads.remove(load)
             store = self._stores.popleft() if load is None and self._stores else None

@@ -394,7 +394,6 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """The multiprocessors of the device; 1 in the interpreter."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -44,7 +44,6 @@ NARROW = {  # the others: 64 keys spill with a group of 7, and some have 99 KB o
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The size that the kernel computes with."""
     return 1 << (head_dim - 1).bit_length()
 
 

@@ -92,7 +92,7 @@ class CpuAttentionStep:
         self.pool = (pool.dtype, pool.shape, pool.stride())
         num_blocks, _, block_size, kv_heads, head_dim = pool.shape
         block_stride, self._plane_stride, token_stride, head_stride, _ = pool.stride()
-        step = self._step = Step(
+        step = self.laid_down = Step(  # as the library takes it, while this object lives
             tables=block_tables.data_ptr(),
             seq_lens=seq_lens.data_ptr(),
             query_starts=None if query_starts is None else query_starts.data_ptr(),
@@ -128,15 +128,10 @@ class CpuAttentionStep:
         step.window = window or 0
 
     @property
-    def laid_down(self) -> Step:
-        """The step as the library takes it, while this object lives."""
-        return self._step
-
-    @property
     def query_starts(self) -> npt.NDArray[np.int32]:
         """`[requests + 1]`: where each request's rows begin, and the last one's end."""
         starts = self._kept[3]
-        count = self._step.num_requests
+        count = self.laid_down.num_requests
         return np.arange(count + 1, dtype=np.int32) if starts is None else starts.numpy()
 
     def run(
@@ -150,7 +145,7 @@ class CpuAttentionStep:
         `pool`, then attend `q` `[tokens, heads, head_dim]` into `out`. `pool` is a layer's, of the
         shape and strides that the step was laid down for; last axes are contiguous. Raises
         KernelRefused for others."""
-        step = self._step
+        step = self.laid_down
         self._check_tensor("pool", pool, self.pool[1])
         if pool.stride() != self.pool[2]:
             raise KernelRefused(f"expected a pool of strides {self.pool[2]}, got {pool.stride()}")

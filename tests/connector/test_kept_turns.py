@@ -147,10 +147,10 @@ def test_random_jobs_leave_nothing_behind(rig: Rig, clock: Clock, seed: int) -> 
             rig.put(*rng.sample(range(100, 200), 3))
         clock.now += rng.choice([0.0, 0.3])
         rig.side.has_pending_work()
-        assert len(rig.slab._holds) <= rig.slab._holds.most_blocks
+        assert len(rig.slab._holds.times) <= rig.slab._holds.most_blocks
     clock.now += 3.0
     collect(rig)
     turns = rig.side._kept_turns
     assert (len(turns), turns._room) == (0, 4)
     rig.slab._holds.expire(clock.now)
-    assert len(rig.slab._holds) == rig.slab.stats().pinned_blocks == 0
+    assert len(rig.slab._holds.times) == rig.slab.stats().pinned_blocks == 0

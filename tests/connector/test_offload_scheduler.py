@@ -251,7 +251,7 @@ def test_what_only_a_disk_has_is_read_while_its_request_waits(rig: Rig) -> None:
     assert rig.hierarchy.traffic()["ssd"].active_promotions == 1
     ticket = rig.side.requests["a"].read_ahead
     assert ticket is not None
-    while not ticket.is_complete():
+    while ticket.waiting:
         rig.wait_for_wakeup()
     assert rig.side.get_matched_tokens(asks, 0) == (8, MatchKind.LOAD)
     rig.side.begin_load(asks, [[20, 21]], 8, overlapped=False)

@@ -70,7 +70,7 @@ def fill(hierarchy: Hierarchy, slab: CpuSlab, keys: Sequence[bytes]) -> None:
 def contents(hierarchy: Hierarchy, slab: CpuSlab, keys: Sequence[bytes]) -> list[bytes | None]:
     """What a load of blocks that the slab has brings."""
     ticket = hierarchy.begin_load(keys)
-    assert ticket.is_complete()
+    assert not ticket.waiting
     found = [None if s is None else bytes(slab.buffer(s)[:SIZE]) for s in ticket.slots]
     hierarchy.end_load(ticket)
     return found
@@ -103,7 +103,7 @@ def test_a_busy_server_beside_one_that_has_begun_to_write() -> None:
                     fill(hierarchy, slab, others)
             loads = [server.loads._queue for server in store._servers]
             wait_until(lambda: not any(queue._bytes for queue in loads))
-            wait_until(lambda: hierarchy.poll() or (first.is_complete() and second.is_complete()))
+            wait_until(lambda: hierarchy.poll() or (not first.waiting and not second.waiting))
             hierarchy.end_load(first)
             hierarchy.end_load(second)
             known = slab.keys()
@@ -268,7 +268,7 @@ def test_a_tier_whose_answers_are_no_futures() -> None:
     )
     assert not hierarchy.prefetch_lookup(keys)
     load = hierarchy.begin_load(keys[:2])
-    assert load.is_complete() and load.slots == [None, None]
+    assert not load.waiting and load.slots == [None, None]
     hierarchy.end_load(load)
     fill(hierarchy, slab, keys[2:6])
     hierarchy.poll()

@@ -107,7 +107,7 @@ def test_few_requests_to_a_store_that_hangs() -> None:
         for number in range(10):
             began = clock.now
             ticket = hierarchy.begin_load([pack_key(bytes([number]) * 32)])
-            while not ticket.is_complete():
+            while ticket.waiting:
                 clock.advance(0.1)
                 hierarchy.poll()
             hierarchy.end_load(ticket)

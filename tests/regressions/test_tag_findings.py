@@ -210,7 +210,7 @@ def test_t01_block_with_the_tag_of_another() -> None:
         slab, [store], wakeup=lambda: None, options=HierarchyOptions(tagger=Tagger(layout_id, SIZE))
     )
     ticket = hierarchy.begin_load(keys)
-    while not ticket.is_complete():
+    while ticket.waiting:
         hierarchy.poll()
     assert ticket.slots == [None, None]
     assert hierarchy.stats()["other"].errors["wrong_tag"] == 2

@@ -124,7 +124,7 @@ class Rig:
     def finish(self, ticket: LoadTicket) -> list[int]:
         """Wait for a load, check what it brought, end it; the indices that are there."""
         deadline = time.monotonic() + WAIT_SECONDS
-        while not ticket.is_complete():
+        while ticket.waiting:
             assert self.woken.wait(deadline - time.monotonic()), "no wake-up came"
             self.woken.clear()
             self.hierarchy.poll()

@@ -67,11 +67,11 @@ def test_names_are_held_as_long_as_some_hold_says(seed: int) -> None:
         live = [(hold, until) for hold, until in live if not hold.is_over]
         assert all(until > now for _, until in live)
         held = {key for hold, _ in live for key in hold.keys}
-        assert {key for key in keys if key in holds} == held
-        assert len(holds) == len(held) <= 12
+        assert {key for key in keys if key in holds.times} == held
+        assert len(holds.times) == len(held) <= 12
         assert len(holds._ends) <= 2 * len(live) + 70
     holds.clear()
-    assert not holds and all(hold.is_over for hold, _ in live)
+    assert not holds.times and all(hold.is_over for hold, _ in live)
 
 
 def test_the_slab_evicts_others_until_the_time_is_over(slab: CpuSlab, clock: Clock) -> None:

@@ -21,9 +21,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from ..policies.history import History
+from ..policies.history import LEFT_BEHIND, History, Run
 from ..policies.reuse_model import ReuseModel
-from ..policies.runs import LEFT_BEHIND, Run, RunQueues, class_by_length
 from .base import AdmissionFilter
 
 # A write is worth as much of a use as this.
@@ -54,12 +53,8 @@ class ReuseFilter(AdmissionFilter):
         # What stands directly before an admitted block. Tails are lost before their heads, so it is
         # mostly still to come.
         self._needed: OrderedDict[bytes, None] = OrderedDict()
-        self._history = History(
-            self._limit,
-            self._model,
-            RunQueues(self._model),  # empty: nothing is held here
-            classify=class_by_length,
-        )
+        # Nothing is held here, so its queues stay empty.
+        self._history = History(self._limit, self._model, by_length=True)
         self._low = 0.0
         self._written = 0.0
         self._seconds = 0.0

@@ -138,9 +138,9 @@ class TenantStore(ServedStore):
     def wait_loaded(self, read_lease: ReadLease, deadline: float) -> None:
         with self._changed:
             self._changed.wait_for(
-                lambda: read_lease.ticket.is_complete() or self._closed, deadline - time.monotonic()
+                lambda: not read_lease.ticket.waiting or self._closed, deadline - time.monotonic()
             )
-            if not read_lease.ticket.is_complete():
+            if read_lease.ticket.waiting:
                 return
             places = dict(zip(read_lease.ticket.keys, read_lease.ticket.slots, strict=True))
             read_lease.slots = [places.get(key) for key in read_lease.stored]

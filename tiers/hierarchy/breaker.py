@@ -74,7 +74,6 @@ class Breaker:
 
     @property
     def probe_due(self) -> bool:
-        """Whether to probe now."""
         return self.probes_at is not None and self._clock() >= self._probe_at
 
     def announce_probe(self, mailbox: Mailbox) -> None:

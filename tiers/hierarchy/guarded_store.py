@@ -114,7 +114,6 @@ class GuardedStore:
             self.count_fault(error, writing=writing)
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """Have the store forget these blocks."""
         self.attempt(lambda: self.tier.drop(keys), writing=True)
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:

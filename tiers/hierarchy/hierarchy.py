@@ -12,7 +12,7 @@ Whatever goes wrong in a store is a miss with a counted reason; nothing is raise
 A caller may rely on this:
 - no method but `flush` and `close` waits for a disk or a socket;
 - `wakeup` is called, from any thread, when `poll` may have something to do;
-- slots of a load stay as they are from `LoadTicket.is_complete()` to `end_load`.
+- slots of a load stay as they are from the end of `LoadTicket.waiting` to `end_load`.
 A caller must do this:
 - call every method from one thread, `poll` after each wake-up;
 - end each ticket exactly once.
@@ -28,7 +28,7 @@ from functools import partial
 from ..base import NO_CONTEXT, Answer, RequestContext, SlabTier, StoreTier, TierStats
 from ..holds import Hold
 from ..mailbox import Mailbox
-from ..tag import Proof, Proofs
+from ..tag import Proofs
 from .guarded_store import GuardedStore, Traffic
 from .hierarchy_options import HierarchyOptions
 from .look_up import LookUp, Prefix
@@ -81,7 +81,6 @@ class Hierarchy:
 
     @property
     def num_free_slots(self) -> int:
-        """Slots of the slab that hold nothing."""
         return self._slab.free_slots()
 
     @property
@@ -186,23 +185,25 @@ class Hierarchy:
         return ticket
 
     def end_store(
-        self, ticket: StoreTicket, ok: bool | Sequence[bool], proofs: Proofs | None = None
+        self,
+        ticket: StoreTicket,
+        ok: bool | Sequence[bool],
+        proofs: Proofs | None = None,
+        digests: Sequence[bytes] | None = None,
     ) -> None:
         """The bytes are in the slots (`ok`, of all or of each), or never will be. `proofs[i]`, of
-        each block of the ticket, came with it or was made when it was copied."""
+        each block of the ticket, came with it or was made when it was copied. With a tagger proofs
+        are made here of `digests`, the 16 bytes of each block that an engine copied."""
         self._mailbox.is_due = True
         verdicts = [ok] * len(ticket.keys) if isinstance(ok, bool) else list(ok)
         if ticket.epoch != self._epoch:
             verdicts = [False] * len(verdicts)
+        if digests is not None and self._tagger is not None:
+            proofs = self._tagger.prove_all(ticket.keys, digests)
         kept = self._slab.commit(ticket.keys, verdicts, proofs)
         if kept:
             self._write_backs.added(kept)
         self._mailbox.version += 1
-
-    def prove(self, keys: Sequence[bytes], digests: Sequence[bytes]) -> list[Proof] | None:
-        """The proofs of blocks that an engine stores, whose bytes have these digests. None without
-        a tagger."""
-        return None if self._tagger is None else self._tagger.prove_all(keys, digests)
 
     def withhold(self, ticket: StoreTicket) -> list[int]:
         """End a ticket whose blocks will never come while somebody may still write to its slots:
@@ -223,9 +224,9 @@ class Hierarchy:
         self._mailbox.is_due, self._poll_at = False, now + POLL_SECONDS
         before = self.version
         self._mailbox.run_delivered()
-        if self._promotions:
+        if self._promotions.under_way:
             self._promotions.give_up_late()
-        if not self._write_backs.pump(reading=bool(self._promotions)):
+        if not self._write_backs.pump(reading=bool(self._promotions.under_way)):
             self._mailbox.is_due = True
         for store in self._stores:
             store.probe_when_due()
@@ -365,7 +366,7 @@ class Hierarchy:
         return not self._is_used()
 
     def _is_used(self) -> bool:
-        return bool(self._promotions or self._write_backs.in_flight)
+        return bool(self._promotions.under_way or self._write_backs.in_flight)
 
 
 def _ignore(_kept: list[bool]) -> None:

@@ -53,7 +53,7 @@ class LookUp:
             places = dict(zip(misses, find_stores(self._stores, misses, awaited), strict=True))
             for key, answer in zip(batch, answers, strict=True):
                 if answer is Answer.PENDING:
-                    promotion = self._promotions.promotion_of(key)
+                    promotion = self._promotions.by_key.get(key)
                     if promotion is None:  # its bytes are being copied to the slab
                         return Prefix(tiers, True)
                     place: SlabTier | GuardedStore | None = (
@@ -74,7 +74,7 @@ class LookUp:
         if answers.count(hit) == len(answers):
             return answers
         for i in [i for i, answer in enumerate(answers) if answer is pending]:
-            promotion = self._promotions.promotion_of(keys[i])
+            promotion = self._promotions.by_key.get(keys[i])
             if promotion is not None and promotion.brings(keys[i]):
                 answers[i] = hit
         missing = [i for i, answer in enumerate(answers) if answer is miss] if self._stores else []

@@ -25,7 +25,7 @@ MISSED = "missed"  # the store had not what it had said, or it was damaged
 
 @dataclass(slots=True, eq=False)
 class LoadTicket:
-    """A load. Once `is_complete()`, `slots[i]` is the pinned slot of `keys[i]`, or None where the
+    """A load. Once none is `waiting`, `slots[i]` is the pinned slot of `keys[i]`, or None where the
     block could not be had: missing, damaged, late, or no room (which takes all that follow).
     `begun` are the leading blocks that were there and for which there was room; `fault` says what
     befell one of those that did not come, where something did."""
@@ -38,9 +38,6 @@ class LoadTicket:
     begun: int = 0
     fault: str | None = None
     context: RequestContext = NO_CONTEXT
-
-    def is_complete(self) -> bool:
-        return self.waiting == 0
 
 
 @dataclass(slots=True, eq=False)
@@ -90,15 +87,8 @@ class Promotions:
         self._stores = stores
         self._write_backs = write_backs
         self._tagger = tagger
-        self._promotions: list[Promotion] = []
-        self._by_key: dict[bytes, Promotion] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._promotions)
-
-    def promotion_of(self, key: bytes) -> Promotion | None:
-        """The promotion that brings this block."""
-        return self._by_key.get(key)
+        self.under_way: list[Promotion] = []
+        self.by_key: dict[bytes, Promotion] = {}  # of what is under way
 
     def begin_load(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> LoadTicket:
         """See `Hierarchy.begin_load`."""
@@ -123,7 +113,7 @@ class Promotions:
     def give_up_late(self) -> None:
         """Fail the promotions whose deadline has passed."""
         now = time.monotonic()
-        for promotion in self._promotions:
+        for promotion in self.under_way:
             if not promotion.late and promotion.deadline <= now:
                 promotion.give_up()
                 promotion.store.count_fault(LATE)
@@ -132,20 +122,20 @@ class Promotions:
 
     def clear(self) -> None:
         """Publish nothing of what is under way."""
-        for promotion in self._promotions:
+        for promotion in self.under_way:
             promotion.wanted = False
 
     def drop_promotions(self, keys: Sequence[bytes]) -> None:
         """No load joins for these blocks any more. The slab does not publish them."""
         for key in keys:
-            promotion = self._by_key.get(key)
+            promotion = self.by_key.get(key)
             if promotion is not None:
                 promotion.dropped.add(key)
 
     def _promote(self, ticket: LoadTicket, missing: list[int]) -> None:
         """Fill the gaps of a ticket: join promotions under way, reserve slots for the others."""
         keys = ticket.keys
-        joined = {i: found for i in missing if (found := self.promotion_of(keys[i])) is not None}
+        joined = {i: found for i in missing if (found := self.by_key.get(keys[i])) is not None}
         fresh = [i for i in missing if i not in joined]
         places = dict(zip(fresh, find_stores(self._stores, [keys[i] for i in fresh]), strict=True))
         lost = (
@@ -192,8 +182,8 @@ class Promotions:
         now = time.monotonic()
         promotion = Promotion(store, keys, now, now + store.read_seconds)
         store.traffic.active_promotions += 1
-        self._promotions.append(promotion)
-        self._by_key.update(dict.fromkeys(keys, promotion))
+        self.under_way.append(promotion)
+        self.by_key.update(dict.fromkeys(keys, promotion))
         for i in indices:
             promotion.join(ticket, i)
         store.mailbox.version += 1
@@ -252,10 +242,10 @@ class Promotions:
         ok = [promotion.wanted and proof is not None for proof in proofs]
         store = promotion.store
         self._write_backs.promoted(store, self._slab.commit(promotion.keys, ok, proofs))
-        self._promotions.remove(promotion)
+        self.under_way.remove(promotion)
         store.traffic.active_promotions -= 1
         for key in promotion.keys:
-            del self._by_key[key]
+            del self.by_key[key]
         store.mailbox.version += 1
         waiting = [(ticket, i) for ticket, i in promotion.waiting if not ticket.ended]
         # Not pinned anew for statistics or order: the commit has just made them the newest.

@@ -73,19 +73,19 @@ class WriteBack:
 
     @property
     def num_ended(self) -> int:
-        """Batches that have ended."""
         return self._writes.num_ended
 
     @property
     def num_unwritten(self) -> int:
         """Blocks that wait to be written or are being written, while the store is asked at all."""
-        if self._writes.is_broken or not self._store.breaker.allows:
+        if not (self._store.write_breaker.allows and self._store.breaker.allows):
             return 0
         return len(self._dirty) + self._writes.num_blocks
 
     def awaits(self, key: bytes) -> bool:
         """Whether a block of the slab waits to be written, while the store is asked at all."""
-        return key in self._dirty and not self._writes.is_broken and self._store.breaker.allows
+        store = self._store
+        return key in self._dirty and store.write_breaker.allows and store.breaker.allows
 
     @property
     def pending(self) -> bool:
@@ -193,7 +193,7 @@ class WriteBack:
     @property
     def _is_due(self) -> bool:
         """Whether to write at all: for room, or to find out whether the store works again."""
-        if self._writes.is_broken:
+        if not self._store.write_breaker.allows:
             return True
         return self._slab.free_slots() < self._low_slots and not self._may_wait()
 
@@ -203,7 +203,8 @@ class WriteBack:
 
     def _has_time(self) -> bool:
         """Whether what waits may wait for more."""
-        if self._writes.is_broken or not self._fill_seconds or self._goes_next():
+        allows = self._store.write_breaker.allows
+        if not allows or not self._fill_seconds or self._goes_next():
             return False
         now = time.monotonic()
         if self._full_at is None:
@@ -241,7 +242,6 @@ class WriteBack:
         return True
 
     def _unmark(self, keys: Iterable[bytes]) -> None:
-        """These blocks wait no longer."""
         for key in keys:
             self._dirty.pop(key, None)
 
@@ -292,7 +292,6 @@ class WriteBacks:
         self._spared = self._is_awaited if options.keeps_unwritten and stores else None
 
     def get_write_back(self, place: int) -> WriteBack:
-        """That of the store at this place."""
         return self._all[place]
 
     @property
@@ -302,12 +301,10 @@ class WriteBacks:
 
     @property
     def num_ended(self) -> int:
-        """Batches that have ended."""
         return sum(write_back.num_ended for write_back in self._all)
 
     @property
     def num_unwritten(self) -> int:
-        """See `Hierarchy.num_unwritten`."""
         return max((write_back.num_unwritten for write_back in self._all), default=0)
 
     def added(self, keys: Sequence[bytes]) -> None:
@@ -369,11 +366,9 @@ class WriteBacks:
         return any(going_on)
 
     def discard_dirty(self, keys: Sequence[bytes]) -> None:
-        """Write none of these blocks."""
         for write_back in self._all:
             write_back.discard_dirty(keys)
 
     def clear(self) -> None:
-        """Forget all."""
         for write_back in self._all:
             write_back.clear()

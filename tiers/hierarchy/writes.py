@@ -65,18 +65,13 @@ class Writes:
         """Whether a batch in flight has this block."""
         return any(key in batch.keys for batch in self._batches)
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether the store is only probed."""
-        return not self._breaker.allows
-
     def room(self, most_blocks: int, most_batches: int) -> int:
         """How many blocks the next batch may have, `most_blocks` being usual; 0: none may start
         now."""
         if not self._store.breaker.allows:
             return 0
         usual = sum(not (batch.is_late or batch.is_probe) for batch in self._batches)
-        if self.is_broken:
+        if not self._breaker.allows:  # it is only probed
             size = int(self._breaker.probe_due)
         else:
             size = most_blocks if usual < most_batches else 0
@@ -89,7 +84,7 @@ class Writes:
     def start(self, keys: list[bytes], slots: list[int]) -> bool:
         """Write pinned blocks. False, and they are given back, where the store is busy."""
         deadline = time.monotonic() + self._store.write_seconds
-        batch = Batch(keys, deadline, is_probe=self.is_broken)
+        batch = Batch(keys, deadline, is_probe=not self._breaker.allows)
         if batch.is_probe:
             self._breaker.probe_began()
         try:
@@ -147,7 +142,7 @@ class Writes:
     @property
     def has_stalled(self) -> bool:
         """Whether to give the store up, because it has taken nothing for too long."""
-        most = OPEN_STALL_SECONDS if self.is_broken else STALL_SECONDS
+        most = STALL_SECONDS if self._breaker.allows else OPEN_STALL_SECONDS
         return time.monotonic() - self._taken_at >= most
 
     def _set_alarm(self) -> None:

@@ -19,7 +19,6 @@ class FileState(NamedTuple):
 
     @classmethod
     def from_stat(cls, status: os.stat_result) -> FileState:
-        """The state that `os.stat` reports."""
         return cls(
             status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
         )

@@ -88,7 +88,6 @@ def library() -> Library | None:
 
 
 def has_digests() -> bool:
-    """Whether digests are made in the library."""
     found = library()
     return found is not None and found.runs
 

@@ -2,11 +2,11 @@
 """Adaptive: keeps what saves the most for each second that it takes up a place.
 
 From the prompts it is told of it learns how soon blocks are used again, by turn, pace and kind
-(`runs.py`), as a function of age (`reuse_model.py`); what that is worth is weighed by what a miss
-costs. Nothing is tuned beforehand: until it has seen enough, and whenever LRU would have served
-more (`Trial`), it is LRU. Tails go before heads: a block whose followers in some chain are held
-goes after them, as far as others may go. Until the first `observe` it is LRU and costs what LRU
-costs, for owners that hear of blocks but not of prompts.
+(`history.py`), as a function of age (`reuse_model.py`); what that is worth is weighed by what a
+miss costs. Nothing is tuned beforehand: until it has seen enough, and whenever LRU would have
+served more (`Trial`), it is LRU. Tails go before heads: a block whose followers in some chain are
+held goes after them, as far as others may go. Until the first `observe` it is LRU and costs what
+LRU costs, for owners that hear of blocks but not of prompts.
 
 Beside its owner's blocks it remembers those that are gone: three times as many and `MIN_GONE`, but
 no more than `MAX_GONE`. A block takes about 400 bytes.
@@ -20,10 +20,9 @@ from itertools import islice
 from math import inf, sqrt
 
 from .base import EvictionPolicy
-from .history import History
+from .history import Block, History, MissCost, Run
 from .lru import LruPolicy
 from .reuse_model import ReuseModel
-from .runs import ALL_THE_SAME, Block, MissCost, Run, RunQueues
 
 # Prompts that are seen before the policy is trusted for the first time.
 WARM_UP = 128
@@ -133,21 +132,18 @@ class AdaptivePolicy(EvictionPolicy):
 
     learns = True
 
-    def __init__(self, capacity: int, cost: MissCost = ALL_THE_SAME) -> None:
-        model = ReuseModel()
-        self._queues = RunQueues(model)
+    def __init__(self, capacity: int, cost: MissCost | None = None) -> None:
         gone = min(MAX_GONE, 3 * capacity + MIN_GONE)
-        self._history = History(capacity + gone, model, self._queues, cost=cost)
+        self._history = History(capacity + gone, ReuseModel(), cost=cost)
         self._trial = Trial(capacity)
-        self._held = 0
         self._untold: LruPolicy | None = LruPolicy()  # all there is until the first prompt
 
     def __len__(self) -> int:
-        return self._held if self._untold is None else len(self._untold)
+        return self._history.num_held if self._untold is None else len(self._untold.order)
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:
         if self._untold is not None:
-            held = self._untold.victims(len(self._untold), lambda _key: True)
+            held = self._untold.order
             self._untold = None
             self._history.now = now  # what it holds is as old as the first prompt, not the clock
             self.insert(held)
@@ -158,18 +154,7 @@ class AdaptivePolicy(EvictionPolicy):
         if self._untold is not None:
             self._untold.insert(keys)
             return
-        keys = list(keys)
-        blocks = self._history.blocks
-        self._history.gather(key for key in keys if key not in blocks)
-        for key in keys:
-            block = blocks[key]
-            if not block.held:
-                run = block.run
-                run.mark_held(block)
-                self._held += 1
-                if run.queue is None:
-                    self._queues.link(run, self._history.now)
-        self._history.trim_to_limit()
+        self._history.mark_held(keys)
 
     def touch(self, keys: Iterable[bytes]) -> None:
         # What a prompt uses was told by `observe`.
@@ -180,13 +165,7 @@ class AdaptivePolicy(EvictionPolicy):
         if self._untold is not None:
             self._untold.remove(keys)
             return
-        for key in keys:
-            block = self._history.blocks.get(key)
-            if block is not None and block.held:
-                block.run.let_go(block)
-                self._held -= 1
-                if not block.run.blocks:
-                    self._queues.unlink(block.run)
+        self._history.mark_gone(keys)
 
     def victims(self, count: int, may_evict: Callable[[bytes], bool]) -> list[bytes]:
         if self._untold is not None:
@@ -211,7 +190,8 @@ class AdaptivePolicy(EvictionPolicy):
         coming = self._history.blocks.get(keys[-1]) if keys else None
         if coming is None or not self._trial.is_trusted:
             return self.victims(count, may_evict)
-        return self._choose(count, may_evict, self._queues.value(coming.run, self._history.now))
+        limit = self._history.queues.value(coming.run, self._history.now)
+        return self._choose(count, may_evict, limit)
 
     def _choose(self, count: int, may_evict: Callable[[bytes], bool], limit: float) -> list[bytes]:
         """Up to `count` blocks of runs that are worth less than `limit`."""
@@ -225,9 +205,9 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _runs(self, limit: float) -> Iterator[Run]:
         """Runs that are worth less than `limit`, in the order in which they should go."""
-        now = self._history.now
-        ranked = self._queues.by_value if self._trial.is_trusted else self._queues.by_age
-        for value, runs in ranked(now):
+        queues = self._history.queues
+        ranked = queues.by_value if self._trial.is_trusted else queues.by_age
+        for value, runs in ranked(self._history.now):
             if value >= limit:
                 break
             yield from runs

@@ -104,7 +104,6 @@ class _Owner:
         self._held.difference_update(known)
 
     def _evict(self) -> None:
-        """A part of what the policy named."""
         self._remove_victims(
             self._victims(self._rng.randint(0, 6), self._held)[: self._rng.randint(0, 6)]
         )

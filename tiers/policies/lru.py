@@ -17,27 +17,27 @@ class LruPolicy(EvictionPolicy):
     """Every operation on a key is O(1); `victims` is linear in what it looks at."""
 
     def __init__(self) -> None:
-        self._order: OrderedDict[bytes, None] = OrderedDict()
+        self.order: OrderedDict[bytes, None] = OrderedDict()  # the coldest first
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self.order)
 
     def insert(self, keys: Iterable[bytes]) -> None:
-        self._order.update(dict.fromkeys(keys))  # each is new, so it comes at the end
+        self.order.update(dict.fromkeys(keys))  # each is new, so it comes at the end
 
     def touch(self, keys: Iterable[bytes]) -> None:
         for key in keys:
-            self._order.move_to_end(key)
+            self.order.move_to_end(key)
 
     def remove(self, keys: Iterable[bytes]) -> None:
         for key in keys:
-            self._order.pop(key, None)
+            self.order.pop(key, None)
 
     def victims(self, count: int, may_evict: Callable[[bytes], bool]) -> list[bytes]:
         chosen: list[bytes] = []
         if count < 1:
             return chosen
-        for key in self._order:
+        for key in self.order:
             if may_evict(key):
                 chosen.append(key)
                 if len(chosen) == count:

@@ -103,7 +103,6 @@ class RemoteStore(StoreTier):
 
     @property
     def is_up(self) -> bool:
-        """Whether any server is attached."""
         return any(server.link.is_up for server in self._servers)
 
     def wait_up(self, timeout_seconds: float) -> bool:

@@ -126,7 +126,6 @@ class ServerLink:
             return self._is_up
 
     def count_error(self, reason: str) -> None:
-        """Note that something went wrong."""
         with self._changed:
             self.errors[reason] = self.errors.get(reason, 0) + 1
 
@@ -235,7 +234,6 @@ class ServerLink:
         return streams
 
     def delete_blocks(self, keys: Sequence[bytes], *, all_blocks: bool = False) -> None:
-        """Have the server forget blocks. Raises RemoteError."""
         request = messages.DeleteRequest(keys=pack_keys(keys), all=all_blocks)
         self.call_server("delete", request, self._settings.store_seconds)
 

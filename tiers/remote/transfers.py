@@ -174,5 +174,4 @@ def check_buffers(
 
 
 def as_bytes(buffer: memoryview) -> memoryview:
-    """The same memory as plain bytes."""
     return buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")

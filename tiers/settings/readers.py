@@ -200,7 +200,6 @@ def one_of_these_or(known: Collection[str], all_known: Callable[[], list[str]]) 
 
 
 def device(called: str, value: Any) -> str:
-    """`cpu`, `cuda` or one of several GPUs."""
     return check_device(called, text(called, value))
 
 

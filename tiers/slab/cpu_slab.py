@@ -74,7 +74,7 @@ class CpuSlab(SlabTier):
     ) -> None:
         self.name = "cpu"
         self.layout = layout
-        self._slot_bytes = layout.slot_bytes
+        self._slot_bytes, self._page_bytes = layout.slot_bytes, layout.page_bytes
         self.num_slots = capacity_bytes // self._slot_bytes
         if not self.num_slots:
             raise TierConfigError(
@@ -169,7 +169,7 @@ class CpuSlab(SlabTier):
             self._stats.reserved_blocks -= len(keys)
             self._policy.insert(reversed(published))
             self._stats.stored_blocks += len(published)
-            self._stats.stored_bytes += len(published) * self.layout.page_bytes
+            self._stats.stored_bytes += len(published) * self._page_bytes
             return published
 
     def withhold(self, keys: Sequence[bytes]) -> list[int]:
@@ -210,7 +210,7 @@ class CpuSlab(SlabTier):
                 self._stats.hits += len(hits)
                 self._stats.misses += len(keys) - len(hits)
                 self._stats.loaded_blocks += len(hits)
-                self._stats.loaded_bytes += len(hits) * self.layout.page_bytes
+                self._stats.loaded_bytes += len(hits) * self._page_bytes
             return indices
 
     def unpin(self, keys: Sequence[bytes]) -> None:
@@ -321,7 +321,6 @@ class CpuSlab(SlabTier):
             return len(keys)
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:
-        """Tell the policy of a prompt, see `EvictionPolicy.observe`."""
         with self._lock:
             self._policy.observe(chain, now)
 
@@ -362,7 +361,7 @@ class CpuSlab(SlabTier):
         return self.index is None or not self._is_held(slot)
 
     def _is_idle_and_not_held(self, key: bytes) -> bool:
-        return key not in self._holds and self._is_idle(key)
+        return key not in self._holds.times and self._is_idle(key)
 
     def _is_held(self, slot: _Slot) -> bool:
         """Whether it is kept for other engines."""
@@ -390,10 +389,9 @@ class CpuSlab(SlabTier):
         count = len(coming) - len(self._free)
         if count <= 0:
             return []
-        holds = self._holds
-        if holds:
-            holds.expire(time.monotonic())
-        idle = self._is_idle_and_not_held if holds else self._is_idle
+        if self._holds.times:
+            self._holds.expire(time.monotonic())
+        idle = self._is_idle_and_not_held if self._holds.times else self._is_idle
 
         def is_free_to_go(key: bytes) -> bool:
             return key not in wanted and idle(key) and not (spared is not None and spared(key))

@@ -121,7 +121,6 @@ class SlabIndex:
         self._memory[self._shape.holds_at : self._shape.size] = bytes(8 * self._shape.num_slots)
 
     def close(self) -> None:
-        """Give the memory back, here."""
         for view in (self._journal, self._holds, self._memory):
             view.release()
         self._map.close()
@@ -253,11 +252,9 @@ class SlabReader:
 
     @property
     def num_held(self) -> int:
-        """Slots that are held now."""
         return len(self._held)
 
     def close(self) -> None:
-        """Give the memory back, here."""
         with self._lock:
             for view in (self._journal, self._holds, self._memory):
                 view.release()

@@ -60,7 +60,6 @@ class _Waits:
             return number
 
     def remove_wait(self, number: int) -> None:
-        """It was answered."""
         with self._lock:
             self._since.pop(number, None)
 

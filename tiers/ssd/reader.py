@@ -118,15 +118,16 @@ class Reader:
         """Under the lock: unpin, count, answer."""
         state, stats = self.state, self.state.stats
         state.index.unpin(part.entry)
+        part.job.answers[part.position] = outcome if isinstance(outcome, Proof) else None
+        part.job.waiting_for -= 1
         if isinstance(outcome, Proof):
             stats.hits += 1
             stats.loaded_blocks += 1
-            stats.loaded_bytes += state.layout.page_bytes
-            stats.loaded_bytes_saved += state.slot_file.saved_bytes(part.entry.encoded_bytes)
-            part.job.settle(part.position, outcome)
+            stats.loaded_bytes += state.page_bytes
+            if part.entry.encoded_bytes:
+                stats.loaded_bytes_saved += state.slot_file.saved_bytes(part.entry.encoded_bytes)
         else:
             stats.misses += 1
-            part.job.settle(part.position, None)
             if _is_shortage(outcome):
                 return
             # Whatever it was, the block is not to be offered again.

@@ -49,13 +49,9 @@ class WriteQueue:
     is called under the state's lock."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Write] = deque()
+        self.waiting: deque[Write] = deque()
         self._pending: dict[bytes, Write] = {}  # waiting or being written
         self.num_blocks = 0  # waiting or being written; the owner bounds it
-
-    def __len__(self) -> int:
-        """The number of waiting blocks."""
-        return len(self._waiting)
 
     def __contains__(self, key: object) -> bool:
         """Whether a block is on its way, and to be kept."""
@@ -69,7 +65,7 @@ class WriteQueue:
     ) -> None:
         """Queue blocks (key, payload, proof, position in the job), or wait for the writes of them
         that are on their way."""
-        pending, waiting = self._pending, self._waiting
+        pending, waiting = self._pending, self.waiting
         for key, payload, proof, position in blocks:
             write = pending.get(key)
             if write is not None and not write.dropped:
@@ -87,7 +83,6 @@ class WriteQueue:
         return True
 
     def cancel_all(self) -> None:
-        """Forget every block on its way."""
         for write in self._pending.values():
             write.dropped = True
 
@@ -97,7 +92,7 @@ class WriteQueue:
 
     def pop_writes(self, count: int) -> list[Write]:
         """Up to `count` blocks, to be written now; each ends with `settle` or `abandon`."""
-        return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+        return [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
 
     def settle(self, writes: Sequence[Write], kept: Set[int]) -> tuple[list[Job[Stored]], int]:
         """Blocks have been written, or will not be: those of `kept`, by the identity of their
@@ -111,7 +106,8 @@ class WriteQueue:
                 outcome = Stored.DAMAGED if write.is_damaged else Stored.REFUSED
                 num_lost += 1
             for job, position in write.waiters:
-                job.settle(position, outcome)
+                job.answers[position] = outcome
+                job.waiting_for -= 1
                 if not job.waiting_for:
                     done.append(job)
             self._leave(write)
@@ -148,12 +144,8 @@ class Batch:
     failed_syncs: int = 0  # before its writing began
     unsure: set[int] = field(default_factory=set)  # slots whose rows may be on the disk
     # Changed under the lock by the threads that write it.
-    blocks_left: int = 0
+    blocks_left: int = 0  # whose writes have not returned, with or without an error
     written: list[int] = field(default_factory=list)  # positions in `placed`
-
-    def is_written(self) -> bool:
-        """Whether all writes have returned, with or without an error."""
-        return not self.blocks_left
 
 
 class RecordWriter:
@@ -167,21 +159,16 @@ class RecordWriter:
         notify: Callable[[], None],
     ) -> None:
         self.state = state
-        self.encoder = None if codec is None else EncodingWriter(state, codec)
+        self.encoder = None if codec is None else EncodingWriter(state, codec)  # of all payloads
         self._notify = notify
         self._is_over = False
         flight_bytes = max(FLIGHT_BYTES, io_threads * state.slot_file.run_bytes)
         self._pool = IoPool(state.slot_file, io_threads, "stratakv-ssd-write", flight_bytes)
 
-    @property
-    def encodes(self) -> bool:
-        """Whether payloads go through a codec."""
-        return self.encoder is not None
-
     def start(self, batch: Batch) -> None:
         """Have what is placed written. Never waits. Raises TierClosed after `close`, as no thread
         would write it."""
-        slots = [entry.slot for _, entry in batch.placed]
+        slots, encodes = [entry.slot for _, entry in batch.placed], self.encoder is not None
         with self.state.lock:  # or a run could end before it is counted
             if self._is_over:
                 raise TierClosed("the SSD tier was closed before this batch was begun")
@@ -189,8 +176,8 @@ class RecordWriter:
             self._pool.start(
                 slots,
                 _Writing(self, batch),
-                singly=self.encodes,
-                spread=self.encodes or self.state.seal is not None,
+                singly=encodes,
+                spread=encodes or self.state.seal is not None,
             )
             batch.blocks_left = len(slots)
 
@@ -205,7 +192,7 @@ class RecordWriter:
         with self.state.lock:
             batch.written += written
             batch.blocks_left -= ended
-            if batch.is_written():
+            if not batch.blocks_left:
                 self._notify()
 
 

@@ -11,7 +11,7 @@ import logging
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import lmdb
 
@@ -79,30 +79,31 @@ class StoreState:
             )
 
 
+def _uncancelable_future() -> Future[Any]:
+    # A caller that could cancel would take its buffers back while the disk writes to them.
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+@dataclass(slots=True, eq=False)
 class Job(Generic[_T]):
-    """One call under way: its future and the answers, which come in parts and in any order."""
+    """One call under way: its future and the answers, which come in parts and in any order.
+    `answers` and `waiting_for` are changed under the lock, with each answer both."""
 
-    def __init__(self, answers: list[_T]) -> None:
-        self.future: Future[list[_T]] = Future()
-        # A caller that could cancel would take its buffers back while the disk writes to them.
-        self.future.set_running_or_notify_cancel()
-        self.waiting_for = 0
-        self._answers = answers
-        self._error: TierError | None = None
-
-    def settle(self, position: int, answer: _T) -> None:
-        """Under the lock: the answer to one key."""
-        self._answers[position] = answer
-        self.waiting_for -= 1
+    answers: list[_T]
+    waiting_for: int = 0  # answers
+    future: Future[list[_T]] = field(default_factory=_uncancelable_future)
+    error: TierError | None = None
 
     def abandon(self) -> None:
         """Under the lock: one key gets no answer because the store was closed."""
-        self._error = TierClosed("the SSD tier was closed before this call was done")
+        self.error = TierClosed("the SSD tier was closed before this call was done")
         self.waiting_for -= 1
 
     def complete(self) -> None:
         """Outside the lock, once, by whoever saw `waiting_for` reach zero."""
-        if self._error is not None:
-            self.future.set_exception(self._error)
+        if self.error is not None:
+            self.future.set_exception(self.error)
         else:
-            self.future.set_result(self._answers)
+            self.future.set_result(self.answers)

@@ -70,6 +70,8 @@ class SsdStore(DiskStore):
     Raises TierConfigError where the path, the size or what lies there cannot be used.
     """
 
+    learns = False
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -117,6 +119,7 @@ class SsdStore(DiskStore):
             create=create,
         )
         self._state = self._opened.state
+        self.learns = self._state.index.learns
         self._queue_blocks = queue_bytes // layout.page_bytes
         self._io_threads = io_threads
         with ExitStack() as undo:  # where the system gives no more threads
@@ -193,19 +196,14 @@ class SsdStore(DiskStore):
                 self._check_queue(self._writer.queue.num_blocks, len(missing), "writes")
             index.touch(known)
             job.waiting_for = len(missing)
-            self._writer.add(((keys[i], payloads[i], given[i], i) for i in missing), job)
+            self._writer.add([(keys[i], payloads[i], given[i], i) for i in missing], job)
         if not missing:
             job.complete()
         return job.future
 
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._state.lock:
-            index = self._state.index
-            index.touch(index.known(keys))
-
-    @property
-    def learns(self) -> bool:
-        return self._state.index.learns
+            self._state.index.touch(keys)
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:
         with self._state.lock:
@@ -297,7 +295,7 @@ class SsdStore(DiskStore):
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], *, writable: bool
     ) -> list[memoryview]:
         """The buffers as bytes, cut to a payload's length. Raises InvalidBlock."""
-        size = self.layout.page_bytes
+        size = self._state.page_bytes
         if len(keys) != len(buffers) or not {KEY_BYTES}.issuperset(map(len, keys)):
             raise InvalidBlock(
                 f"every block takes a key of {KEY_BYTES} bytes and a buffer; {len(keys)} keys "

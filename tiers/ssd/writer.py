@@ -105,7 +105,7 @@ class Writer:
         self._state = state
         self._durable = durable
         self._offered = OfferedBlocks()  # always empty where the store is durable
-        self._rows = RowWriter(state, index_file, self._offered.slots_left)
+        self._rows = RowWriter(state, index_file, self._offered)
         # Generations are unique over all openings: the epoch above, a count of writes below.
         self._generation = epoch << EPOCH_SHIFT
         self._cleared_up_to = self._noted = cleared_up_to  # by order; on the disk
@@ -158,7 +158,6 @@ class Writer:
 
     @property
     def has_clear_to_note(self) -> bool:
-        """Whether a clear is not on the disk yet."""
         return self._cleared_up_to > self._noted
 
     def wait_forgotten(self, timeout_seconds: float) -> bool:
@@ -248,13 +247,13 @@ class Writer:
         elif not self._flying:
             self._tidy()
             return not is_closing
-        elif self._flying[0].is_written():
+        elif not self._flying[0].blocks_left:
             if self._durable:
                 self._is_ending = True
                 self._to_end.put(True)
             else:
                 self._end_written()
-        if self._offered.is_due():
+        if not self._durable and self._offered.is_due():
             self._commit_offered()
         return True
 
@@ -268,22 +267,23 @@ class Writer:
             return writes, self._stop_at is not None and not self._may_begin()
 
     def _has_work(self) -> bool:
-        if self.queue and self._is_late():
+        if self.queue.waiting and self._is_late():
             return True
         if self._is_ending:
             return self._can_begin()
         if self._flying:
-            return self._flying[0].is_written() or self._may_begin()
+            return not self._flying[0].blocks_left or self._may_begin()
         return self._woken or self._may_begin()
 
     def _can_begin(self) -> bool:
         """While the second thread ends batches, only what needs no commit for its slots."""
-        blocks = min(len(self.queue), self._batch_blocks)
-        has_slots = not self._is_ending or self._state.index.num_free >= blocks
+        blocks = min(len(self.queue.waiting), self._batch_blocks)
+        has_slots = not self._is_ending or self._state.index.free.count >= blocks
         return has_slots and self._may_begin()
 
     def _may_begin(self) -> bool:
-        return bool(self.queue) and len(self._flying) < BATCHES_IN_FLIGHT and not self._is_late()
+        has_room = len(self._flying) < BATCHES_IN_FLIGHT
+        return bool(self.queue.waiting) and has_room and not self._is_late()
 
     def _is_late(self) -> bool:
         """Whether the time to close is over."""
@@ -291,7 +291,9 @@ class Writer:
 
     def _max_wait_seconds(self) -> float:
         """Seconds until something is due that nobody asks for."""
-        return self._offered.seconds_left() if self._offered else IDLE_SECONDS
+        if self._durable or not self._offered:
+            return IDLE_SECONDS
+        return self._offered.seconds_left()
 
     def _submit_batch(self, writes: list[Write]) -> None:
         """Have the blocks written, as far as there are slots. Their buffers are in use from here
@@ -321,8 +323,8 @@ class Writer:
             # What could make room may be in the batches under way, which nothing evicts yet.
             with self._state.lock:
                 self._state.index.give_back(slots)
-                self._work.wait_for(lambda: self._flying[0].is_written() or self._is_late())
-            if not self._flying[0].is_written():
+                self._work.wait_for(lambda: not self._flying[0].blocks_left or self._is_late())
+            if self._flying[0].blocks_left:
                 return []
             self._end_written()
             slots = self._take_slots(len(wanted))
@@ -347,7 +349,7 @@ class Writer:
     def _end_written(self) -> None:
         """Bring the oldest batches, as far as they are written, to their end."""
         with self._state.lock:
-            batches = list(takewhile(Batch.is_written, self._flying))
+            batches = list(takewhile(lambda batch: not batch.blocks_left, self._flying))
         kept: list[list[Placed]] = [[] for _ in batches]
         try:
             kept = self._keep(batches)
@@ -412,7 +414,7 @@ class Writer:
     def _tidy(self) -> None:
         """With nothing to write: remove what left and note who was used."""
         self._rows.remove_leaving()
-        if not self._offered:
+        if self._durable or not self._offered:
             self._rows.commit([])
         elif self._offered.is_due():
             self._commit_offered()
@@ -497,17 +499,17 @@ class Writer:
                 index.note_dropped(entry)
             self._woken |= write.dropped
         used = batch.unsure.union([entry.slot for _, entry in kept])
-        index.give_back(entry.slot for _, entry in batch.placed if entry.slot not in used)
+        index.give_back([entry.slot for _, entry in batch.placed if entry.slot not in used])
         stats.stored_blocks += len(kept)
-        stats.stored_bytes += len(kept) * self._state.layout.page_bytes
-        if self._records.encodes:
+        stats.stored_bytes += len(kept) * self._state.page_bytes
+        if self._records.encoder is not None:
             saved = self._state.slot_file.saved_bytes
             stats.stored_bytes_saved += sum(saved(entry.encoded_bytes) for _, entry in kept)
 
     def _abandon_queue(self) -> None:
         """The time to close is over: end the calls whose blocks were not written."""
         with self._state.lock:
-            writes = self.queue.pop_writes(len(self.queue))
+            writes = self.queue.pop_writes(len(self.queue.waiting))
         self._abandon(writes)
 
     def _abandon(self, writes: Sequence[Write]) -> None:

@@ -46,7 +46,12 @@ class Tags:
     def received(self, key: bytes, hasher: Any, tag: bytes) -> Proof | None:
         """The proof, for the engine's own tiers, of a block that came with `tag`; None where it
         is another block than was stored under the key."""
-        return self._accepted(key, self._wire.finish_proof(key, hasher), tag)
+        made = self._wire.finish_proof(key, hasher)
+        if not hmac.compare_digest(made.tag, tag):
+            return None
+        if self._wire is self._plain:
+            return made
+        return Proof(self._plain.tag(key, made.digest), made.digest)
 
     def received_all(
         self, keys: Sequence[bytes], digests: Sequence[bytes], tags: Sequence[bytes]
@@ -56,14 +61,3 @@ class Tags:
         if self._wire is not self._plain:
             tags = [self._plain.tag(k, digest) for k, digest in zip(keys, digests, strict=True)]
         return list(map(Proof, tags, digests))
-
-    def verify_payload(self, key: bytes, payload: memoryview, tag: bytes) -> Proof | None:
-        """Do what `received` does, for a whole block."""
-        return self._accepted(key, self._wire.prove(key, payload), tag)
-
-    def _accepted(self, key: bytes, made: Proof, tag: bytes) -> Proof | None:
-        if not hmac.compare_digest(made.tag, tag):
-            return None
-        if self._wire is self._plain:
-            return made
-        return Proof(self._plain.tag(key, made.digest), made.digest)

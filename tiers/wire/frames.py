@@ -125,7 +125,6 @@ class ReplyFrame(NamedTuple):
 
 
 def encode_greeting(ticket: bytes) -> bytes:
-    """The client's first words."""
     return GREETING.pack(MAGIC, VERSION, 0, 0, ticket)
 
 
@@ -138,7 +137,6 @@ def decode_greeting(raw: bytes) -> tuple[int, bytes]:
 
 
 def encode_welcome(welcome: Welcome) -> bytes:
-    """The server's first words."""
     status, boot_id, page_bytes, slot_bytes, num_slots = welcome
     return WELCOME.pack(MAGIC, VERSION, status, 0, boot_id, page_bytes, slot_bytes, num_slots)
 
@@ -183,7 +181,6 @@ def decode_reply(raw: bytes) -> ReplyFrame:
 
 
 def pack_keys(keys: Sequence[bytes]) -> bytes:
-    """Keys one after the other."""
     return b"".join(keys)
 
 

@@ -53,7 +53,7 @@ def test_two_loads_share_one_read(rig: Rig) -> None:
     first = rig.hierarchy.begin_load(keys(1, 2))
     second = rig.hierarchy.begin_load(keys(1, 2, 3))
     third = rig.hierarchy.begin_load(keys(1))
-    assert not first.is_complete()
+    assert first.waiting
     assert second.tiers == ["ssd"] * 3
     assert rig.store.batches == [("load", 2), ("load", 1)]
     assert rig.traffic().active_promotions == 2
@@ -292,7 +292,7 @@ def test_a_poll_costs_nothing_while_nothing_happens(
     ticket = rig.hierarchy.begin_load(keys(9))
     rig.hierarchy.poll()
     rig.store.release()
-    assert rig.hierarchy.poll() and ticket.is_complete()
+    assert rig.hierarchy.poll() and not ticket.waiting
     assert rig.finish(ticket) == [0]
 
 

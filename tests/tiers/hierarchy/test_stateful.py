@@ -141,7 +141,7 @@ class Tiers(RuleBasedStateMachine):
     def end_load(self, which: int, waits: bool) -> None:
         ticket = self.loads.pop(which % len(self.loads))
         deadline = time.monotonic() + WAIT_SECONDS
-        while waits and not ticket.is_complete():
+        while waits and ticket.waiting:
             assert self.take_completion(deadline - time.monotonic()), "no wake-up came"
         self.check(ticket)
         self.hierarchy.end_load(ticket)
@@ -199,12 +199,12 @@ class Tiers(RuleBasedStateMachine):
             assert stats.blocks <= stats.capacity_blocks
             assert not stats.rejected
         for ticket in self.loads:
-            if ticket.is_complete():
+            if not ticket.waiting:
                 self.check(ticket)
 
     def check(self, ticket: LoadTicket) -> None:
         """Slots of a load hold what was stored, for as long as it is open."""
-        if ticket.is_complete():
+        if not ticket.waiting:
             for key, slot in zip(ticket.keys, ticket.slots, strict=True):
                 if slot is not None:
                     held = bytes(self.slab.buffer(slot)[: LAYOUT.page_bytes])

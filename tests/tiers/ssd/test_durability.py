@@ -214,7 +214,7 @@ def test_a_batch_is_written_while_another_one_is_synced(
     keys = make_keys(2)
     later = store.store(keys, filled_buffers(keys, SMALL))
     flying = store._writer._flying
-    wait_until(lambda: [batch.is_written() for batch in list(flying)] == [True, True])
+    wait_until(lambda: [not batch.blocks_left for batch in list(flying)] == [True, True])
     assert not held.stored.done()
     assert not later.done()
     held.let_go()
@@ -236,7 +236,7 @@ def test_no_row_is_removed_while_a_batch_is_synced_and_committed(
     keys = make_keys(4)
     later = store.store(keys, filled_buffers(keys, SMALL))
     with store._state.lock:
-        assert len(store._writer.queue) == 4
+        assert len(store._writer.queue.waiting) == 4
         assert not store._writer._can_begin()
     held.let_go()
     assert held.stored.result(SECONDS) == [Stored.KEPT]
@@ -278,7 +278,7 @@ def store_three_batches(
 
     def write(self: SlotFile, *arguments: Any) -> None:
         if writes(arguments, buffers[0]):
-            wait_until(lambda: [batch.is_written() for batch in flying] == [False, True, True])
+            wait_until(lambda: [not batch.blocks_left for batch in flying] == [False, True, True])
         real(self, *arguments)
 
     with monkeypatch.context() as patch:

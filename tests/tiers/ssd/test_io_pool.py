@@ -15,8 +15,8 @@ import pytest
 
 from stratakv.tiers.block import ALIGNMENT
 from stratakv.tiers.ssd.disk.disk_queue import DEPTH, BlockingQueue, DiskQueue, Result
-from stratakv.tiers.ssd.disk.io_pool import Done, IoPool, shares
-from stratakv.tiers.ssd.disk.slot_file import Scratch, SlotFile, runs
+from stratakv.tiers.ssd.disk.io_pool import Done, IoPool, runs, shares
+from stratakv.tiers.ssd.disk.slot_file import Scratch, SlotFile
 
 from ..blocks import SMALL
 from ..store_contract import SECONDS, wait_until

@@ -152,7 +152,7 @@ def test_a_block_that_was_dropped_and_stored_again_is_written_once_more() -> Non
     assert queue.settle([first], {id(first)}) == ([jobs[0]], 1)
     assert key in queue
     queue.add([block], jobs[2])
-    assert len(queue) == 0
+    assert not queue.waiting
     assert queue.settle([second], {id(second)}) == (jobs[1:], 0)
     assert key not in queue and not queue.num_blocks
 
@@ -173,7 +173,7 @@ def test_only_so_many_batches_are_under_way(
     writing = store.store(keys, filled_buffers(keys, SMALL))
     wait_until(lambda: len(store._writer._flying) >= writer.BATCHES_IN_FLIGHT)
     with store._state.lock:
-        assert len(store._writer.queue) == 2 and not store._writer._may_begin()
+        assert len(store._writer.queue.waiting) == 2 and not store._writer._may_begin()
     gate.set()
     assert writing.result(SECONDS) == [Stored.KEPT] * len(keys)
 
@@ -267,7 +267,7 @@ def test_a_batch_without_slots_is_abandoned_though_the_disk_hangs(
         store.store(keys[i : i + 2], filled_buffers(keys[i : i + 2], SMALL)) for i in (0, 2, 4)
     ]
     assert entered.wait(SECONDS)
-    wait_until(lambda: len(store._writer.queue) == 2)  # the second one was taken, and waits
+    wait_until(lambda: len(store._writer.queue.waiting) == 2)  # the second one was taken, and waits
     store.close(0.0)
     for other in others:
         with pytest.raises(TierClosed):

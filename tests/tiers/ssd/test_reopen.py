@@ -25,8 +25,7 @@ from stratakv.tiers.ssd.disk.space import plan_slots
 from stratakv.tiers.ssd.folder import guard
 from stratakv.tiers.ssd.folder.identity_note import read_note
 from stratakv.tiers.ssd.index.index_file import IndexFile, Row
-from stratakv.tiers.ssd.index.slot_index import SlotIndex
-from stratakv.tiers.ssd.index.slot_sets import FreeSlots, SlotList
+from stratakv.tiers.ssd.index.slot_index import FreeSlots, SlotIndex, SlotList
 
 from ..blocks import SMALL, make_buffers, make_keys, payload_of
 from ..store_contract import SECONDS, fetch, put
@@ -58,7 +57,7 @@ ratios = []
 for _ in range(3):
     file = IndexFile(folder, 0)
     began = time.perf_counter()
-    count = sum(1 for _row in file.rows())
+    count = sum(1 for _row in file.iter_rows())
     middle = time.perf_counter()
     file.close()
     again = SlotIndex(slots, guard.read_rows(folder, 60))
@@ -142,7 +141,7 @@ def test_what_was_read_is_what_was_written(rng: random.Random, kind: str) -> Non
 
 
 def test_free_slots_are_given_out_as_from_a_heap(rng: random.Random) -> None:
-    free, model = FreeSlots(300), set(range(300))
+    free, model = FreeSlots(bytearray(b"\1" * 300)), set(range(300))
     taken: list[int] = []
     for _ in range(3000):
         if rng.random() < 0.5:
@@ -153,9 +152,9 @@ def test_free_slots_are_given_out_as_from_a_heap(rng: random.Random) -> None:
             taken += wanted
         elif taken:
             slot = taken.pop(rng.randrange(len(taken)))
-            free.add(slot)
+            free.add_these([slot])
             model.add(slot)
-        assert len(free) == len(model)
+        assert free.count == len(model)
     assert all((slot in free) == (slot in model) for slot in range(300))
 
 

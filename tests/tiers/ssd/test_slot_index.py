@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from stratakv.tiers.block import BlockLayout
-from stratakv.tiers.ssd.disk.slot_file import SlotFile, runs
+from stratakv.tiers.ssd.disk.io_pool import runs
+from stratakv.tiers.ssd.disk.slot_file import SlotFile
 from stratakv.tiers.ssd.disk.space import plan_space
 from stratakv.tiers.ssd.index.index_file import IndexFile, Row
 from stratakv.tiers.ssd.index.slot_index import Entry, SlotIndex

@@ -56,6 +56,5 @@ class Shares:
                 del self._taken[tenant]
 
     def places_of(self, tenant: str) -> int:
-        """Places that this tenant has."""
         with self._lock:
             return self._taken.get(tenant, 0)

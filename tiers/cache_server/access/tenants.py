@@ -121,7 +121,6 @@ class Tenants:
         return found
 
     def by_name(self, name: str) -> Tenant | None:
-        """The tenant of this name."""
         return self._by_name.get(name)
 
     def by_token(self, token: bytes) -> Tenant | None:
@@ -130,7 +129,6 @@ class Tenants:
         return self.by_digest(hashlib.sha256(token).digest()) if token else None
 
     def by_digest(self, digest: bytes) -> Tenant | None:
-        """The tenant of the token with this SHA-256."""
         tenant = self._by_token.get(digest)
         known = digest if tenant is not None else bytes(len(digest))
         return tenant if hmac.compare_digest(known, digest) else None
@@ -148,7 +146,6 @@ class Tenants:
 
 
 def new_token() -> str:
-    """A token that nobody can guess."""
     return secrets.token_urlsafe(_TOKEN_BYTES)
 
 

@@ -20,7 +20,6 @@ class ByteBudget:
 
     @property
     def in_use(self) -> int:
-        """Bytes that are taken at present."""
         return self._total - self._free
 
     async def take_bytes(self, wish: int) -> int:
@@ -48,7 +47,6 @@ class ByteBudget:
         self._serve()
 
     def give_back_bytes(self, taken: int) -> None:
-        """Return the bytes that `take_bytes` gave."""
         self._free += taken
         self._serve()
 

@@ -45,7 +45,7 @@ class DataSession(Session):
                 while start < len(keys) and len(read_leases) < PARTS_AHEAD:
                     read_lease = tenant_store.begin_load(keys[start : start + size])
                     read_leases.append(read_lease)
-                    self._is_in_memory = read_lease.ticket.is_complete()
+                    self._is_in_memory = not read_lease.ticket.waiting
                     start, parts = start + size, parts + 1
                     size = most if self._is_in_memory else min(2 * size, most)
                 tenant_store.wait_loaded(read_leases[0], deadline)

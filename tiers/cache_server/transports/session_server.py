@@ -95,7 +95,6 @@ class SessionServer(ABC):
 
     @property
     def num_connections(self) -> int:
-        """Connections that are open now."""
         return len(self._sessions)
 
     @abstractmethod

@@ -277,7 +277,6 @@ class MemoryConnection(SocketConnection):
         return packed
 
     def _take_committed(self, commit: RequestFrame, count: int, deadline: float) -> list[State]:
-        """Take the reply to a COMMIT."""
         if self._take_reply(commit, deadline).blocks != count:
             raise ConnectionLost("the server answered for blocks that were not sent")
         return self._take_states(count, deadline)

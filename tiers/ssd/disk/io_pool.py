@@ -25,7 +25,7 @@ from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
 from .disk_queue import DEPTH, DiskQueue, Result
-from .slot_file import RUN_BYTES, Scratch, SlotFile, runs
+from .slot_file import RUN_BYTES, Scratch, SlotFile
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -181,7 +181,6 @@ class IoLane:
         return has_space and bool(self._free)
 
     def _fits(self, size: int) -> bool:
-        """Whether the disk has room."""
         if not self._flying:
             return True
         return len(self._flying) < DEPTH and self._flying_bytes + size <= self._most_bytes
@@ -315,3 +314,15 @@ def shares(found: Sequence[range], longest: int) -> list[list[range]]:
         groups[-1].append(run)
         room -= len(run)
     return groups
+
+
+def runs(slots: Sequence[int], longest: int) -> list[range]:
+    """Positions of neighbours in the ascending `slots`, at most `longest` in one run."""
+    found: list[range] = []
+    start = 0
+    for position in range(1, len(slots) + 1):
+        ends = position == len(slots) or slots[position] != slots[position - 1] + 1
+        if ends or position - start == longest:
+            found.append(range(start, position))
+            start = position
+    return found

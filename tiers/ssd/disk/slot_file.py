@@ -70,6 +70,8 @@ class SlotFile:
         self._path = path
         self._whole = layout.page_bytes // ALIGNMENT * ALIGNMENT
         self._tail = layout.page_bytes - self._whole
+        # Whether a record is its header page and its payload, which is a whole number of pages.
+        self.can_be_laid = self._whole > 0 and not self._tail
         self.record_bytes = HEADER_PAGE_BYTES + layout.slot_bytes
         per_record = 1 + (self._whole > 0) + (self._tail > 0)
         self.run_slots = max(1, min(RUN_BYTES // self.record_bytes, _IOV_MAX // per_record))
@@ -133,11 +135,6 @@ class SlotFile:
         else:
             vector = self._vector(payloads, scratch)
         disk.start(number, True, vector, slot * self.record_bytes)
-
-    @property
-    def can_be_laid(self) -> bool:
-        """Whether a record is its header page and its payload, which is a whole number of pages."""
-        return self._whole > 0 and not self._tail
 
     def start_read_encoded(
         self, disk: DiskQueue, number: int, slot: int, size: int, scratch: Scratch
@@ -228,15 +225,3 @@ def _encoded_vector(size: int, scratch: Scratch) -> list[memoryview]:
 
 def _whole_pages(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def runs(slots: Sequence[int], longest: int) -> list[range]:
-    """Positions of neighbours in the ascending `slots`, at most `longest` in one run."""
-    found: list[range] = []
-    start = 0
-    for position in range(1, len(slots) + 1):
-        ends = position == len(slots) or slots[position] != slots[position - 1] + 1
-        if ends or position - start == longest:
-            found.append(range(start, position))
-            start = position
-    return found

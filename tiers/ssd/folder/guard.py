@@ -145,7 +145,6 @@ def move_aside(folder: Path) -> Path:
 
 
 def set_aside(folder: Path) -> list[Path]:
-    """The folders that were moved aside."""
     found = folder.parent.glob(f"{folder.name}.bad-*")
     return [path for path in found if path.name.rpartition("-")[2].isdigit()]
 

@@ -177,7 +177,6 @@ def _difference(found: Identity, wanted: Identity) -> tuple[str, str]:
 
 
 def key_name(key_id: bytes) -> str:
-    """The name of a key in messages."""
     return f"the MAC key {key_id.hex()[:16]}" if key_id else "no MAC key"
 
 

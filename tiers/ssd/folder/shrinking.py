@@ -107,7 +107,6 @@ class _Mover:
         self._index.close()
 
     def remove_slots(self, slots: Sequence[int]) -> None:
-        """Remove the rows of these slots."""
         for start in range(0, len(slots), _COMMIT_ROWS):
             self._index.delete(slots[start : start + _COMMIT_ROWS])
 

@@ -9,7 +9,7 @@ rows are on the disk. Called by one thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from ..state import StoreState
 from .index_file import IndexFile
@@ -68,17 +68,17 @@ class OfferedBlocks:
 
 
 class RowWriter:
-    """Writes and removes rows. `released` is told under the lock whose rows are gone."""
+    """Writes and removes rows; blocks whose rows are gone leave `offered`."""
 
     def __init__(
         self,
         state: StoreState,
         index_file: IndexFile,
-        released: Callable[[Iterable[Entry]], None],
+        offered: OfferedBlocks,
     ) -> None:
         self._state = state
         self._index_file = index_file
-        self._released = released
+        self._offered = offered
         num_slots = state.index.num_slots
         self._ahead = num_slots // (_AHEAD_SHARE if num_slots < _FEW_SLOTS else _LARGER_SHARE)
         self._uses_at = 0.0  # when last uses are due (monotonic)
@@ -104,14 +104,14 @@ class RowWriter:
         """Commit the rows of new entries, with them last uses where those are due and removals for
         later batches; False if that failed. Without entries they are due."""
         index, now = self._state.index, time.monotonic()
+        with_uses = not entries or now >= self._uses_at
+        num_ahead = min(len(entries), self._ahead)
         with self._state.lock:
-            rows = []
-            if not entries or now >= self._uses_at:
-                rows = index.touched_rows(ROWS_PER_COMMIT)
-                self._uses_at = now + USES_SECONDS
-            rows += index.new_rows(entries)
-            self._state.stats.evicted_blocks += index.make_room(min(len(entries), self._ahead))
-            leaving = index.take_leaving(ROWS_PER_COMMIT) if rows else []
+            plan = index.plan_commit(entries, num_ahead, ROWS_PER_COMMIT, with_uses=with_uses)
+            self._state.stats.evicted_blocks += plan.num_evicted
+        if with_uses:
+            self._uses_at = now + USES_SECONDS
+        rows, leaving = plan.rows, plan.leaving
         if not rows:
             return True
         try:
@@ -140,4 +140,4 @@ class RowWriter:
     def _release_entries(self, gone: Sequence[Entry]) -> None:
         with self._state.lock:
             self._state.index.free_entries(gone)
-            self._released(gone)
+            self._offered.slots_left(gone)

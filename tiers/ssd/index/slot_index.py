@@ -21,29 +21,24 @@ In memory only; its owner calls it under one lock.
 
 from __future__ import annotations
 
-import gc
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice, takewhile
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice, repeat, takewhile
 from typing import NamedTuple
 
 from ...holds import Holds
 from ...policies.base import EvictionPolicy
 from .index_file import Row, RowBatch
-from .slot_sets import FreeSlots, SlotList, scatter
+from .loaded_rows import FREE, LoadedRows, scatter
 
-# Counting sort of the uses at the start takes four bytes for each number between the oldest and
-# the newest one; beyond this many numbers a block, an ordinary sort does.
-_MOST_NUMBERS_PER_BLOCK = 16
 # Blocks forgotten by name whose records are erased for those who wait for that.
 _MOST_DROPPED = 16384
 # Of the slots, for blocks that are held until somebody asks for them.
 HELD_SHARE = 0.5
 LAST_GENERATION = 2**64 - 1  # that a row can say
-# A last use beyond it was never written by us; counting on from it would overflow the row.
-_LARGEST_USE = 2**62
+_NOWHERE = 2**32 - 1
 
 
 class Entry(NamedTuple):
@@ -55,28 +50,35 @@ class Entry(NamedTuple):
     encoded_bytes: int = 0
 
 
+class Commit(NamedTuple):
+    """Rows to write, entries whose rows are to be removed, and the number evicted for that."""
+
+    rows: list[Row]
+    leaving: list[Entry]
+    num_evicted: int
+
+
 class SlotIndex:
-    """Blocks by key, over slots 0 to `num_slots - 1`. `rows` come in the order of their slots;
-    what is beyond the last slot is left out. An empty batch among them is the last one: whoever
-    gives them has all rows, and is about to say whether they are good."""
+    """Blocks by key, over slots 0 to `num_slots - 1`. `rows`: see `LoadedRows`."""
 
     def __init__(self, num_slots: int, rows: Iterable[RowBatch] = ()) -> None:
+        self._recency = SlotList(num_slots)  # in use, the coldest first
+        loaded = LoadedRows(num_slots, rows, self._recency)
         self.num_slots = num_slots
-        self._slots: dict[bytes, int] = {}
-        self._keys: list[bytes | None] = [None] * num_slots  # None where free or only allocated
-        self._generations = array("Q", bytes(8 * num_slots))
-        self._encoded_bytes = array("Q", bytes(8 * num_slots))
+        self.free = FreeSlots(loaded.free_flags)
+        self.learns = False  # whether `observe_chain` does anything
+        self._slots = loaded.slots
+        self._keys = loaded.keys  # None where free or only allocated
+        self._generations = loaded.generations
+        self._encoded_bytes = loaded.encoded_bytes
         self._pins = array("I", bytes(4 * num_slots))
         self._row_gone = bytearray(num_slots)  # 1: free as soon as nobody reads it
-        self._free = FreeSlots(num_slots)
-        self._leaving = array("I")
+        self._leaving = loaded.leaving
         self._dropped: deque[tuple[int, int]] = deque(maxlen=_MOST_DROPPED)  # slot, generation
-        self._recency = SlotList(num_slots)  # in use, the coldest first
         self._unsaved = SlotList(num_slots)  # used since their rows were written, in that order
-        self._next_use = 0
+        self._next_use = loaded.last_use
         self._policy: EvictionPolicy | None = None  # None: the order of last use
         self._holds = Holds(int(HELD_SHARE * num_slots))
-        self._take_in(rows)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -90,28 +92,18 @@ class SlotIndex:
         return [key for key in keys if key in slots]
 
     @property
-    def num_free(self) -> int:
-        """Slots that `allocate` would give out."""
-        return len(self._free)
-
-    @property
     def has_leaving(self) -> bool:
         """True while rows wait to be removed from the disk."""
         return bool(self._leaving)
-
-    @property
-    def learns(self) -> bool:
-        """Whether `observe_chain` does anything."""
-        return self._policy is not None and self._policy.learns
 
     def choose_by(self, policy: EvictionPolicy) -> None:
         """Have this policy, which holds nothing yet, choose the victims from now on. It begins with
         the order of last use."""
         policy.insert(self._keys[slot] or b"" for slot in self._recency)
         self._policy = policy
+        self.learns = policy.learns
 
     def observe_chain(self, chain: Sequence[bytes], now: float) -> None:
-        """Tell the policy of a prompt, see `EvictionPolicy.observe`."""
         if self._policy is not None:
             self._policy.observe(chain, now)
 
@@ -131,9 +123,11 @@ class SlotIndex:
         return list(islice(self._recency, limit))
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Note the use of known keys, given head first: of a chain the tail is evicted first."""
-        tail_first = list(keys)[::-1]
-        slots = list(map(self._slots.__getitem__, tail_first))
+        """Note the use of keys, given head first: of a chain the tail is evicted first. Unknown
+        ones are ignored."""
+        known = self._slots
+        tail_first = [key for key in keys if key in known][::-1]
+        slots = [known[key] for key in tail_first]
         self._recency.move_all_to_end(slots)
         self._unsaved.move_all_to_end(slots)
         if self._policy is not None:
@@ -197,8 +191,8 @@ class SlotIndex:
         dropped, generations = list(self._dropped), self._generations
         there = [each for each in dropped if after < each[1] == generations[each[0]]]
         self._dropped.clear()
-        self._dropped.extend(each for each in there if each[0] not in self._free)  # being read
-        return [slot for slot, _ in there if slot in self._free]
+        self._dropped.extend(each for each in there if each[0] not in self.free)  # being read
+        return [slot for slot, _ in there if slot in self.free]
 
     def dropped_keys(self) -> tuple[list[bytes], bool]:
         """Blocks forgotten by name whose rows or records may still be on the disk; False: of more
@@ -211,7 +205,7 @@ class SlotIndex:
 
     def make_room(self, count: int) -> int:
         """Evict until `count` slots will be free once what is leaving has left; return how many."""
-        wanted = count - len(self._free)
+        wanted = count - self.free.count
         for slot in self._leaving:
             if wanted <= 0:
                 return 0
@@ -244,25 +238,32 @@ class SlotIndex:
             else:
                 keys[slot] = None
                 free.append(slot)
-        self._free.add_these(free)
+        self.free.add_these(free)
 
     def allocate(self, count: int) -> list[int]:
         """Up to `count` free slots, the lowest, ascending: neighbours where there are any."""
-        return self._free.pop_lowest(count)
+        return self.free.pop_lowest(count)
 
-    def give_back(self, slots: Iterable[int]) -> None:
+    def give_back(self, slots: Sequence[int]) -> None:
         """Allocated slots that were not published."""
-        self._free.add_these(list(slots))
+        self.free.add_these(slots)
 
-    def new_rows(self, entries: Sequence[Entry]) -> list[Row]:
-        """Rows for entries about to be published, given head first, the head used last."""
+    def plan_commit(
+        self, entries: Sequence[Entry], num_ahead: int, limit: int, *, with_uses: bool
+    ) -> Commit:
+        """The next commit: up to `limit` last uses, where those are wanted; rows for entries about
+        to be published, given head first; and up to `limit` removals. Evicts until `num_ahead`
+        slots will be free."""
+        rows = self.touched_rows(limit) if with_uses else []
         last = self._next_use + len(entries)
-        uses = range(last, self._next_use, -1)
+        uses = range(last, self._next_use, -1)  # the head is used last
         self._next_use = last
-        return [
+        rows += [
             Row(slot, key, generation, use, encoded_bytes)
             for (key, slot, generation, encoded_bytes), use in zip(entries, uses, strict=True)
         ]
+        num_evicted = self.make_room(num_ahead)
+        return Commit(rows, self.take_leaving(limit) if rows else [], num_evicted)
 
     def publish(self, entries: Sequence[Entry]) -> None:
         """Make entries known, given head first. Their rows are on the disk."""
@@ -301,16 +302,16 @@ class SlotIndex:
 
     def _victims(self, count: int) -> list[int]:
         """Up to `count` slots to evict, none of which is being read."""
-        if self._holds:
+        if self._holds.times:
             self._holds.expire(time.monotonic())
         if self._policy is None:
-            pins, keys, holds = self._pins, self._keys, self._holds
-            unread = (s for s in self._recency if not pins[s] and keys[s] not in holds)
+            pins, keys, held = self._pins, self._keys, self._holds.times
+            unread = (s for s in self._recency if not pins[s] and keys[s] not in held)
             return list(islice(unread, count))
         return [self._slots[key] for key in self._policy.victims(count, self._is_unread)]
 
     def _is_unread(self, key: bytes) -> bool:
-        return not self._pins[self._slots[key]] and key not in self._holds
+        return not self._pins[self._slots[key]] and key not in self._holds.times
 
     def _leave(self, slots: Sequence[int]) -> None:
         """Out of sight, but not free: their keys are needed until the slots are."""
@@ -327,96 +328,92 @@ class SlotIndex:
         if self._row_gone[slot] and not self._pins[slot]:
             self._row_gone[slot] = 0
             self._keys[slot] = None
-            self._free.add(slot)
-
-    def _take_in(self, rows: Iterable[RowBatch]) -> None:
-        """Fill an empty index. In C wherever that can be, for a million rows."""
-        uses = array("Q", bytes(8 * self.num_slots))
-        # Millions of keys and numbers, and not a cycle among them for the collector to look for.
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            is_ordered = False
-            for batch in rows:
-                if batch.slots:
-                    self._take_batch(batch, uses)
-                else:
-                    self._put_in_order(uses)
-                    is_ordered = True
-            if not is_ordered:
-                self._put_in_order(uses)
-        finally:
-            if collects:
-                gc.enable()
-
-    def _put_in_order(self, uses: array[int]) -> None:
-        """All rows were taken in."""
-        self._leave_older_rows(uses)
-        order = _by_use(self._slots, uses)
-        self._recency.extend(order)
-        self._next_use = uses[order[-1]] if order else 0
-
-    def _take_batch(self, batch: RowBatch, uses: array[int]) -> None:
-        slots, keys, generations, last_uses, encoded_bytes = batch.columns(self.num_slots)
-        if not slots:
-            return
-        self._slots.update(zip(keys, slots, strict=True))
-        start, stop = slots[0], slots[-1] + 1
-        if stop - start == len(slots):
-            self._keys[start:stop] = keys
-            self._generations[start:stop] = generations
-            self._encoded_bytes[start:stop] = encoded_bytes
-            uses[start:stop] = last_uses
-            self._free.take_range(start, stop)
-            return
-        scatter(self._keys, slots, keys)
-        scatter(self._generations, slots, generations)
-        if any(encoded_bytes):
-            scatter(self._encoded_bytes, slots, encoded_bytes)
-        scatter(uses, slots, last_uses)
-        self._free.take_these(slots)
-
-    def _leave_older_rows(self, uses: array[int]) -> None:
-        """The older of two rows for a key, left by a removal that failed, is to be removed
-        again."""
-        if self.num_slots - len(self._free) == len(self._slots):
-            return
-        rows = [(slot, key) for slot, key in enumerate(self._keys) if key is not None]
-        for slot, key in rows:
-            if self._generations[slot] > self._generations[self._slots[key]]:
-                self._slots[key] = slot
-        for slot, key in rows:
-            if self._slots[key] != slot:
-                self._leaving.append(slot)
-                uses[slot] = 0
+            self.free.add_these((slot,))
 
 
-def _by_use(slots: Mapping[bytes, int], uses: array[int]) -> Sequence[int]:
-    """The slots, those first whose last use is longest ago; 0 is the use of all other slots.
+class SlotList:
+    """Slots in an order that changes with every use: some of 0 to `num_slots - 1`, each at most
+    once. A linked list in two arrays: eight bytes a slot whether it is listed or not, every change
+    O(1), no memory taken or given back. One thread at a time."""
 
-    Last uses are small different numbers, so they are laid out by number instead of compared; what
-    a damaged row says may be neither, and then they are compared.
-    """
-    last, nobody = max(uses, default=0), len(uses)
-    if last > _LARGEST_USE:
-        for slot in slots.values():
-            uses[slot] %= _LARGEST_USE
-        return sorted(slots.values(), key=uses.__getitem__)
-    most = _MOST_NUMBERS_PER_BLOCK * len(slots)
-    first = 0
-    if last >= most:
-        first = min(filter(None, uses), default=0)
-        if last - first >= most:
-            return sorted(slots.values(), key=uses.__getitem__)
-    places = array("I", [nobody]) * (last - first + 1)
-    if first:
-        for slot, use in enumerate(uses):
-            if use:
-                places[use - first] = slot
-    else:
-        scatter(places, uses, range(len(uses)))
-        places[0] = nobody  # where all that are not in use went
-    order = [slot for slot in places if slot != nobody]
-    if len(order) == len(slots):
-        return order
-    return sorted(slots.values(), key=uses.__getitem__)
+    def __init__(self, num_slots: int) -> None:
+        self._end = num_slots  # stands before the first slot and after the last one
+        self._after = array("I", b"\xff" * 4 * (num_slots + 1))
+        self._before = array("I", self._after)
+        self._after[self._end] = self._before[self._end] = self._end
+
+    def __contains__(self, slot: int) -> bool:
+        return self._after[slot] != _NOWHERE
+
+    def __iter__(self) -> Iterator[int]:
+        """The slots from first to last; the list must not change meanwhile."""
+        slot = self._after[self._end]
+        while slot != self._end:
+            yield slot
+            slot = self._after[slot]
+
+    def extend(self, slots: Sequence[int]) -> None:
+        """Append slots that are not listed yet. Without a Python loop, for a million."""
+        end, last = [self._end], [self._before[self._end]]
+        scatter(self._after, chain(last, slots), chain(slots, end))
+        scatter(self._before, chain(slots, end), chain(last, slots))
+
+    def move_all_to_end(self, slots: Iterable[int]) -> None:
+        """Make each of the slots the last one, whether it is listed or not."""
+        after, before, end = self._after, self._before, self._end
+        for slot in slots:
+            behind = after[slot]
+            if behind != _NOWHERE:
+                in_front = before[slot]
+                after[in_front] = behind
+                before[behind] = in_front
+            last = before[end]
+            after[last] = before[end] = slot
+            before[slot] = last
+            after[slot] = end
+
+    def discard_all(self, slots: Iterable[int]) -> None:
+        """Remove those of the slots that are listed."""
+        after, before = self._after, self._before
+        for slot in slots:
+            behind = after[slot]
+            if behind != _NOWHERE:
+                in_front = before[slot]
+                after[in_front] = behind
+                before[behind] = in_front
+                after[slot] = _NOWHERE
+
+
+class FreeSlots:
+    """Which of the slots 0 to `num_slots - 1` are free, one byte each: `FREE` or 0. The
+    lowest are given out first, so neighbours where there are any. A search for the next free byte
+    runs at the speed of memory, so a batch costs one pass over what is taken below it (a million
+    slots: 30 µs), and a slot that comes back costs nothing to put in order."""
+
+    def __init__(self, flags: bytearray) -> None:
+        self.count = flags.count(FREE)
+        self._flags = flags
+        self._lowest = 0  # no slot below is free
+
+    def __contains__(self, slot: int) -> bool:
+        return bool(self._flags[slot])
+
+    def pop_lowest(self, count: int) -> list[int]:
+        """Up to `count` slots, the lowest, ascending."""
+        slots: list[int] = []
+        slot = self._lowest
+        for _ in range(min(count, self.count)):
+            slot = self._flags.find(FREE, slot)
+            self._flags[slot] = 0
+            slots.append(slot)
+            slot += 1
+        self._lowest = slot
+        self.count -= len(slots)
+        return slots
+
+    def add_these(self, slots: Sequence[int]) -> None:
+        """These slots, which were taken, are free."""
+        if slots:
+            deque(map(self._flags.__setitem__, slots, repeat(1)), maxlen=0)
+            self._lowest = min(self._lowest, *slots)
+            self.count += len(slots)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of an index on the disk, as the index in memory begins with them.
+
+A million rows are taken in as columns, in C wherever that can be.
+"""
+
+from __future__ import annotations
+
+import gc
+from array import array
+from collections import deque
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING, TypeVar
+
+from .index_file import RowBatch
+
+if TYPE_CHECKING:
+    from .slot_index import SlotList
+
+_T = TypeVar("_T")
+FREE = b"\1"
+# Counting sort of the uses at the start takes four bytes for each number between the oldest and
+# the newest one; beyond this many numbers a block, an ordinary sort does.
+_MOST_NUMBERS_PER_BLOCK = 16
+# A last use beyond it was never written by us; counting on from it would overflow the row.
+_LARGEST_USE = 2**62
+
+
+class LoadedRows:
+    """Blocks by slot, over slots 0 to `num_slots - 1`. `batches` come in the order of their slots;
+    what is beyond the last slot is left out. An empty batch among them is the last one: their
+    source has read all rows, and is about to say whether they are good. `recency`, which is empty,
+    gains the slots in use, the coldest first, while the source makes sure of that."""
+
+    def __init__(self, num_slots: int, batches: Iterable[RowBatch], recency: SlotList) -> None:
+        self.slots: dict[bytes, int] = {}
+        self.keys: list[bytes | None] = [None] * num_slots  # None where free
+        self.generations = array("Q", bytes(8 * num_slots))
+        self.encoded_bytes = array("Q", bytes(8 * num_slots))
+        self.free_flags = bytearray(FREE * num_slots)
+        self.leaving = array("I")  # slots whose rows are to be removed again
+        self.last_use = 0
+        self._recency = recency
+        # Millions of keys and numbers, and not a cycle among them for the collector to look for.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            self._take_batches(num_slots, batches)
+        finally:
+            if collects:
+                gc.enable()
+
+    def _take_batches(self, num_slots: int, batches: Iterable[RowBatch]) -> None:
+        uses = array("Q", bytes(8 * num_slots))
+        is_ordered = False
+        for batch in batches:
+            if batch.slots:
+                self._take_batch(batch, uses)
+            else:
+                self._put_in_order(uses)
+                is_ordered = True
+        if not is_ordered:
+            self._put_in_order(uses)
+
+    def _put_in_order(self, uses: array[int]) -> None:
+        """All rows were taken in."""
+        self._leave_older_rows(uses)
+        order = _by_use(self.slots, uses)
+        self._recency.extend(order)
+        self.last_use = uses[order[-1]] if order else 0
+
+    def _take_batch(self, batch: RowBatch, uses: array[int]) -> None:
+        slots, keys, generations, last_uses, encoded_bytes = batch.columns(len(self.keys))
+        if not slots:
+            return
+        self.slots.update(zip(keys, slots, strict=True))
+        start, stop = slots[0], slots[-1] + 1
+        if stop - start == len(slots):
+            self.keys[start:stop] = keys
+            self.generations[start:stop] = generations
+            self.encoded_bytes[start:stop] = encoded_bytes
+            uses[start:stop] = last_uses
+            self.free_flags[start:stop] = bytes(len(slots))
+            return
+        scatter(self.keys, slots, keys)
+        scatter(self.generations, slots, generations)
+        if any(encoded_bytes):
+            scatter(self.encoded_bytes, slots, encoded_bytes)
+        scatter(uses, slots, last_uses)
+        scatter(self.free_flags, slots, repeat(0))
+
+    def _leave_older_rows(self, uses: array[int]) -> None:
+        """The older of two rows for a key, left by a removal that failed, is to be removed
+        again."""
+        if self.free_flags.count(0) == len(self.slots):
+            return
+        rows = [(slot, key) for slot, key in enumerate(self.keys) if key is not None]
+        for slot, key in rows:
+            if self.generations[slot] > self.generations[self.slots[key]]:
+                self.slots[key] = slot
+        for slot, key in rows:
+            if self.slots[key] != slot:
+                self.leaving.append(slot)
+                uses[slot] = 0
+
+
+def _by_use(slots: Mapping[bytes, int], uses: array[int]) -> Sequence[int]:
+    """The slots, those first whose last use is longest ago; 0 is the use of all other slots.
+
+    Last uses are small different numbers, so they are laid out by number instead of compared; what
+    a damaged row says may be neither, and then they are compared.
+    """
+    last, nobody = max(uses, default=0), len(uses)
+    if last > _LARGEST_USE:
+        for slot in slots.values():
+            uses[slot] %= _LARGEST_USE
+        return sorted(slots.values(), key=uses.__getitem__)
+    most = _MOST_NUMBERS_PER_BLOCK * len(slots)
+    first = 0
+    if last >= most:
+        first = min(filter(None, uses), default=0)
+        if last - first >= most:
+            return sorted(slots.values(), key=uses.__getitem__)
+    places = array("I", [nobody]) * (last - first + 1)
+    if first:
+        for slot, use in enumerate(uses):
+            if use:
+                places[use - first] = slot
+    else:
+        scatter(places, uses, range(len(uses)))
+        places[0] = nobody  # where all that are not in use went
+    order = [slot for slot in places if slot != nobody]
+    if len(order) == len(slots):
+        return order
+    return sorted(slots.values(), key=uses.__getitem__)
+
+
+def scatter(into: MutableSequence[_T], slots: Iterable[int], values: Iterable[_T]) -> None:
+    """`into[slot] = value` for all of them, without a Python loop."""
+    deque(map(into.__setitem__, slots, values), maxlen=0)
