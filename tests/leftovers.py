@@ -107,7 +107,7 @@ def check_ended(scheduler: Scheduler, side: Any) -> None:
     states, manager = scheduler._states, scheduler.manager
     assert manager.pool.is_idle
     assert manager._tables == {}
-    assert not (states._requests or states.num_unfinished or states.running or states.loaded)
+    assert not (states.requests or states.num_unfinished or states.running or states.loaded)
     assert not (len(states.waiting) or len(states.skipped) or len(states.deferred))
     assert not (states.loads.blocking or states.loads.num_overlapped)
     if side is None or not side.has_tiers:
