@@ -126,8 +126,11 @@ def build_scheduler_side(
         if parts is None:
             parts = Parts(layout.block_size, [None])
         prefill = PrefillRate() if prefill is None else prefill
-        connector = ConnectorContext(tiers.hierarchy, parts, signal, choice, prefill)
-        side = OffloadScheduler(connector, copies_beside=device != "cpu", serving=serving)
+        copies_beside = device != "cpu"
+        connector = ConnectorContext(
+            tiers.hierarchy, parts, signal, choice, prefill, copies_beside=copies_beside
+        )
+        side = OffloadScheduler(connector, serving=serving)
     except BaseException:
         if serving is not None:
             serving.close(0.0)

@@ -28,6 +28,7 @@ class ConnectorContext:
     signal: CopySignal
     choice: Choice = Choice.AUTO
     prefill: PrefillRate = field(default_factory=PrefillRate)
+    copies_beside: bool = True  # copies run beside forward passes, as a GPU's engines do
     economics: Economics = field(init=False)
     read_times: ReadTimes = field(init=False)
     alarm: Alarm = field(init=False)  # wakes the engine at a moment

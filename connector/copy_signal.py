@@ -49,13 +49,12 @@ class CopySignal:
     def note_ended(self, num_jobs: int) -> None:
         """The worker side has ended so many jobs since its start, well or not: they will be in the
         next poll. Of several such calls the last or the highest is enough."""
-        self.catch_up(num_jobs)
+        if num_jobs > self.ended:
+            self.catch_up(num_jobs)
         self.wake()
 
     def catch_up(self, num_jobs: int) -> None:
-        """As `note_ended`, without waking anybody."""
-        if num_jobs <= self.ended:
-            return  # as mostly, since it was noted before
+        """Take the number in without a wake-up."""
         with self._changed:
             self.ended = max(self.ended, num_jobs)
             self._changed.notify_all()

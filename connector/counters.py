@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..tiers.base import IO_SECONDS, Histogram
-from .messages import ConnectorWorkerOutput, LoadReport
+from .messages import LoadReport
 
 # Histogram bounds: the size of one copy job, in bytes.
 _SIZES = (1e5, 1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
@@ -55,7 +55,10 @@ class OffloadCounters:
     def count_dropped(self, cause: str, num_blocks: int) -> None:
         self.blocks_dropped[cause] = self.blocks_dropped.get(cause, 0) + num_blocks
 
-    def count_load(self, report: LoadReport) -> None:
+    def count_load(self, report: LoadReport, num_bytes: int = 0) -> None:
+        """A load has ended, whose last copy brought so much."""
+        if num_bytes:
+            self.count_load_copy(num_bytes)
         self.seconds_loaded += report.seconds
         if not report.num_loaded_tokens:
             return
@@ -74,12 +77,6 @@ class OffloadCounters:
         self.stored_blocks += num_blocks
         self.store_bytes += num_bytes
         self.store_sizes.observe_value(num_bytes)
-
-    def count_costs(self, output: ConnectorWorkerOutput) -> None:
-        """Add the cost of the worker's copies."""
-        self.load_copy_seconds += output.load_copy_seconds
-        self.store_copy_seconds += output.store_copy_seconds
-        self.store_wait_seconds += output.store_wait_seconds
 
     def count_lookup(self, tiers: Sequence[str], found: Sequence[str], num_asked: int) -> None:
         """`num_asked` blocks were looked up in `tiers`, from the fastest down: `found` names the

@@ -53,14 +53,10 @@ class KeptTurns(JobRetention):
         self._alarm = connector.alarm
         self._parts = connector.parts
         self._reads_ahead = self._hierarchy.has_stores and not self._parts.is_windowed
-        self._turns: OrderedDict[bytes, KeptTurn] = OrderedDict()  # the oldest first
+        self.turns: OrderedDict[bytes, KeptTurn] = OrderedDict()  # kept now, the oldest first
         self._room = int(SHARE * self._hierarchy.num_slots)  # slots
         self.num_kept = 0  # since the start
         self.blocks_read_ahead = 0  # since the start
-
-    def __len__(self) -> int:
-        """Turns that are kept now."""
-        return len(self._turns)
 
     def turn_ended(
         self,
@@ -73,32 +69,30 @@ class KeptTurns(JobRetention):
         keys = self._parts.keys_of(block_hashes)
         if not keys or seconds <= 0:
             return
-        while len(self._turns) >= MOST_TURNS:
-            self.job_ended(next(iter(self._turns)))
+        while len(self.turns) >= MOST_TURNS:
+            self.job_ended(next(iter(self.turns)))
         now = time.monotonic()
         hold = self._hierarchy.hold(keys, seconds)
         turn = KeptTurn(keys, hold, now + seconds, ask_at=now)
-        self._turns[job] = turn
+        self.turns[job] = turn
         self.num_kept += 1
         self._alarm.at(turn.until)
         self._ask_stores(turn, now, SETTLE_SECONDS)
         self._expect(turn, due_seconds, now)
 
     def turn_expected(self, job: bytes, due_seconds: float) -> None:
-        if (turn := self._turns.get(job)) is not None:
+        if (turn := self.turns.get(job)) is not None:
             self._expect(turn, due_seconds, time.monotonic())
 
     def job_ended(self, job: bytes) -> None:
-        if (turn := self._turns.pop(job, None)) is not None:
+        if (turn := self.turns.pop(job, None)) is not None:
             self._hierarchy.release_hold(turn.hold)
             self._end_read(turn)
 
     def poll_turns(self) -> None:
         """Read what is due, let go of what was read, and end what was kept for long enough."""
-        if not self._turns:
-            return
         now = time.monotonic()
-        for job, turn in list(self._turns.items()):
+        for job, turn in list(self.turns.items()):
             if now >= turn.until:
                 self.job_ended(job)
                 continue
@@ -112,7 +106,7 @@ class KeptTurns(JobRetention):
 
     def clear(self) -> None:
         """Keep nothing any longer."""
-        for job in list(self._turns):
+        for job in list(self.turns):
             self.job_ended(job)
 
     def _ask_stores(self, turn: KeptTurn, now: float, again_seconds: float) -> None:

@@ -25,13 +25,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from typing import cast
+from typing import NamedTuple, cast
 
 from ..tiers.hierarchy.promotions import LoadTicket
 from .base import OverlappedLoads
 from .connector_context import ConnectorContext
 from .costs.economics import OVERLAP_PARTS, PIECES_AT_ONCE
-from .messages import ConnectorMetadata, CopyJob, GroupBlockIds, LoadReport, LoadState
+from .messages import (
+    ConnectorMetadata,
+    ConnectorWorkerOutput,
+    CopyJob,
+    GroupBlockIds,
+    LoadReport,
+    LoadState,
+)
 from .parts import whole_positions
 from .request_offload import Load, Piece, RequestOffload, Stage
 
@@ -53,32 +60,27 @@ class Loads(OverlappedLoads):
         self._parts = parts = connector.parts
         self._block_size = parts.block_size
         self._num_parts = parts.width
-        self._loads: list[Load] = []
-        self._piece_of: dict[int, tuple[Load, Piece]] = {}  # by copy job
-        self._ready: list[Load] = []  # to be copied by the next step
+        self._slab_link = connector.economics.links[connector.hierarchy.tiers[0]]
+        self.under_way: list[Load] = []  # not to be changed
+        self._copies: dict[int, _Copy] = {}  # by job
+        self.ready: list[Load] = []  # to be copied by the next step; not to be changed
         self._reports: list[LoadReport] = []
-        self._coming: dict[bytes, int] = {}  # keys of blocking loads, and of how many
+        # Keys that blocking loads will bring, and how many of these. Others find them in the pool.
+        self.coming: dict[bytes, int] = {}
         self._has_news = False  # of overlapped loads, that the scheduler has not asked for
         self.num_ended = 0  # blocking ones
-
-    def __len__(self) -> int:
-        return len(self._loads)
 
     @property
     def has_due(self) -> bool:
         """Whether a step would have something to copy, to compute or to report."""
-        return bool(self._has_news or self._reports or self._ready)
-
-    def will_bring(self, key: bytes) -> bool:
-        """Whether a blocking load will bring this block, which others then find in the pool."""
-        return key in self._coming
+        return bool(self._has_news or self._reports or self.ready)
 
     def num_sharing(self, offload: RequestOffload) -> int:
         """How many requests would compute if this one's load was overlapped, it included; 0 where
         another one that has no load under way computes, or will."""
-        loads = [load for load in self._loads if load.offload.stage is not Stage.FINISHED]
+        loads = [load for load in self.under_way if load.offload.stage is not Stage.FINISHED]
         # A record whose request has ended is that of a load.
-        num_alive = len(self._requests) - (len(self._loads) - len(loads))
+        num_alive = len(self._requests) - (len(self.under_way) - len(loads))
         num_others = num_alive - 1
         if not num_others:
             return 1
@@ -120,7 +122,7 @@ class Loads(OverlappedLoads):
             origins = dict(zip(ahead.keys, ahead.tiers, strict=True))
             ticket.tiers = [origins.get(k, t) for k, t in zip(keys, ticket.tiers, strict=True)]
         self._begin(load)
-        coming = self._coming
+        coming = self.coming
         for key in keys:
             coming[key] = coming.get(key, 0) + 1
         if ticket.waiting:
@@ -193,13 +195,13 @@ class Loads(OverlappedLoads):
 
     def poll_reads(self) -> None:
         """Look which reads have ended, or have taken too long."""
-        now = time.monotonic() if self._loads else 0.0
-        self._ready = [load for load in self._loads if _is_ready(load, now)]
+        now = time.monotonic()
+        self.ready = [load for load in self.under_way if _is_ready(load, now)]
 
     def copy_ready(self, meta: ConnectorMetadata) -> None:
         """Have what has been read copied to the pool, and more read."""
         self._has_news = False
-        ready, self._ready = self._ready, []
+        ready, self.ready = self.ready, []
         for load in ready:
             if not load.is_overlapped:
                 self._copy_blocking(load, load.reading.popleft(), meta)
@@ -209,9 +211,42 @@ class Loads(OverlappedLoads):
                 self._copy_piece(load, load.reading.popleft(), meta)
             self._read_more(load)
 
-    def end_copy(self, job_id: int, ok: bool) -> None:
+    def spoil(self, keys: AbstractSet[bytes]) -> None:
+        """Nothing that loads with one of these keys bring is to be used; their requests compute."""
+        for load in self.under_way:
+            if load.is_spoilt or keys.isdisjoint(load.keys):
+                continue
+            load.is_spoilt = True
+            if load.is_overlapped:
+                load.load_frontier = load.num_blocks
+                load.blocks_by_tier.clear()
+                self._fail_load(load, SPOILT, None)
+                self._has_news = True
+
+    def take_reports(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
+        """Take in copies that have ended. The reports of blocking loads that have ended, and of
+        overlapped ones that were ended while blocks were being written to."""
+        if output.finished_loads or output.failed_loads:
+            self._learn_copy_rate(output)
+            for ids, ok in ((output.finished_loads, True), (output.failed_loads, False)):
+                for job_id in ids:
+                    self._end_copy(job_id, ok)
+        reports, self._reports = self._reports, []
+        return reports
+
+    def _learn_copy_rate(self, output: ConnectorWorkerOutput) -> None:
+        """Copies run one after the other; their ends are not recorded one by one."""
+        ended = [self._copies[i] for i in (*output.finished_loads, *output.failed_loads)]
+        if not output.failed_loads:
+            num_bytes = sum(copy.num_blocks for copy in ended) * self._hierarchy.block_bytes
+            waited = time.monotonic() - min(copy.began for copy in ended)
+            seconds = output.load_copy_seconds
+            self._slab_link.record_transfer(num_bytes, seconds, max(waited, seconds))
+
+    def _end_copy(self, job_id: int, ok: bool) -> None:
         """A copy has ended, well or not."""
-        load, piece = self._piece_of.pop(job_id)
+        copy = self._copies.pop(job_id)
+        load, piece = copy.load, copy.piece
         piece.jobs.remove(job_id)
         piece.is_good = piece.is_good and ok and not load.is_spoilt
         if not load.is_overlapped:
@@ -233,30 +268,11 @@ class Loads(OverlappedLoads):
                 )
             )
 
-    def spoil(self, keys: AbstractSet[bytes]) -> None:
-        """Nothing that loads with one of these keys bring is to be used; their requests compute."""
-        for load in self._loads:
-            if load.is_spoilt or keys.isdisjoint(load.keys):
-                continue
-            load.is_spoilt = True
-            if load.is_overlapped:
-                load.load_frontier = load.num_blocks
-                load.blocks_by_tier.clear()
-                self._fail_load(load, SPOILT, None)
-                self._has_news = True
-
-    def take_reports(self) -> list[LoadReport]:
-        """The reports of blocking loads that have ended, and of overlapped ones that were ended
-        while blocks were being written to."""
-        reports, self._reports = self._reports, []
-        return reports
-
     def _begin_read(self, load: Load, start: int, end: int) -> LoadTicket:
         keys = load.keys
         if load.is_overlapped:
             keys = keys[start * self._num_parts : end * self._num_parts]
-        ticket = self._hierarchy.begin_load(keys, load.offload.context)
-        self._read_times.track_load(ticket)
+        ticket = self._read_times.begin_load(keys, load.offload.context)
         load.reading.append(Piece(start, end, ticket))
         return ticket
 
@@ -312,6 +328,7 @@ class Loads(OverlappedLoads):
     def _copy(self, load: Load, piece: Piece, slots: list[int], meta: ConnectorMetadata) -> None:
         """One job for each part of a piece."""
         load.copying.append(piece)
+        began = time.monotonic()
         width = self._num_parts
         for index, part in enumerate(self._parts.all):
             block_ids = list(load.block_ids[part.group][piece.start : piece.end])
@@ -324,7 +341,7 @@ class Loads(OverlappedLoads):
                     continue
             job = CopyJob(next(self._job_ids), block_ids, mine, part)
             piece.jobs.add(job.job_id)
-            self._piece_of[job.job_id] = load, piece
+            self._copies[job.job_id] = _Copy(load, piece, len(mine), began)
             meta.loads.append(job)
 
     def _end_blocking(self, load: Load, piece: Piece, failure: str | None) -> None:
@@ -335,7 +352,7 @@ class Loads(OverlappedLoads):
         is_late = ticket.waiting > 0
         self._read_times.let_go(ticket)
         self.num_ended += 1
-        coming = self._coming
+        coming = self.coming
         for key in load.keys:
             left = coming[key] - 1
             if left:
@@ -343,11 +360,10 @@ class Loads(OverlappedLoads):
             else:
                 del coming[key]
         num_blocks = 0 if failure else piece.end
-        if num_blocks:
-            is_whole = num_blocks == load.num_blocks
-            num_copied = len(load.keys) if is_whole else num_blocks * self._num_parts
-            self._counters.count_load_copy(num_copied * self._hierarchy.block_bytes)
-        if num_blocks < load.num_blocks:
+        num_copied = num_blocks * self._num_parts
+        if num_blocks == load.num_blocks:
+            num_copied = len(load.keys)
+        else:
             load.failure = failure or ("slow" if is_late else "partial")
             self._counters.count_failure(load.failure)
         # Given up while it was late, it has not failed.
@@ -360,7 +376,7 @@ class Loads(OverlappedLoads):
             report.num_loaded_tokens -= load.num_short_tokens
             report.tokens_by_tier[tiers[-1]] -= load.num_short_tokens
         report.seconds = time.monotonic() - load.started
-        self._counters.count_load(report)
+        self._counters.count_load(report, num_copied * self._hierarchy.block_bytes)
         self._reports.append(report)
         if report.shorter_tokens:
             load.offload.most_blocks = report.shorter_tokens // self._block_size
@@ -402,13 +418,13 @@ class Loads(OverlappedLoads):
         )
 
     def _begin(self, load: Load) -> None:
-        self._loads.append(load)
+        self.under_way.append(load)
         load.offload.load = load
         load.offload.stage = Stage.LOADING
 
     def _end(self, load: Load, *, has_failed: bool) -> None:
         """The load is over, and with it the record of a request that has ended."""
-        self._loads.remove(load)
+        self.under_way.remove(load)
         offload = load.offload
         offload.load = None
         if offload.stage is Stage.FINISHED:
@@ -426,6 +442,15 @@ class Loads(OverlappedLoads):
     def _stop_reading(self, load: Load) -> None:
         while load.reading:
             self._read_times.let_go(load.reading.pop().ticket)
+
+
+class _Copy(NamedTuple):
+    """A copy job of a piece."""
+
+    load: Load
+    piece: Piece
+    num_blocks: int
+    began: float
 
 
 def _is_ready(load: Load, now: float) -> bool:

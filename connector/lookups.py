@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tiers hold of a request's prompt, remembered until something in the tiers changes.
+"""Lookups: what the tiers hold of a request's prompt, and what the request does about it.
 
-The scheduler asks for waiting requests again in every step, and an answer walks over thousands of
-keys. Also reads ahead: what only a store has is brought to the slab while its request waits for its
-turn.
+    queued         the stores are asked, and what only a store has is read ahead to the slab
+    match_prefix   none, load, overlap or retry
+    begin_load     the load that was chosen
+
+An answer is remembered until something in the tiers changes: the scheduler asks for waiting
+requests again in every step, and a look-up walks over thousands of keys.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from .base import RequestView
 from .connector_context import ConnectorContext
 from .costs.economics import NONE_READ, Plan
 from .loads import Loads
+from .messages import NO_MATCH, Elsewhere, GroupBlockIds, Match, MatchKind
+from .prefill_decode.prefill_waits import PrefillWaits
 from .request_offload import Lookup, RequestOffload
 
 # One look-up of a long context holds the keys of thousands of blocks, and a step asks for few
@@ -22,12 +27,13 @@ from .request_offload import Lookup, RequestOffload
 REMEMBERED_LOOKUPS = 256
 # Reading ahead pins at most this share of the slab, so that loads and stores find slots.
 AHEAD_SHARE = 0.25
+_RETRY = Match(0, MatchKind.RETRY)
 
 
 class Lookups:
     """The look-ups of one connector, and what is read ahead for its requests."""
 
-    def __init__(self, connector: ConnectorContext, loads: Loads) -> None:
+    def __init__(self, connector: ConnectorContext, loads: Loads, waits: PrefillWaits) -> None:
         self._hierarchy = connector.hierarchy
         self._parts = parts = connector.parts
         self._block_size = parts.block_size
@@ -36,18 +42,16 @@ class Lookups:
         self._economics = connector.economics
         self._read_times = connector.read_times
         self._loads = loads
+        self._waits = waits
         # Those that have a look-up, the newest last. A long one is of many megabytes.
         self._latest: OrderedDict[RequestOffload, None] = OrderedDict()
-        self._unanswered: list[RequestOffload] = []
+        # Requests that wait for what stores were asked; not to be changed.
+        self.unanswered: list[RequestOffload] = []
+        self.retry_version: int | None = None  # of the tiers, when a request was told to ask again
         self._blocks_ahead = 0
 
     def __len__(self) -> int:
         return len(self._latest)
-
-    @property
-    def num_asked(self) -> int:
-        """Requests that wait for what stores were asked."""
-        return len(self._unanswered)
 
     def queued(self, offload: RequestOffload, request: RequestView) -> None:
         """A request has come: the tiers learn of its prompt, stores that are far away are asked
@@ -58,7 +62,7 @@ class Lookups:
             self._hierarchy.announce_prompt(self._parts.keys_of(request.block_hashes))
         if not self._hierarchy.has_stores or offload.read_ahead is not None:
             return
-        lookup = self.look_up_range(offload, request, 0, self.end_of(request))
+        lookup = self._look_up_range(offload, request, 0, self._end_of(request))
         if lookup is None:
             return
         # In front of where the hit ends, blocks of windows may be unknown too.
@@ -67,22 +71,115 @@ class Lookups:
         is_asked = bool(unknown) and self._hierarchy.prefetch_lookup(unknown, offload.context)
         if is_asked or lookup.prefix.asked:
             if offload.unanswered is None:
-                self._unanswered.append(offload)
+                self.unanswered.append(offload)
             offload.unanswered = request
-            self._drop_read_ahead(offload)  # it was found before any store was asked
+            self._forget_answer(offload)  # it was found before any store was asked
             return
         self._begin_ahead(offload, lookup)
 
-    def answered(self) -> None:
-        """Something in the tiers changed: what was waited for may be known by now."""
-        for offload in list(self._unanswered):
+    def match_prefix(
+        self,
+        offload: RequestOffload,
+        request: RequestView,
+        num_computed_tokens: int,
+        num_queued_tokens: int,
+    ) -> Match:
+        """See `KVConnectorScheduler.get_matched_tokens`."""
+        first = num_computed_tokens // self._block_size
+        end = self._end_of(request)
+        most = end if offload.most_blocks is None else offload.most_blocks
+        lookup = self._look_up_range(offload, request, first, min(end, most))
+        if lookup is None:
+            return NO_MATCH
+        if most < end:  # it was counted, and decided upon, when the longer hit was found
+            lookup.is_counted = lookup.is_decided = True
+        if lookup.prefix.asked:  # a store that is far away will soon say what it has
+            return self._retry_later()
+        is_elsewhere = offload.elsewhere is not Elsewhere.NO
+        if is_elsewhere and self._waits.begin_wait(offload, request, lookup):
+            return _RETRY
+        tiers = lookup.prefix.tiers
+        if not tiers:
+            # Blocks that another request is loading will be in the pool for this one too.
+            if lookup.prefix.pending:
+                return self._retry_later()
+            self._record_lookup(lookup)
+            return NO_MATCH
+        plan = self._plan_of(offload, lookup, num_queued_tokens)
+        if not plan.num_blocks:
+            self._record_lookup(lookup)
+            self._drop_read_ahead(offload)
+            return NO_MATCH
+        if self._needed_keys(lookup, len(tiers))[0] in self._loads.coming:
+            return self._retry_later()
+        self._record_lookup(lookup)
+        num_tokens = plan.num_blocks * self._block_size
+        # The last token is computed; the block that it lies in may be loaded all the same.
+        num_wanted = request.num_tokens - 1 - num_computed_tokens
+        if not plan.compute_blocks or self._parts.is_windowed:
+            return Match(min(num_tokens, num_wanted), MatchKind.LOAD)
+        if num_tokens > num_wanted:  # the frontiers meet where a block begins
+            num_tokens -= self._block_size
+        return Match(num_tokens, MatchKind.OVERLAP) if num_tokens else NO_MATCH
+
+    def begin_load(
+        self,
+        offload: RequestOffload,
+        block_ids: GroupBlockIds,
+        num_tokens: int,
+        *,
+        overlapped: bool,
+    ) -> None:
+        """Load what the last look-up found. KeyError for a request that was not told to."""
+        lookup = offload.lookup
+        if lookup is None:
+            raise KeyError(offload.request_id)
+        num_blocks = -(-num_tokens // self._block_size)
+        first_token = lookup.first * self._block_size
+        keys = self._needed_keys(lookup, num_blocks, first_token + num_tokens)
+        if overlapped:
+            compute_blocks = lookup.plan.compute_blocks if lookup.plan else 0
+            self._loads.begin_overlapped(offload, first_token, keys, block_ids, compute_blocks)
+        else:
+            self._loads.begin_blocking(
+                offload,
+                first_token,
+                keys,
+                block_ids,
+                lookup.num_queued_tokens,
+                num_blocks * self._block_size - num_tokens,
+            )
+        self.drop_lookup(offload)
+
+    def poll_answers(self) -> bool:
+        """Take in what stores have said; whether a request that was told to ask again should."""
+        for offload in list(self.unanswered):
             request = offload.unanswered
             assert request is not None
-            lookup = self.look_up_range(offload, request, 0, self.end_of(request))
+            lookup = self._look_up_range(offload, request, 0, self._end_of(request))
             if lookup is None or not lookup.prefix.asked:
                 self._mark_answered(offload)
                 if lookup is not None:
                     self._begin_ahead(offload, lookup)
+        if self.retry_version is None or self.retry_version == self._version:
+            return False
+        self.retry_version = None
+        return True
+
+    def drop_lookup(self, offload: RequestOffload) -> None:
+        """The request loads by itself now, or is gone: what was read ahead is let go."""
+        self._forget_answer(offload)
+        self._mark_answered(offload)
+        self._drop_read_ahead(offload)
+
+    @property
+    def _version(self) -> int:
+        """Changes with everything that an answer to the scheduler depends on."""
+        return self._hierarchy.version + self._loads.num_ended
+
+    def _retry_later(self) -> Match:
+        self.retry_version = self._version
+        return _RETRY
 
     def _begin_ahead(self, offload: RequestOffload, lookup: Lookup) -> None:
         room = int(AHEAD_SHARE * self._hierarchy.num_slots) - self._blocks_ahead
@@ -91,28 +188,22 @@ class Lookups:
         tiers = lookup.prefix.tiers
         if not self._parts.whole_only:
             tiers = tiers[: room // self._width]
-        if not tiers or self._parts.num_needed(len(tiers)) > room:
+        elif self._parts.num_needed(len(tiers)) > room:
             return
-        plan = self._economics.plan_loads(0, tiers, num_sharing=self._loads.num_sharing(offload))
+        if not tiers:
+            return
+        plan = self._make_plan(offload, 0, tiers)
         if plan.compute_blocks:
             return  # it will be read from the back
         tiers = tiers[: self._longest(lookup, plan.num_blocks)]
         if tiers.count(self._hierarchy.tiers[0]) == len(tiers):
             return  # all of it is in the slab, or not worth loading
-        self.record_lookup(lookup)
-        keys = self.needed_keys(lookup, len(tiers))
-        ticket = self._hierarchy.begin_load(keys, offload.context)
-        self._read_times.track_load(ticket)
-        offload.read_ahead = ticket
-        self._blocks_ahead += len(ticket.keys)
+        self._record_lookup(lookup)
+        keys = self._needed_keys(lookup, len(tiers))
+        offload.read_ahead = self._read_times.begin_load(keys, offload.context)
+        self._blocks_ahead += len(offload.read_ahead.keys)
 
-    def drop_lookup(self, offload: RequestOffload) -> None:
-        """The request loads by itself now, or is gone: what was read ahead is let go."""
-        self._drop_read_ahead(offload)
-        self._mark_answered(offload)
-        self.let_go(offload)
-
-    def let_go(self, offload: RequestOffload) -> None:
+    def _drop_read_ahead(self, offload: RequestOffload) -> None:
         """Release blocks that were read ahead for the request."""
         ticket, offload.read_ahead = offload.read_ahead, None
         if ticket is not None:
@@ -122,7 +213,7 @@ class Lookups:
     def _mark_answered(self, offload: RequestOffload) -> None:
         if offload.unanswered is not None:
             offload.unanswered = None
-            self._unanswered.remove(offload)
+            self.unanswered.remove(offload)
 
     def _keep(self, offload: RequestOffload, lookup: Lookup) -> None:
         """Remember a look-up as the newest."""
@@ -133,12 +224,12 @@ class Lookups:
             oldest, _ = self._latest.popitem(last=False)
             oldest.lookup = None
 
-    def _drop_read_ahead(self, offload: RequestOffload) -> None:
+    def _forget_answer(self, offload: RequestOffload) -> None:
         if offload.lookup is not None:
             offload.lookup = None
             del self._latest[offload]
 
-    def end_of(self, request: RequestView) -> int:
+    def _end_of(self, request: RequestView) -> int:
         """How many leading blocks may be loaded: one token is always left to compute, so that
         there are logits to sample from. Behind another engine's prefill the block that this token
         lies in is among them, where more of it is known."""
@@ -155,7 +246,7 @@ class Lookups:
             return request.block_hashes
         return [*request.block_hashes[: (request.num_tokens - 1) // self._block_size], tail]
 
-    def look_up_range(
+    def _look_up_range(
         self, offload: RequestOffload, request: RequestView, first: int, end: int
     ) -> Lookup | None:
         """`Parts.find_longest_hit` for these blocks of the request, or what it said if nothing
@@ -187,25 +278,40 @@ class Lookups:
         self._keep(offload, lookup)
         return lookup
 
-    def plan_of(self, offload: RequestOffload, lookup: Lookup, num_queued_tokens: int) -> Plan:
+    def _plan_of(self, offload: RequestOffload, lookup: Lookup, num_queued_tokens: int) -> Plan:
         """The plan for what a look-up found; the same until something changes."""
         if lookup.plan is None:
-            economics = self._economics
-            # Decided anew, it is still one request.
-            make = economics.plan_loads if lookup.is_decided else economics.decide
-            plan = make(
-                lookup.first * self._block_size,
+            plan = self._make_plan(
+                offload,
+                lookup.first,
                 lookup.prefix.tiers,
-                num_sharing=self._loads.num_sharing(offload),
-                num_queued_tokens=num_queued_tokens,
-                num_read_ahead=_num_read_ahead(offload),
+                num_queued_tokens,
+                decides=not lookup.is_decided,  # decided anew, it is still one request
             )
             lookup.plan = plan._replace(num_blocks=self._longest(lookup, plan.num_blocks))
             lookup.num_queued_tokens = num_queued_tokens
             lookup.is_decided = True
         return lookup.plan
 
-    def record_lookup(self, lookup: Lookup) -> None:
+    def _make_plan(
+        self,
+        offload: RequestOffload,
+        first: int,
+        tiers: Sequence[str],
+        num_queued_tokens: int = 0,
+        *,
+        decides: bool = False,
+    ) -> Plan:
+        return self._economics.plan_loads(
+            first * self._block_size,
+            tiers,
+            num_sharing=self._loads.num_sharing(offload),
+            num_queued_tokens=num_queued_tokens,
+            num_read_ahead=_num_read_ahead(offload),
+            decides=decides,
+        )
+
+    def _record_lookup(self, lookup: Lookup) -> None:
         """The request goes by this answer; it is counted once for each prompt."""
         if not lookup.is_counted:
             lookup.is_counted = True
@@ -213,7 +319,7 @@ class Lookups:
             num_blocks = len(lookup.keys) // self._width
             self._counters.count_lookup(self._hierarchy.tiers, found, num_blocks)
 
-    def needed_keys(
+    def _needed_keys(
         self, lookup: Lookup, num_positions: int, most_tokens: int | None = None
     ) -> list[bytes]:
         """The keys of the blocks that a hit of so many positions needs, head first; `most_tokens`
@@ -227,20 +333,11 @@ class Lookups:
 
     def _longest(self, lookup: Lookup, num_positions: int) -> int:
         """The longest hit of at most so many of the positions that were found."""
-        if num_positions == len(lookup.prefix.tiers):
+        if num_positions == len(lookup.prefix.tiers) or not self._parts.is_windowed:
             return num_positions
         return self._parts.longest(
             self._hierarchy, lookup.first, lookup.keys, num_positions, lookup.most_tokens
         )
-
-    def taken(self, offload: RequestOffload) -> Lookup:
-        """The last look-up of a request that is about to load what it found. KeyError if it was
-        not told to."""
-        lookup = offload.lookup
-        if lookup is None:
-            raise KeyError(offload.request_id)
-        self._drop_read_ahead(offload)
-        return lookup
 
 
 def _num_read_ahead(offload: RequestOffload) -> Mapping[str, int]:

@@ -23,7 +23,6 @@ from ..tiers.cache_server.slab_serving.serving import SlabServing
 from .base import KVConnectorScheduler, RequestView
 from .connector_context import ConnectorContext
 from .costs.calibration import Calibration
-from .costs.economics import NOTHING
 from .kept_turns import KeptTurns
 from .loads import Loads
 from .lookups import Lookups
@@ -38,7 +37,6 @@ from .messages import (
     GroupBlockIds,
     LoadReport,
     Match,
-    MatchKind,
 )
 from .outgoing import Outgoing
 from .prefill_decode.hand_overs import HandOvers
@@ -51,14 +49,11 @@ log = logging.getLogger(__name__)
 # For closing what is already written, also when the time for writing is over.
 CLOSE_SECONDS = 2.0
 FORGET_SECONDS = 5.0  # for a disk to write down that everything was forgotten
-_RETRY = Match(0, MatchKind.RETRY)
 
 
 class OffloadScheduler(KVConnectorScheduler):
-    """Decides what moves between the pool and the tiers of `connector`. Takes over the hierarchy.
-
-    `copies_beside`: see `Outgoing`. `serving` ends with it.
-    """
+    """Decides what moves between the pool and the tiers of `connector`. Takes over the hierarchy,
+    and `serving` ends with it."""
 
     stores_ahead: Outgoing
     prompts_elsewhere: PrefillWaits
@@ -67,38 +62,29 @@ class OffloadScheduler(KVConnectorScheduler):
     overlapped_loads: Loads
     estimates: Calibration
 
-    def __init__(
-        self,
-        connector: ConnectorContext,
-        *,
-        copies_beside: bool = True,
-        serving: SlabServing | None = None,
-    ) -> None:
+    def __init__(self, connector: ConnectorContext, *, serving: SlabServing | None = None) -> None:
         self._hierarchy = hierarchy = connector.hierarchy
-        self._parts = connector.parts
-        self._block_size = connector.parts.block_size
+        self._shards = connector.parts.shards
         self._signal = connector.signal
         self._alarm = connector.alarm
         self._economics = connector.economics
-        self._links = connector.economics.links
         self._read_times = connector.read_times
         self._counters = connector.counters
+        # Told by the worker side, from any thread: so many jobs have ended since its start.
+        self.note_ended = connector.signal.note_ended
         self.requests: dict[str, RequestOffload] = connector.requests
         self._serving = serving
-        self._copies: dict[int, tuple[float, int]] = {}  # loads: when they began, bytes
         self.overlapped_loads = self._loads = Loads(connector)
-        self._lookups = Lookups(connector, self._loads)
-        self.stores_ahead = self._outgoing = Outgoing(connector, copies_beside=copies_beside)
-        self.job_retention = self._kept_turns = KeptTurns(connector)
         self.prompts_elsewhere = PrefillWaits(connector)
-        self.awaiting_prefill = self.prompts_elsewhere.request_ids
+        self._lookups = Lookups(connector, self._loads, self.prompts_elsewhere)
+        self.stores_ahead = self._outgoing = Outgoing(connector)
+        self.job_retention = self._kept_turns = KeptTurns(connector)
+        self.awaiting_prefill = self.prompts_elsewhere.waiting.keys()
         self.handover = HandOvers(connector)
         self.estimates = self._calibration = Calibration(connector)
         self.wants_all = hierarchy.is_shared
         self._jobs_reported = 0
-        self._retry_version: int | None = None  # when RETRY was last answered
         self._retry_due = False
-        self._has_begun = False  # something that is to be looked at until it has ended
         self._closed = False
 
     @property
@@ -109,13 +95,7 @@ class OffloadScheduler(KVConnectorScheduler):
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         self._signal.set_wakeup(wakeup)
 
-    def note_ended(self, num_jobs: int) -> None:
-        """The worker side has ended so many jobs since its start. From any thread; returns at
-        once."""
-        self._signal.note_ended(num_jobs)
-
     def request_queued(self, request: RequestView, context: RequestContext = NO_CONTEXT) -> None:
-        self._has_begun = True
         offload = self._offload_of(request.request_id)
         if offload.stage is Stage.FINISHED:  # its name is used again
             offload.stage = Stage.LOADING
@@ -127,12 +107,14 @@ class OffloadScheduler(KVConnectorScheduler):
         offload = self.requests.get(request_id)
         if offload is None:
             return
-        self.prompts_elsewhere.end_wait(offload, End.GONE)
+        if offload.wait is not None:
+            self.prompts_elsewhere.end_wait(offload, End.GONE)
         self._lookups.drop_lookup(offload)
         if offload.load is None:
             del self.requests[request_id]
         else:  # the record ends with the load
             offload.stage = Stage.FINISHED
+            offload.elsewhere = Elsewhere.NO
 
     def get_matched_tokens(
         self, request: RequestView, num_computed_tokens: int, *, num_queued_tokens: int = 0
@@ -140,45 +122,7 @@ class OffloadScheduler(KVConnectorScheduler):
         offload = self._offload_of(request.request_id)
         if offload.stage is not Stage.READY:
             return NO_MATCH
-        first = num_computed_tokens // self._block_size
-        end = self._lookups.end_of(request)
-        most = end if offload.most_blocks is None else offload.most_blocks
-        lookup = self._lookups.look_up_range(offload, request, first, min(end, most))
-        if lookup is None:
-            return NO_MATCH
-        if most < end:  # it was counted, and decided upon, when the longer hit was found
-            lookup.is_counted = lookup.is_decided = True
-        if lookup.prefix.asked:  # a store that is far away will soon say what it has
-            self._retry_version = self._version
-            return _RETRY
-        is_elsewhere = offload.elsewhere is not Elsewhere.NO
-        if is_elsewhere and self.prompts_elsewhere.begin_wait(offload, request, lookup):
-            return _RETRY
-        tiers = lookup.prefix.tiers
-        plan = NOTHING
-        if tiers:
-            plan = self._lookups.plan_of(offload, lookup, num_queued_tokens)
-            if not plan.num_blocks:
-                self._lookups.record_lookup(lookup)
-                self._lookups.let_go(offload)
-                return NO_MATCH
-        # Blocks that another request is loading will be in the pool for this one too.
-        if (not tiers and lookup.prefix.pending) or (
-            tiers and self._loads.will_bring(self._lookups.needed_keys(lookup, len(tiers))[0])
-        ):
-            self._retry_version = self._version
-            return _RETRY
-        self._lookups.record_lookup(lookup)
-        if not tiers:
-            return NO_MATCH
-        num_tokens = plan.num_blocks * self._block_size
-        # The last token is computed; the block that it lies in may be loaded all the same.
-        num_wanted = request.num_tokens - 1 - num_computed_tokens
-        if not plan.compute_blocks or self._parts.is_windowed:
-            return Match(min(num_tokens, num_wanted), MatchKind.LOAD)
-        if num_tokens > num_wanted:  # the frontiers meet where a block begins
-            num_tokens -= self._block_size
-        return Match(num_tokens, MatchKind.OVERLAP) if num_tokens else NO_MATCH
+        return self._lookups.match_prefix(offload, request, num_computed_tokens, num_queued_tokens)
 
     def begin_load(
         self,
@@ -188,31 +132,12 @@ class OffloadScheduler(KVConnectorScheduler):
         *,
         overlapped: bool,
     ) -> None:
-        if num_tokens == 0:
-            return
-        self._has_begun = True
-        offload = self.requests[request.request_id]
-        lookup = self._lookups.taken(offload)
-        num_blocks = -(-num_tokens // self._block_size)
-        first_token = lookup.first * self._block_size
-        keys = self._lookups.needed_keys(lookup, num_blocks, first_token + num_tokens)
-
-        if overlapped:
-            compute_blocks = lookup.plan.compute_blocks if lookup.plan else 0
-            self._loads.begin_overlapped(offload, first_token, keys, block_ids, compute_blocks)
-        else:
-            self._loads.begin_blocking(
-                offload,
-                first_token,
-                keys,
-                block_ids,
-                lookup.num_queued_tokens,
-                num_blocks * self._block_size - num_tokens,
-            )
-        self._lookups.drop_lookup(offload)
+        if num_tokens:
+            offload = self.requests[request.request_id]
+            self._lookups.begin_load(offload, block_ids, num_tokens, overlapped=overlapped)
 
     def invalidate_blocks(self, keys: Sequence[bytes], cause: str) -> None:
-        named = [key + shard for key in keys for shard in self._parts.shards]
+        named = [key + shard for key in keys for shard in self._shards]
         log.warning("%d blocks are forgotten in every tier (%s)", len(named), cause)
         self._counters.count_dropped(cause, len(named))
         self._hierarchy.forget_blocks(named)
@@ -222,32 +147,27 @@ class OffloadScheduler(KVConnectorScheduler):
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()
     ) -> ConnectorMetadata:
         self._retry_due = False
-        self._poll_tiers()
-        is_due = self._outgoing.has_due or self._loads.has_due
-        if not (evicted or cold or is_due):
+        is_due = self._poll_tiers()
+        if not (evicted or cold or is_due or self._outgoing.overtaken):
             return NOTHING_TO_MOVE
         meta = ConnectorMetadata()
         self._outgoing.plan_stores(evicted, cold, meta)
         self._loads.copy_ready(meta)
-        if meta.loads:
-            now = time.monotonic()
-            for job in meta.loads:
-                self._copies[job.job_id] = now, len(job.slots) * self._hierarchy.block_bytes
-        if meta:
-            self._signal.jobs_given(len(meta.stores) + len(meta.ahead) + len(meta.loads))
+        if num_jobs := len(meta.stores) + len(meta.ahead) + len(meta.loads):
+            self._signal.jobs_given(num_jobs)
         return meta
 
     def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
         if output is not NOTHING_FINISHED:
             self._handle_worker_output(output)
-        return self._loads.take_reports()
+        return self._loads.take_reports(output)
 
     def has_pending_work(self) -> bool:
-        self._poll_tiers()
-        return (
-            self._retry_due
-            or self._loads.has_due
-            or self.handover.has_ended
+        is_due = self._poll_tiers()
+        return bool(
+            is_due
+            or self._retry_due
+            or self.handover.ended
             or self._signal.ended > self._jobs_reported
         )
 
@@ -269,12 +189,12 @@ class OffloadScheduler(KVConnectorScheduler):
         result["declined_tokens"] = dict(self._economics.declined_tokens)
         result["probes"] = self._economics.probes
         result["followed"] = self.prompts_elsewhere.follows.num_followed
-        result["kept_turns"] = len(self._kept_turns)
+        result["kept_turns"] = len(self._kept_turns.turns)
         result["turns_kept"] = self._kept_turns.num_kept
         result["blocks_read_ahead_of_turns"] = self._kept_turns.blocks_read_ahead
         result["awaiting_prefill"] = len(self.awaiting_prefill)
         result["serving"] = None if self._serving is None else self._serving.stats()
-        result["loads_in_flight"] = len(self._loads)
+        result["loads_in_flight"] = len(self._loads.under_way)
         result["stores_in_flight"] = len(self._outgoing)
         return result
 
@@ -314,51 +234,37 @@ class OffloadScheduler(KVConnectorScheduler):
         self.prompts_elsewhere.clear()
         self._kept_turns.clear()
 
-    @property
-    def _version(self) -> int:
-        """Changes with everything that an answer to the scheduler depends on."""
-        return self._hierarchy.version + self._loads.num_ended
-
-    def _poll_tiers(self) -> None:
-        """Take in what the tiers have finished."""
+    def _poll_tiers(self) -> bool:
+        """Take in what the tiers have finished; whether loads have something for a step."""
         self._hierarchy.poll()
-        # Most steps find nothing that anybody waits for, and the code of all of these is cold.
-        if self._has_begun or self.handover or self.prompts_elsewhere or self._kept_turns:
+        # Most steps find nothing that is waited for, and the code of all of these is cold.
+        if self._read_times.watched:
             self._read_times.record_ended_loads()
+        if self._loads.under_way or self._loads.ready:
             self._loads.poll_reads()
+        if self._kept_turns.turns:
             self._kept_turns.poll_turns()
+        if self.handover.moving:
             self.handover.poll_hand_overs()
-            if self.prompts_elsewhere.poll_waits():
-                self._retry_due = True
-            if self._lookups.num_asked:
-                self._lookups.answered()
-            self._has_begun = bool(self._read_times or self._loads or self._lookups.num_asked)
-        if self._retry_version is not None and self._retry_version != self._version:
-            self._retry_version = None
+        waits, lookups = self.prompts_elsewhere, self._lookups
+        if (waits.waiting or waits.follows.prompts) and waits.poll_waits():
             self._retry_due = True
+        if (lookups.unanswered or lookups.retry_version is not None) and lookups.poll_answers():
+            self._retry_due = True
+        return self._loads.has_due
 
     def _handle_worker_output(self, output: ConnectorWorkerOutput) -> None:
-        """Take in what the worker has finished."""
-        self._signal.catch_up(output.num_ended)
-        self._jobs_reported += self._calibration.pop_calibration_job(output)
-        self._counters.count_costs(output)
-        if output.finished_loads or output.failed_loads:
-            self._note_copies(output)
+        """Take in what the worker has finished, but for loads."""
+        if output.num_ended > self._signal.ended:  # seldom, since it was noted before
+            self._signal.catch_up(output.num_ended)
+        if self._calibration.job is not None:
+            self._jobs_reported += self._calibration.pop_calibration_job(output)
+        counters = self._counters
+        counters.load_copy_seconds += output.load_copy_seconds
+        counters.store_copy_seconds += output.store_copy_seconds
+        counters.store_wait_seconds += output.store_wait_seconds
+        self._jobs_reported += len(output.finished_loads) + len(output.failed_loads)
         for ids, ok in ((output.finished_stores, True), (output.failed_stores, False)):
+            self._jobs_reported += len(ids)
             for job_id in ids:
-                self._jobs_reported += 1
                 self._outgoing.complete_job(job_id, ok, output.store_digests.get(job_id))
-        for ids, ok in ((output.finished_loads, True), (output.failed_loads, False)):
-            for job_id in ids:
-                self._jobs_reported += 1
-                self._loads.end_copy(job_id, ok)
-
-    def _note_copies(self, output: ConnectorWorkerOutput) -> None:
-        """Copies run one after the other; when exactly they ended nobody looked."""
-        ended = [self._copies.pop(i) for i in (*output.finished_loads, *output.failed_loads)]
-        if not output.failed_loads:
-            num_bytes = sum(size for _, size in ended)
-            waited = time.monotonic() - min(began for began, _ in ended)
-            self._links[self._hierarchy.tiers[0]].record_transfer(
-                num_bytes, output.load_copy_seconds, max(waited, output.load_copy_seconds)
-            )

@@ -31,8 +31,7 @@ class Outgoing(StoresAhead):
     """Store jobs, from their slots to their end. Each of `parts` has jobs of its own: a block of
     the pool is one on every rank, and its name ends with the cache group."""
 
-    def __init__(self, connector: ConnectorContext, *, copies_beside: bool = True) -> None:
-        """`copies_beside`: whether copies run beside forward passes, as a GPU's engines do."""
+    def __init__(self, connector: ConnectorContext) -> None:
         self._hierarchy = connector.hierarchy
         self._parts = connector.parts
         self._shards = connector.parts.shards
@@ -42,10 +41,11 @@ class Outgoing(StoresAhead):
         # Jobs ahead of need, in flight: the block that each key is copied from.
         self._ahead: dict[int, dict[bytes, int]] = {}
         self._ahead_job_of: dict[bytes, int] = {}  # key → such a job
-        self._overtaken: set[int] = set()  # to be waited for by the next step
+        # To be waited for by the next step, though nothing is evicted; not to be changed.
+        self.overtaken: set[int] = set()
         self._void: dict[int, set[bytes]] = {}  # what such jobs copy in vain
         self._batch = max(1, min(AHEAD_BLOCKS, AHEAD_BYTES // self._hierarchy.block_bytes))
-        self._copies_beside = copies_beside
+        self._copies_beside = connector.copies_beside
         self._along = ALONG_BYTES // self._hierarchy.block_bytes
 
     def __len__(self) -> int:
@@ -54,11 +54,6 @@ class Outgoing(StoresAhead):
 
     def __contains__(self, job_id: int) -> bool:
         return job_id in self._tickets
-
-    @property
-    def has_due(self) -> bool:
-        """Whether the next step has jobs to wait for, though nothing is evicted."""
-        return bool(self._overtaken)
 
     def num_wanted_ahead(self) -> int:
         return self._batch if len(self._ahead) < AHEAD_JOBS else 0
@@ -70,7 +65,7 @@ class Outgoing(StoresAhead):
                 job_id = self._ahead_job_of.get(key)
                 # Another block of the same name is copied for itself.
                 if job_id is not None and self._ahead[job_id][key] == block_id:
-                    self._overtaken.add(job_id)
+                    self.overtaken.add(job_id)
                     self._void.setdefault(job_id, set()).add(key)
 
     def plan_stores(
@@ -112,9 +107,9 @@ class Outgoing(StoresAhead):
         if self._ahead:
             job_of = self._ahead_job_of
             jobs = [job_of.get(block.key + shard) for block in evicted for shard in self._shards]
-            self._overtaken.update([job_id for job_id in jobs if job_id is not None])
-            meta.overtaken = sorted(self._overtaken & self._ahead.keys())
-        self._overtaken.clear()
+            self.overtaken.update([job_id for job_id in jobs if job_id is not None])
+            meta.overtaken = sorted(self.overtaken & self._ahead.keys())
+        self.overtaken.clear()
 
     def _by_part(self, blocks: Sequence[EvictedBlock]) -> list[tuple[int, Sequence[EvictedBlock]]]:
         if not blocks:

@@ -36,7 +36,7 @@ def is_busy(core: EngineCore) -> bool:
     return bool(
         core.scheduler._states.loads.blocking
         or len(connector._outgoing)
-        or len(connector._loads)
+        or connector._loads.under_way
         or hierarchy._promotions.under_way
         or hierarchy._write_backs.in_flight
     )
@@ -107,16 +107,16 @@ def check_ended(scheduler: Scheduler, side: Any) -> None:
     states, manager = scheduler._states, scheduler.manager
     assert manager.pool.is_idle
     assert manager._tables == {}
-    assert not (states._requests or states.num_unfinished or states.running or states.loaded)
+    assert not (states.requests or states.num_unfinished or states.running or states.loaded)
     assert not (len(states.waiting) or len(states.skipped) or len(states.deferred))
     assert not (states.loads.blocking or states.loads.num_overlapped)
     if side is None or not side.has_tiers:
         return
     loads, outgoing = side._loads, side._outgoing
-    assert not (len(loads) or loads._piece_of or loads._ready or loads._reports or loads._coming)
+    assert not (loads.under_way or loads._copies or loads.ready or loads._reports or loads.coming)
     assert not (outgoing._tickets or outgoing._ahead or outgoing._ahead_job_of)
-    assert not (side.requests or side.awaiting_prefill or side._copies or len(side._read_times))
-    assert not (len(side._lookups) or side._lookups.num_asked or side._lookups._blocks_ahead)
+    assert not (side.requests or side.awaiting_prefill or side._read_times.watched)
+    assert not (len(side._lookups) or side._lookups.unanswered or side._lookups._blocks_ahead)
     slab = side._hierarchy._slab
     assert all(slot.committed and not slot.pins for slot in slab._slots.values())
     assert len(slab._free) + len(slab._slots) == slab.num_slots

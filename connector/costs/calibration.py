@@ -37,17 +37,17 @@ class Calibration(TierEstimates):
         self._links = connector.economics.links
         self._slab_link = self._links[connector.hierarchy.tiers[0]]
         self._num_copies = 0  # begun
-        self._job: CopyJob | None = None  # under way
+        self.job: CopyJob | None = None  # under way; not to be changed
         self._quickest = math.inf  # seconds a byte
 
     def build_calibration_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
-        if self._job is not None or self._num_copies == COPIES or not block_ids:
+        if self.job is not None or self._num_copies == COPIES or not block_ids:
             return ConnectorMetadata()
         if not self._num_copies:
             self._read_stores(seconds)
-        self._job = self._next_copy(block_ids)
+        self.job = self._next_copy(block_ids)
         self._signal.jobs_given(1)
-        return ConnectorMetadata(loads=[self._job])
+        return ConnectorMetadata(loads=[self.job])
 
     def describe(self) -> str:
         return in_words(self._economics, self.tiers_down())
@@ -60,7 +60,7 @@ class Calibration(TierEstimates):
 
     def pop_calibration_job(self, output: ConnectorWorkerOutput) -> int:
         """Take the trial's job out of what has ended; how many that are."""
-        job = self._job
+        job = self.job
         if job is None:
             return 0
         for ids in (output.finished_loads, output.failed_loads):
@@ -69,7 +69,7 @@ class Calibration(TierEstimates):
                 break
         else:
             return 0
-        self._job = None
+        self.job = None
         # Beside other loads nobody knows which of them took how long.
         if not (output.finished_loads or output.failed_loads):
             if ids is output.finished_loads:

@@ -117,51 +117,16 @@ class Economics:
         num_sharing: int = 0,
         num_queued_tokens: int = 0,
         num_read_ahead: Mapping[str, int] = NONE_READ,
+        decides: bool = False,
     ) -> Plan:
-        """The plan for blocks that lie in `tiers`, the first one at `first_token`. Changes
-        nothing. `num_sharing` requests, this one included, would share the engine if its load was
-        overlapped; 0: others compute. `num_queued_tokens` of others are computed before it. Of
-        `queued`, `num_read_ahead` are these blocks."""
-        num_blocks = len(tiers)
-        if self.choice is Choice.OVERLAP and num_blocks > 1:
-            return Plan(num_blocks, num_blocks // 2)
-        if not num_blocks or self.choice is not Choice.AUTO:
-            return Plan(num_blocks)
-        runs = _runs(tiers)
-        queued = {tier: n - num_read_ahead.get(tier, 0) for tier, n in self.queued.items()}
-        compute = self._compute(first_token, num_blocks)
-        if compute is None:
-            return Plan(num_blocks)
-        chosen, saved = 0, 0.0
+        """The plan for blocks that lie in `tiers`, the first one at `first_token`. `num_sharing`
+        requests, this one included, would share the engine if its load was overlapped; 0: others
+        compute. `num_queued_tokens` of others are computed before it. Of `queued`, `num_read_ahead`
+        are these blocks. `decides`: the request will follow the plan, and the choice is remembered;
+        else nothing changes."""
         hidden = self._queue_seconds(num_queued_tokens)
-        for end, tier in _ends(runs):
-            saving = self._saving(first_token, runs, queued, end, tier, hidden)
-            if saving is not None and (not chosen or saving > saved):
-                chosen, saved = end, saving
-        if num_sharing and num_blocks > 1:
-            computed, seconds = self._meet(first_token, runs, queued, num_blocks, num_sharing)
-            if seconds * OVERLAP_MARGIN <= compute - saved and 0 < computed < num_blocks:
-                return Plan(num_blocks, computed)
-        return Plan(chosen)
-
-    def decide(
-        self,
-        first_token: int,
-        tiers: Sequence[str],
-        *,
-        num_sharing: int = 0,
-        num_queued_tokens: int = 0,
-        num_read_ahead: Mapping[str, int] = NONE_READ,
-    ) -> Plan:
-        """`plan`, for a request that will follow it; the choice is remembered."""
-        plan = self.plan_loads(
-            first_token,
-            tiers,
-            num_sharing=num_sharing,
-            num_queued_tokens=num_queued_tokens,
-            num_read_ahead=num_read_ahead,
-        )
-        if self.choice is not Choice.AUTO or self.prefill.seconds_per_token is None:
+        plan = self._best_plan(first_token, tiers, num_sharing, hidden, num_read_ahead)
+        if not decides or self.choice is not Choice.AUTO or self.prefill.seconds_per_token is None:
             return plan
         for end, tier in _ends(_runs(tiers)):
             self._loaded_last[tier, end.bit_length()] = end <= plan.num_blocks
@@ -213,6 +178,35 @@ class Economics:
             "fixed_seconds": {n: r.fixed_seconds for n, r in self.links.items()},
             "break_even_tokens": {name: self.break_even_tokens(name) for name in self.links},
         }
+
+    def _best_plan(
+        self,
+        first_token: int,
+        tiers: Sequence[str],
+        num_sharing: int,
+        hidden: float,
+        num_read_ahead: Mapping[str, int],
+    ) -> Plan:
+        num_blocks = len(tiers)
+        if self.choice is Choice.OVERLAP and num_blocks > 1:
+            return Plan(num_blocks, num_blocks // 2)
+        if not num_blocks or self.choice is not Choice.AUTO:
+            return Plan(num_blocks)
+        runs = _runs(tiers)
+        queued = {tier: n - num_read_ahead.get(tier, 0) for tier, n in self.queued.items()}
+        compute = self._compute(first_token, num_blocks)
+        if compute is None:
+            return Plan(num_blocks)
+        chosen, saved = 0, 0.0
+        for end, tier in _ends(runs):
+            saving = self._saving(first_token, runs, queued, end, tier, hidden)
+            if saving is not None and (not chosen or saving > saved):
+                chosen, saved = end, saving
+        if num_sharing and num_blocks > 1:
+            computed, seconds = self._meet(first_token, runs, queued, num_blocks, num_sharing)
+            if seconds * OVERLAP_MARGIN <= compute - saved and 0 < computed < num_blocks:
+                return Plan(num_blocks, computed)
+        return Plan(chosen)
 
     def _saving(
         self,

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ...tiers.base import NO_CONTEXT, RequestContext
 from ...tiers.hierarchy.hierarchy import Hierarchy
 from ...tiers.hierarchy.promotions import LoadTicket
 
@@ -41,7 +42,8 @@ class _Watched:
 
 
 class ReadTimes:
-    """Watches loads that wait for a store of `hierarchy`, whose rate in `links` learns from them.
+    """Begins loads of `hierarchy`, and ends them. Those that wait for a store are timed, and its
+    rate in `links` learns from them.
 
     Abandoned loads are still timed: a load we gave up on is the best evidence that its store is
     slow.
@@ -57,29 +59,31 @@ class ReadTimes:
         self._links = {name: links[name] for name in hierarchy.tiers[1:]}
         self._block_bytes = hierarchy.block_bytes
         self._clock = clock
-        self._watched: dict[int, _Watched] = {}  # by the id of the ticket
+        self.watched: dict[int, _Watched] = {}  # under way, by id of the ticket; not to be changed
         self._reader_of: dict[bytes, _Watched] = {}  # the first one that waited for a key
         self._looked = clock()  # the last time
         self.queued: Counter[str] = Counter()  # blocks on their way, by store
 
-    def __len__(self) -> int:
-        """Loads under way."""
-        return len(self._watched)
+    def begin_load(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> LoadTicket:
+        """Begin a load; `let_go` ends it."""
+        ticket = self._hierarchy.begin_load(keys, context)
+        if ticket.waiting:
+            self._watch_load(ticket)
+        return ticket
 
-    def track_load(self, ticket: LoadTicket) -> None:
-        """A load has begun."""
+    def _watch_load(self, ticket: LoadTicket) -> None:
         indices: dict[str, list[int]] = {}
         for index, (slot, tier) in enumerate(zip(ticket.slots, ticket.tiers, strict=True)):
             if slot is None and tier in self._links:
                 indices.setdefault(tier, []).append(index)
-        if not ticket.waiting or not indices:
+        if not indices:
             return
         keys = [ticket.keys[index] for blocks in indices.values() for index in blocks]
         num_read = {
             tier: sum([ticket.keys[index] not in self._reader_of for index in blocks])
             for tier, blocks in indices.items()
         }
-        watched = self._watched[id(ticket)] = _Watched(
+        watched = self.watched[id(ticket)] = _Watched(
             ticket,
             self._clock(),
             indices,
@@ -96,7 +100,7 @@ class ReadTimes:
 
     def let_go(self, ticket: LoadTicket) -> None:
         """Nobody waits for this load any more: end it, now or when its reads have ended."""
-        watched = self._watched.get(id(ticket))
+        watched = self.watched.get(id(ticket))
         if watched is None or not ticket.waiting:
             self._hierarchy.end_load(ticket)
             return
@@ -106,10 +110,8 @@ class ReadTimes:
 
     def record_ended_loads(self) -> None:
         """Look which have ended."""
-        if not self._watched:
-            return
         now = self._clock()
-        for watched in [w for w in self._watched.values() if not w.ticket.waiting]:
+        for watched in [w for w in self.watched.values() if not w.ticket.waiting]:
             self._remove_watched(watched)
             if watched.joined is None:
                 # It was still under way when last looked at.
@@ -130,7 +132,7 @@ class ReadTimes:
             )
 
     def _remove_watched(self, watched: _Watched) -> None:
-        del self._watched[id(watched.ticket)]
+        del self.watched[id(watched.ticket)]
         self.queued.subtract(watched.num_read)
         for indices in watched.indices.values():
             for index in indices:

@@ -50,15 +50,11 @@ class Follows:
     def __init__(self, hierarchy: Hierarchy, alarm: Alarm) -> None:
         self._hierarchy = hierarchy
         self._alarm = alarm
-        self._prompts: list[FollowedPrompt] = []
+        self.prompts: list[FollowedPrompt] = []  # followed now; not to be changed
         self._room = int(SHARE * hierarchy.num_slots)  # slots
         self._is_watching = False
         self._news: dict[bytes, float] = {}  # blocks of others and when they came, in that order
         self.num_followed = 0  # since the start
-
-    def __len__(self) -> int:
-        """Prompts that are followed now."""
-        return len(self._prompts)
 
     def start_watching(self) -> None:
         """Hear from now on which blocks others store."""
@@ -75,12 +71,12 @@ class Follows:
 
     def track_prompt(self, keys: Sequence[bytes]) -> FollowedPrompt | None:
         """Follow a prompt with these blocks, head first. None where that is of no use."""
-        if not keys or not self._hierarchy.hears_of_others or len(self._prompts) >= MOST_PROMPTS:
+        if not keys or not self._hierarchy.hears_of_others or len(self.prompts) >= MOST_PROMPTS:
             return None
         self.start_watching()
         give_up_at = time.monotonic() + FOLLOW_SECONDS
         prompt = FollowedPrompt(list(keys), give_up_at)
-        self._prompts.append(prompt)
+        self.prompts.append(prompt)
         self._alarm.at(give_up_at)
         self._hierarchy.prefetch_lookup(keys)  # what came before
         self.num_followed += 1
@@ -89,29 +85,23 @@ class Follows:
     def remove_prompt(self, prompt: FollowedPrompt) -> None:
         """Follow it no longer. It may have ended by itself."""
         self._let_go(prompt, all_of_them=True)
-        if prompt in self._prompts:
-            self._prompts.remove(prompt)
+        if prompt in self.prompts:
+            self.prompts.remove(prompt)
 
     def read_arrived(self) -> None:
         """Read what has come, and let go of what was read."""
-        if not self._prompts:
+        if not self.prompts:
             return
         now = time.monotonic()
-        for prompt in self._prompts:
+        for prompt in self.prompts:
             self._let_go(prompt, all_of_them=now >= prompt.give_up_at)
             if prompt.version != self._hierarchy.version:
                 self._read_more(prompt)
-        self._prompts = [
+        self.prompts = [
             prompt
-            for prompt in self._prompts
+            for prompt in self.prompts
             if prompt.tickets or (prompt.num_asked < len(prompt.keys) and now < prompt.give_up_at)
         ]
-
-    def clear(self) -> None:
-        """Follow none any more."""
-        for prompt in self._prompts:
-            self._let_go(prompt, all_of_them=True)
-        self._prompts.clear()
 
     def _hear(self, keys: Sequence[bytes]) -> bool:
         """Others have stored these blocks. Whether anybody is to look for them."""
@@ -122,7 +112,7 @@ class Follows:
             news[key] = now
         while len(news) > MOST_NEWS or (news and next(iter(news.values())) < now - NEWS_SECONDS):
             del news[next(iter(news))]
-        return bool(self._prompts)
+        return bool(self.prompts)
 
     def _read_more(self, prompt: FollowedPrompt) -> None:
         prompt.version = self._hierarchy.version

@@ -44,42 +44,33 @@ class HandOvers(HandOver):
         self._hierarchy = connector.hierarchy
         self._shards = connector.parts.shards  # one for each rank; they complete the pool's keys
         self._alarm = connector.alarm
-        self._moving: list[_HandOver] = []  # those that lease among them
-        self._ended: list[HandedOver] = []
-
-    def __len__(self) -> int:
-        """Hand-overs under way."""
-        return len(self._moving)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether `take_handed_over` has something."""
-        return bool(self._ended)
+        self.moving: list[_HandOver] = []  # those that lease among them; not to be changed
+        self.ended: list[HandedOver] = []  # for `take_handed_over`; not to be changed
 
     def hand_over(self, request_id: str, keys: Sequence[bytes]) -> None:
         give_up_at = time.monotonic() + MOST_SECONDS
         named = [key + shard for key in keys for shard in self._shards]
         hand_over = _HandOver(request_id, named, give_up_at)
-        self._moving.append(hand_over)
+        self.moving.append(hand_over)
         self._hierarchy.shared(named, write=True)
         self._alarm.at(give_up_at)
         self._look_at(hand_over)
 
     def forget_hand_over(self, request_id: str) -> None:
-        self._moving = [each for each in self._moving if each.request_id != request_id]
+        self.moving = [each for each in self.moving if each.request_id != request_id]
         # It may have ended since.
-        self._ended = [ended for ended in self._ended if ended.request_id != request_id]
+        self.ended = [ended for ended in self.ended if ended.request_id != request_id]
 
     def poll_hand_overs(self) -> None:
         """Look which have got further, and give up those that take too long."""
-        now = time.monotonic() if self._moving else 0.0
-        for hand_over in list(self._moving):
+        now = time.monotonic()
+        for hand_over in list(self.moving):
             self._look_at(hand_over)
-            if now >= hand_over.give_up_at and hand_over in self._moving:
+            if now >= hand_over.give_up_at and hand_over in self.moving:
                 self._finish_hand_over(hand_over, hand_over.keys[hand_over.num_there :])
 
     def take_handed_over(self) -> list[HandedOver]:
-        ended, self._ended = self._ended, []
+        ended, self.ended = self.ended, []
         return ended
 
     def _look_at(self, hand_over: _HandOver) -> None:
@@ -111,9 +102,9 @@ class HandOvers(HandOver):
         self._hierarchy.lease(hand_over.keys, LEASE_SECONDS, leased)
 
     def _finish_hand_over(self, hand_over: _HandOver, missing: list[bytes]) -> None:
-        if hand_over not in self._moving:
+        if hand_over not in self.moving:
             return  # given up, or forgotten
-        self._moving.remove(hand_over)
+        self.moving.remove(hand_over)
         end = -len(self._shards[0])
         names = dict.fromkeys(key[:end] for key in missing)  # lost where one rank's part is
-        self._ended.append(HandedOver(hand_over.request_id, list(names)))
+        self.ended.append(HandedOver(hand_over.request_id, list(names)))

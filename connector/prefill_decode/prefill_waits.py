@@ -12,7 +12,7 @@ compute its prompt; see `PromptsElsewhere.await_prefill`.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from ..base import PromptsElsewhere, RequestView
 from ..connector_context import ConnectorContext
@@ -31,7 +31,7 @@ ALWAYS_SECONDS = 5.0
 
 class PrefillWaits(PromptsElsewhere):
     """The waits of one connector, and the prompts that it follows. The engine is woken
-    where one is to end. True while there is any."""
+    where one is to end."""
 
     def __init__(self, connector: ConnectorContext) -> None:
         self._hierarchy = hierarchy = connector.hierarchy
@@ -48,16 +48,8 @@ class PrefillWaits(PromptsElsewhere):
             (store.name for store in hierarchy.stores if store.is_shared or store.is_read_only),
             None,
         )
-        self._waiting: dict[str, RequestOffload] = {}  # by request id
+        self.waiting: dict[str, RequestOffload] = {}  # by request id; not to be changed
         self._counters.prefill_waits = {end.value: 0 for end in End}
-
-    @property
-    def request_ids(self) -> Collection[str]:
-        """The requests that wait, at any time."""
-        return self._waiting.keys()
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting or self.follows)
 
     def expect_prompts(self) -> None:
         self.follows.start_watching()
@@ -80,7 +72,7 @@ class PrefillWaits(PromptsElsewhere):
         once for each. `lookup` is what the tiers have of it now."""
         is_told = offload.elsewhere is Elsewhere.TOLD
         offload.elsewhere = Elsewhere.NO
-        if len(self._waiting) >= MOST_WAITING or not self._hierarchy.others_are_up:
+        if len(self.waiting) >= MOST_WAITING or not self._hierarchy.others_are_up:
             return False
         # What follows the full blocks is computed here, unless it happens to be there too.
         num_full = (request.num_tokens - 1) // self._block_size
@@ -101,18 +93,18 @@ class PrefillWaits(PromptsElsewhere):
             return False
         positions = [place // width - num_there for place in (*places, num_full * width)]
         offload.wait = PrefillWait(limit, prompt, positions, time.monotonic())
-        self._waiting[offload.request_id] = offload
+        self.waiting[offload.request_id] = offload
         return True
 
     def poll_waits(self) -> bool:
         """Take in what has come; whether a wait has ended."""
         self.follows.read_arrived()
-        if not self._waiting:
+        if not self.waiting:
             return False
         now = time.monotonic()
         is_lost = not self._hierarchy.others_are_up
         ended = []
-        for offload in self._waiting.values():
+        for offload in self.waiting.values():
             wait = offload.wait
             assert wait is not None
             num_there = wait.num_there
@@ -135,13 +127,13 @@ class PrefillWaits(PromptsElsewhere):
         offload.elsewhere = Elsewhere.NO
         wait, offload.wait = offload.wait, None
         if wait is not None:
-            del self._waiting[offload.request_id]
+            del self.waiting[offload.request_id]
             self.follows.remove_prompt(wait.prompt)
             self._counters.count_prefill_wait(end.value, time.monotonic() - wait.began)
 
     def clear(self) -> None:
         """No request waits any longer."""
-        for offload in list(self._waiting.values()):
+        for offload in list(self.waiting.values()):
             self.end_wait(offload, End.LOST)
 
     def _limit(

@@ -170,7 +170,7 @@ class Lookups:
         decided = next((i for i in range(len(tiers)) if keys[i] not in asked.accepted), len(tiers))
         if decided:
             return decided
-        wanted = self._economics.decide(first_token, tiers).num_blocks
+        wanted = self._economics.plan_loads(first_token, tiers, decides=True).num_blocks
         asked.declined.update(keys[wanted : len(tiers)])
         return wanted
 

@@ -98,8 +98,7 @@ class Transfers(ChunkMover):
             if self._is_over:
                 self._record_ended(Ended(job_id, frozenset(keys), 0.0, 0))
                 return
-            ticket = self._hierarchy.begin_load(keys)
-            self._read_times.track_load(ticket)
+            ticket = self._read_times.begin_load(keys)
             self._loads.append(_Load(job_id, ticket, list(rows), time.monotonic()))
         self._wakeup.set()
 

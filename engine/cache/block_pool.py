@@ -84,8 +84,8 @@ class BlockPool:
         self._uncomputed: dict[KVCacheBlock, int] = {}
         self._step_id = 0
         self._evicted: list[tuple[int, bytes, int]] = []
-        # Computed and not offered yet, in the order of steps; None where nobody wants them all.
-        self._fresh: deque[KVCacheBlock] = deque(maxlen=len(self.blocks))
+        # For `take_fresh`: computed and not offered yet, in the order of steps; not to be changed.
+        self.fresh: deque[KVCacheBlock] = deque(maxlen=len(self.blocks))
         self._offers_all = False
         self._num_fresh = 0
         self._cold = ColdBlocks(self.free_queue)
@@ -158,7 +158,7 @@ class BlockPool:
         """Hold blocks for one more request; free ones leave the queue and keep their names."""
         if self._pins:
             self._count_touched(blocks)
-        self._cold.removed(self.free_queue.hold_n(blocks))
+        self._cold.num_unseen += self.free_queue.hold_n(blocks)
         self.residency.touched(blocks)
 
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
@@ -167,7 +167,7 @@ class BlockPool:
         Their names are dropped; those of computed blocks go to `take_evicted`.
         """
         blocks = self.free_queue.popleft_n(count)
-        self._cold.removed(count)
+        self._cold.num_unseen += count
         self.residency.taken(blocks)
         named, uncomputed, evicted = self._named, self._uncomputed, self._evicted
         was_late, width = False, self.width
@@ -285,7 +285,7 @@ class BlockPool:
     @property
     def num_given(self) -> int:
         """Of `num_fresh`, in their order, those that were given, or passed over."""
-        return self._num_fresh - len(self._fresh)
+        return self._num_fresh - len(self.fresh)
 
     def tell_dropped(self, tell: Callable[[Sequence[EvictedBlock]], None]) -> None:
         """Call `tell` from now on with blocks that lose their names and are not reported as
@@ -295,11 +295,6 @@ class BlockPool:
     def offer_all(self) -> None:
         """Give every computed block to `take_fresh` from now on."""
         self._offers_all = True
-
-    @property
-    def has_fresh(self) -> bool:
-        """Whether `take_fresh` may have something."""
-        return bool(self._fresh)
 
     def begin_step(self, step_id: int) -> None:
         """From now on names belong to this step. Raises ValueError for an id that does not grow."""
@@ -398,8 +393,8 @@ class BlockPool:
         `take_cold`."""
         fresh: dict[KVCacheBlock, None] = {}
         most = self._whole(count)
-        while self._fresh and len(fresh) < most:
-            block = self._fresh.popleft()
+        while self.fresh and len(fresh) < most:
+            block = self.fresh.popleft()
             # It may have been evicted, and even named anew by the step that runs.
             if block.block_hash and not block.is_offered and block not in self._uncomputed:
                 fresh[block] = None
@@ -469,7 +464,7 @@ class BlockPool:
         return blocks
 
     def _add_fresh(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self._fresh.extend(blocks)
+        self.fresh.extend(blocks)
         self._num_fresh += len(blocks)
 
     def _add_duplicate(

@@ -24,12 +24,10 @@ class ColdBlocks:
     def __init__(self, queue: FreeBlockQueue) -> None:
         self._queue = queue
         self._window = 0
-        self.num_unseen = len(queue)  # blocks that came into the window since the walk, at most
+        # Blocks that came into the window since the walk, at most. The pool adds one for each that
+        # left the queue.
+        self.num_unseen = len(queue)
         self.was_late = False  # a block was evicted that had not been offered
-
-    def removed(self, count: int) -> None:
-        """So many blocks left the queue, from wherever they stood."""
-        self.num_unseen += count
 
     def added(self, count: int) -> None:
         """So many have come to its end, which in a short queue is in the window."""

@@ -174,7 +174,7 @@ class KVCacheManager:
             min(num_tokens, self.max_model_len),
             computed,
             new_computed_blocks,
-            self.pool.num_free - keep_free_blocks,
+            self.pool.free_queue.num_free * self._width - keep_free_blocks,
         )
         if added is None:
             return None
@@ -184,8 +184,8 @@ class KVCacheManager:
 
     def can_go_on(self, request: Request, num_computed_tokens: int) -> bool:
         """Whether the request holds all that is read behind its first `num_computed_tokens`."""
-        both = zip(self._groups, self.tables(request.request_id), strict=True)
-        return all(group.can_go_on(table, num_computed_tokens) for group, table in both)
+        tables = self.tables(request.request_id)
+        return all(group.can_go_on(tables[i], num_computed_tokens) for i, group in self._forgetful)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Name the full blocks among the first `num_computed_tokens`, which a load brought."""

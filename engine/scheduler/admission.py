@@ -41,8 +41,9 @@ class Admission:
         self._states = states
         self._loads = states.loads
         self._pressure = pressure
-        self._reservations = Reservations(states)
         self._context = context = states.context
+        reserves = context.config.reserve != "none"
+        self._reservations = Reservations(states) if reserves else None
         self._manager = context.manager
         self._connector = context.connector
         self._policy = context.policy
@@ -58,7 +59,8 @@ class Admission:
         """Let in what fits, or (`only_known`) what has run before and was sent back. True if a
         request was told by the tiers to ask again."""
         states = self._states
-        self._reservations.recount()
+        if self._reservations is not None:
+            self._reservations.recount()
         most = MOST_DEFERRED if states.running else states.num_unfinished
         later: list[Request] = []
         newer = (states.skipped, states.waiting)
@@ -67,7 +69,8 @@ class Admission:
             self._admit_from(queues, 2 * most, later, step, now, only_known)
         elif self._admit_from((states.deferred,), most, later, step, now, only_known):
             self._admit_from(newer, len(later) + most, later, step, now, only_known)
-        states.deferred.add_all(later)
+        if later:
+            states.deferred.add_all(later)
         return len(states.deferred) > 0
 
     def _admit_from(
@@ -190,11 +193,11 @@ class Admission:
         return (
             self._chunked
             and match.kind is MatchKind.OVERLAP
-            and self._reservations.has_room_for(request, hits)
+            and self._may_reserve(request, hits)
             and self._loads.begin_load(
                 request, hits, num_hit_tokens, match.tokens, self._keep_free(), overlapped=True
             )
-            and self._reservations.commit_reserved()
+            and self._commit_reserved()
         )
 
     def _load_external_tokens(
@@ -211,7 +214,7 @@ class Admission:
             return Verdict.LATER
         states, obstacle = self._states, Obstacle.LOAD_ROOM
         while True:
-            if not self._reservations.has_room_for(request, hits):
+            if not self._may_reserve(request, hits):
                 obstacle = Obstacle.RESERVATION
             elif self._loads.begin_load(
                 request, hits, num_hit_tokens, num_external_tokens, self._keep_free(),
@@ -226,7 +229,7 @@ class Admission:
             # With nothing running, those that have loaded come first, since they can run.
             self._note_wait(request, obstacle)
             return Verdict.LATER if states.loaded and not states.running else Verdict.NO_ROOM
-        self._reservations.commit_reserved()
+        self._commit_reserved()
         self._context.counts["loads"] += 1
         self._observer.decision(request, Decision.LOADING)
         # Tokens that the load does not bring have to be computed after all.
@@ -239,7 +242,7 @@ class Admission:
     ) -> Obstacle | None:
         """Take blocks for its first tokens in this step; or what is in the way, and nothing has
         changed. Without `hits` it has blocks already, and with them its reservation."""
-        if hits is not None and not self._reservations.has_room_for(request, hits):
+        if hits is not None and not self._may_reserve(request, hits):
             return Obstacle.RESERVATION
         added = self._manager.allocate_slots(
             request,
@@ -251,20 +254,28 @@ class Admission:
         if added is None:
             return Obstacle.ROOM
         if hits is not None:
-            self._reservations.commit_reserved()
+            self._commit_reserved()
         return None
+
+    def _may_reserve(self, request: Request, hits: GroupBlocks | None) -> bool:
+        reservations = self._reservations
+        return reservations is None or reservations.has_room_for(request, hits)
+
+    def _commit_reserved(self) -> bool:
+        """True."""
+        return self._reservations is None or self._reservations.commit_reserved()
 
     def _drives_out(self, request: Request, hits: GroupBlocks) -> bool:
         """Whether its prompt would be too much beside those that run; a reservation, where there
         is one, says more."""
         running = self._states.running
-        if not running or self._reservations.is_on:
+        if not running or self._reservations is not None:
             return False
         return not self._pressure.has_room_for(request, hits, running)
 
     def _release_pin(self, request: Request) -> bool:
-        """As `RequestStates.release_pin_for_start`."""
-        self._reservations.recount()
+        if self._reservations is not None:
+            self._reservations.recount()
         return self._states.release_pin_for_start(request)
 
     def _keep_free(self) -> int:

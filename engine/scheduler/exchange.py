@@ -57,9 +57,9 @@ class ConnectorExchange:
         """The step's copies, among them those of blocks that one of the next steps may evict."""
         pool, ahead = self._pool, NONE_AHEAD
         # Most steps find neither, and what is called in between is cold.
-        if pool.has_fresh or pool.has_cold(self._least_ahead):
+        if pool.fresh or pool.has_cold(self._least_ahead):
             wanted = 0 if self._stores_ahead is None else self._stores_ahead.num_wanted_ahead()
-            ahead = pool.take_fresh(wanted) if wanted and pool.has_fresh else []
+            ahead = pool.take_fresh(wanted) if wanted and pool.fresh else []
             if wanted > len(ahead):
                 count = wanted - len(ahead)
                 ahead += pool.take_cold(count, self._soon_taken, min(count, self._least_ahead))
@@ -86,7 +86,8 @@ class ConnectorExchange:
             context.counts["loads_failed"] += is_failed
             if report.failure:
                 failures.append((request, report.failure))
-        failures += self._states.loads.take_failures()
+        if self._states.loads.failures:
+            failures += self._states.loads.take_failures()
         if not (self._fails_with_load and failures):
             return bool(reports), []
         ended = RequestStatus.FINISHED_ERROR

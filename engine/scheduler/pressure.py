@@ -75,7 +75,6 @@ class Reservations:
     def __init__(self, states: RequestStates) -> None:
         self._states = states
         config, self._manager = states.context.config, states.context.manager
-        self.is_on = config.reserve != "none"
         self._is_full = config.reserve == "full"
         self._most_blocks = int(config.preempt_above * self._manager.pool.num_usable)
         self._spare: int | None = None  # blocks that are not reserved; None: to be counted
@@ -89,7 +88,7 @@ class Reservations:
         """Whether a request that waits may have blocks; `hits` are those it has found. One that
         holds blocks has its reservation, and one has room where nobody else holds any."""
         states = self._states
-        if not self.is_on or request.num_computed_tokens > 0:
+        if request.num_computed_tokens > 0:
             return True
         if self._spare is None:
             self._spare = self._count_spare_blocks()

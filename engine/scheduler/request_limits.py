@@ -58,7 +58,7 @@ def check_embeds(request: Request, held: int) -> None:
     """Prompts of numbers take up to thousands of times the memory of tokens, so their number alone
     is no limit. One always fits, whatever its size. `held` is bytes. Raises QueueFull."""
     more = request.embed_bytes
-    if more and held and held + more > MAX_EMBED_BYTES:
+    if held and held + more > MAX_EMBED_BYTES:
         raise QueueFull(
             f"prompt embeddings of unfinished requests take {show_size(held)}, and with "
             f"{show_size(more)} more it would be over {show_size(MAX_EMBED_BYTES)}; try later"

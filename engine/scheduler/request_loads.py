@@ -39,8 +39,9 @@ class RequestLoads:
         # Requests with a blocking load, also those that have ended meanwhile.
         self.blocking: list[Request] = []
         self.num_overlapped = 0  # running requests whose frontiers have not met yet
-        # Requests some of whose blocks did not come with an overlapped load, and what kept them.
-        self._failures: list[tuple[Request, str]] = []
+        # Requests some of whose blocks did not come with an overlapped load, and what kept them;
+        # for `take_failures`, and not to be changed.
+        self.failures: list[tuple[Request, str]] = []
 
     def begin_load(
         self,
@@ -102,23 +103,21 @@ class RequestLoads:
             assert self._overlapped_loads is not None  # OVERLAP was answered
             state = self._overlapped_loads.load_state(request.request_id, computed)
             if state.failure:
-                self._failures.append((request, state.failure))
+                self.failures.append((request, state.failure))
             if state.is_copying or computed < state.load_frontier:
                 return state.limit - computed
             self._end_overlap(request)
         return request.num_tokens - request.num_computed_tokens
 
     def stop_overlap(self, request: Request) -> bool:
-        """A request runs no more. True: a copy writes to its blocks, and they may not be given back
-        before the connector reports it."""
-        if request.progress.load is not LoadKind.OVERLAPPED:
-            return False
+        """A request with an overlapped load runs no more. True: a copy writes to its blocks, and
+        they may not be given back before the connector reports it."""
         return self._take_report(request) is None
 
     def take_failures(self) -> list[tuple[Request, str]]:
         """Requests some of whose blocks did not come with an overlapped load, and what kept them;
         each failure once, and some requests may have ended."""
-        failures, self._failures = self._failures, []
+        failures, self.failures = self.failures, []
         return failures
 
     def _take_report(self, request: Request) -> LoadReport | None:
@@ -128,7 +127,7 @@ class RequestLoads:
         assert self._overlapped_loads is not None  # as above
         report = self._overlapped_loads.end_load(request.request_id)
         if report is not None and report.failure:
-            self._failures.append((request, report.failure))
+            self.failures.append((request, report.failure))
         return report
 
     def _apply_load_report(self, request: Request, report: LoadReport) -> None:

@@ -34,8 +34,8 @@ class RequestStates:
 
     def __init__(self, context: SchedulerContext) -> None:
         self.context = context
-        # Until they have ended, and no copy writes to their blocks.
-        self._requests: dict[str, Request] = {}
+        # Until they have ended, and no copy writes to their blocks: ids in use. Not to be changed.
+        self.requests: dict[str, Request] = {}
         self.num_unfinished = 0
         self.embed_bytes = 0  # of the prompt embeddings of unfinished requests
         self.running: list[Request] = []
@@ -59,19 +59,14 @@ class RequestStates:
         """The unfinished requests by id."""
         return {
             request_id: request
-            for request_id, request in self._requests.items()
+            for request_id, request in self.requests.items()
             if not request.is_finished
         }
 
     @property
-    def num_waiting(self) -> int:
-        """Unfinished requests that do not run, loading ones among them."""
-        return self.num_unfinished - len(self.running)
-
-    @property
     def num_loading(self) -> int:
         """Unfinished requests that wait for the end of a load."""
-        num_ended = len(self._requests) - self.num_unfinished
+        num_ended = len(self.requests) - self.num_unfinished
         return len(self.loads.blocking) - num_ended
 
     @property
@@ -79,18 +74,14 @@ class RequestStates:
         """Waiting requests that wait for a load or an answer of the tiers, not for room."""
         return len(self.deferred) + self.num_loading
 
-    def __contains__(self, request_id: str) -> bool:
-        """Whether the id is in use, if only by a copy into the blocks of an ended request."""
-        return request_id in self._requests
-
     def find_unfinished(self, request_id: str) -> Request | None:
         """The unfinished request with this id; None: there is none."""
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         return None if request is None or request.is_finished else request
 
     def enter(self, request: Request) -> None:
         """A new request waits."""
-        self._requests[request.request_id] = request
+        self.requests[request.request_id] = request
         self.num_unfinished += 1
         self.embed_bytes += request.embed_bytes
         self.waiting.add(request)
@@ -101,7 +92,7 @@ class RequestStates:
         those that go on, each with its report."""
         going_on = []
         for report in reports:
-            request = self._requests.get(report.request_id)
+            request = self.requests.get(report.request_id)
             if request is None or request.progress.load is not LoadKind.BLOCKING:
                 # Nothing here depends on it, and a fault of the connector may cost no more.
                 _log.warning(
@@ -110,7 +101,7 @@ class RequestStates:
                 continue
             self.loads.pop_reported(request, report)
             if request.is_finished:
-                del self._requests[request.request_id]
+                del self.requests[request.request_id]
                 continue
             if request.num_computed_tokens > 0:
                 self.loaded.append(request)
@@ -127,7 +118,8 @@ class RequestStates:
             running.pop()
         else:
             running.remove(request)
-        if self.loads.stop_overlap(request):
+        overlaps = request.progress.load is LoadKind.OVERLAPPED
+        if overlaps and self.loads.stop_overlap(request):
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
             self.loads.add_cancelled(request)
         else:
@@ -205,10 +197,11 @@ class RequestStates:
         context.connector.request_finished(request_id)
         if before is RequestStatus.WAITING_FOR_REMOTE_KVS:
             return  # a copy may be writing to its blocks; they are given back when it is reported
-        if was_running and self.loads.stop_overlap(request):
+        overlaps = was_running and request.progress.load is LoadKind.OVERLAPPED
+        if overlaps and self.loads.stop_overlap(request):
             self.loads.add_cancelled(request)
             return
-        del self._requests[request_id]
+        del self.requests[request_id]
         is_pinned = False
         if self.pins is not None and was_running and status in _ENDED_WELL:
             is_pinned = self.pins.pin_turn(request, time.monotonic())

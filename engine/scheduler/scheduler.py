@@ -168,7 +168,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Unfinished requests that do not run, loading ones among them."""
-        return self._states.num_waiting
+        return self._states.num_unfinished - len(self._states.running)
 
     def has_runnable_work(self) -> bool:
         """Whether a step now could do anything. False while all that is unfinished waits for loads
@@ -184,7 +184,7 @@ class Scheduler:
         if self.connector.has_pending_work():
             return True
         ahead, pool = self.connector.stores_ahead, self.manager.pool
-        return ahead is not None and pool.has_fresh and ahead.num_wanted_ahead() > 0
+        return ahead is not None and bool(pool.fresh) and ahead.num_wanted_ahead() > 0
 
     def check_queue(self) -> None:
         """Raise QueueFull if no more requests may wait. Cheap, so that it can be asked before a
@@ -205,11 +205,12 @@ class Scheduler:
         can never run or whose id is taken, and QueueFull if too many wait. `tool`: of a job's turn,
         whose result it brings."""
         states = self._states
-        if request.request_id in states:
+        if request.request_id in states.requests:
             raise ValueError(f"request id {request.request_id!r} is in use; give each its own")
         check_request(request, self.manager)
         self.check_queue()
-        check_embeds(request, states.embed_bytes)
+        if request.embed_bytes:
+            check_embeds(request, states.embed_bytes)
         request.max_num_tokens = min(request.max_num_tokens, self.manager.max_model_len)
         if states.pins is not None:
             states.pins.arrives(request, tool, time.monotonic())

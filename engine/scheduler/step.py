@@ -9,6 +9,7 @@ the step is in flight until the worker's answer comes.
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import NamedTuple
@@ -67,40 +68,20 @@ _GOES_ON = EntryKind.GOES_ON
 _step_entry = partial(tuple.__new__, StepEntry)
 
 
+@dataclass(slots=True, eq=False)
 class StepBuilder:
-    """One step under construction. `budget` is what is left of its tokens."""
+    """One step under construction."""
 
-    __slots__ = (
-        "_manager",
-        "_runs_ahead",
-        "_to_tell",
-        "budget",
-        "entries",
-        "held",
-        "pressed",
-        "step_id",
-    )
-
-    def __init__(
-        self,
-        manager: KVCacheManager,
-        step_id: int,
-        budget: int,
-        *,
-        runs_ahead: bool = False,
-        held: Set[str] = frozenset(),
-    ) -> None:
-        """`runs_ahead`: the next step goes on behind the tokens that this one chooses; else it
-        waits for them. `held`: the ids of requests that sit this step out where they are."""
-        self._manager = manager
-        self._runs_ahead = runs_ahead
-        self._to_tell: list[StepEntry] = []  # the entries that the worker does not expect
-        self.step_id = step_id
-        self.budget = budget
-        self.held = held
-        # Room had to be made for a running request: nobody new is let in during this step.
-        self.pressed = False
-        self.entries: list[StepEntry] = []  # in batch order
+    manager: KVCacheManager
+    step_id: int
+    budget: int  # tokens that are left
+    # The next step goes on behind the tokens that this one chooses; else it waits for them.
+    runs_ahead: bool = False
+    held: Set[str] = frozenset()  # the ids of requests that sit this step out where they are
+    # Room had to be made for a running request, so no waiting one is let in during this step.
+    pressed: bool = False
+    entries: list[StepEntry] = field(default_factory=list)  # in batch order
+    _to_tell: list[StepEntry] = field(default_factory=list)  # those that the worker does not expect
 
     def __contains__(self, request: Request) -> bool:
         return any(entry.request is request for entry in self.entries)
@@ -108,14 +89,14 @@ class StepBuilder:
     def go_on(self, request: Request, num_tokens: int, added: GroupBlocks) -> None:
         """A running request computes `num_tokens` more; `added` are the blocks it got for them."""
         block_ids = None
-        if added is not self._manager.no_blocks and any(added):
-            block_ids = self._manager.page_ids(added)
+        if added is not self.manager.no_blocks and any(added):
+            block_ids = self.manager.page_ids(added)
         self._grant(request, num_tokens, block_ids, EntryKind.GOES_ON)
 
     def decode(self, requests: list[Request]) -> None:
         """As `go_on` for each, with one token in the blocks that it has, which the worker need not
         be told: most of most steps."""
-        entries, runs_ahead = self.entries, self._runs_ahead
+        entries, runs_ahead = self.entries, self.runs_ahead
         for request in requests:
             computed = request.num_computed_tokens
             entries.append(_step_entry(
@@ -130,12 +111,12 @@ class StepBuilder:
     def start(self, request: Request, num_tokens: int) -> None:
         """A request that the worker has not seen runs, after `num_computed_tokens` found or
         loaded."""
-        block_ids = self._manager.get_block_ids(request.request_id)
+        block_ids = self.manager.get_block_ids(request.request_id)
         self._grant(request, num_tokens, block_ids, EntryKind.STARTS)
 
     def resume(self, request: Request, num_tokens: int) -> None:
         """A preempted request that the worker remembers runs again, with a new table."""
-        block_ids = self._manager.get_block_ids(request.request_id)
+        block_ids = self.manager.get_block_ids(request.request_id)
         self._grant(request, num_tokens, block_ids, EntryKind.RESUMES)
 
     def revoke(self, request: Request) -> None:
@@ -149,7 +130,7 @@ class StepBuilder:
         entry = next((each for each in self.entries if each.request is request), None)
         if entry is None:
             raise KeyError(request.request_id)
-        self._manager.revoke(request, entry.num_computed_tokens, entry.block_ids)
+        self.manager.revoke(request, entry.num_computed_tokens, entry.block_ids)
         self.entries.remove(entry)
         if entry in self._to_tell:
             self._to_tell.remove(entry)
@@ -223,6 +204,6 @@ class StepBuilder:
         self.budget -= num_tokens
         request.num_computed_tokens = request.num_told_tokens = computed = computed + num_tokens
         # With the token chosen now it may be long enough, and needs no further step.
-        if self._runs_ahead and computed + 1 < request.max_num_tokens:
+        if self.runs_ahead and computed + 1 < request.max_num_tokens:
             if computed == request.num_tokens + placeholders:
                 request.num_placeholders = placeholders + 1

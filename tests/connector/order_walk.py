@@ -154,7 +154,7 @@ class Walk:
         stats = self.slab.stats()
         assert (stats.pinned_blocks, stats.reserved_blocks) == (0, 0)
         assert not (self.worker._stores or self.worker._loads or self.worker._ahead)
-        assert not (self.worker._torn or len(self.side._outgoing) or len(self.side._loads))
+        assert not (self.worker._torn or len(self.side._outgoing) or self.side._loads.under_way)
         assert not (self.side._outgoing._ahead or self.side._outgoing._ahead_job_of)
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ def rig() -> Iterator[CalibrationRig]:
 
 
 def test_a_few_copies_teach_what_the_slab_gives(rig: CalibrationRig) -> None:
-    link = rig.side._links["cpu"]
+    link = rig.side._economics.links["cpu"]
     before = link.seconds_per_byte
     copies = 0
     while rig.begin():
@@ -102,7 +102,7 @@ def test_a_copy_that_fails_teaches_nothing(rig: CalibrationRig) -> None:
     rig.signal.note_ended(rig.signal.ended + 1)
     output = ConnectorWorkerOutput(failed_loads=[job.job_id], load_copy_seconds=1.0)
     assert rig.side.update_from_worker(output) == []
-    assert not rig.side._links["cpu"].is_measured
+    assert not rig.side._economics.links["cpu"].is_measured
     assert not rig.side.has_pending_work()
 
 
@@ -116,7 +116,7 @@ def test_one_copy_at_a_time_and_none_without_a_pool(rig: CalibrationRig) -> None
 def test_what_a_store_read_is_believed_if_it_read_enough(
     rig: CalibrationRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = rig.side._links["ssd"]
+    link = rig.side._economics.links["ssd"]
     for num_bytes, measured in ((LEAST_READ_BYTES - 1, False), (LEAST_READ_BYTES, True)):
         monkeypatch.setattr(rig.store, "trial_read", lambda s, n=num_bytes: ReadSample(n, 0.5))
         rig.side._calibration._num_copies = 0
@@ -139,7 +139,7 @@ def test_a_store_that_is_down_hinders_nobody(
     monkeypatch.setattr(rig.store, "trial_read", down)
     assert rig.begin()
     rig.end()
-    assert not rig.side._links["ssd"].is_measured
+    assert not rig.side._economics.links["ssd"].is_measured
     assert "the ssd tier could not be tried" in caplog.text
 
 
@@ -153,7 +153,7 @@ def test_a_store_that_reads_nonsense_hinders_nobody(
     monkeypatch.setattr(rig.store, "trial_read", lambda seconds: sample)
     assert rig.begin()
     rig.end()
-    assert not rig.side._links["ssd"].is_measured
+    assert not rig.side._economics.links["ssd"].is_measured
     assert "the ssd tier could not be tried" in caplog.text
 
 

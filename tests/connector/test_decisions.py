@@ -20,8 +20,8 @@ NONE = (0, MatchKind.NONE)
 def learn(rig: Rig, *, prefill: float, cpu: float = 1e-5, ssd: float = 1e-5) -> None:
     """Seconds of a token; of any transfer from a tier, whatever its size."""
     for name, seconds in {"cpu": cpu, "ssd": ssd}.items():
-        rig.side._links[name].fixed_seconds = seconds
-        rig.side._links[name].seconds_per_byte = 1e-12
+        rig.side._economics.links[name].fixed_seconds = seconds
+        rig.side._economics.links[name].seconds_per_byte = 1e-12
     for _ in range(200):
         rig.side._economics.prefill.record_prefill(100, 100 * 50, 100 * prefill)
 
@@ -73,7 +73,7 @@ def test_a_load_slower_than_computing_is_given_up_and_not_offered_again(rig: Rig
     assert rig.side.get_matched_tokens(asks, 0).tokens == 12
     began = time.monotonic()
     rig.side.begin_load(asks, [[20, 21, 22]], 12, overlapped=False)
-    before = rig.side._links["ssd"].estimate_transfer(1)
+    before = rig.side._economics.links["ssd"].estimate_transfer(1)
     rig.wait()  # woken by the alarm, since the disk is silent
     waited = time.monotonic() - began
     assert 8 * 5e-3 <= waited < 0.4
@@ -82,16 +82,16 @@ def test_a_load_slower_than_computing_is_given_up_and_not_offered_again(rig: Rig
     (report,) = rig.work(meta)
     assert (report.num_loaded_tokens, report.is_whole) == (4, False)
     assert rig.side.stats()["failures"] == {"slow": 1}
-    assert rig.side._links["ssd"].estimate_transfer(1) > before, (
+    assert rig.side._economics.links["ssd"].estimate_transfer(1) > before, (
         "it is not known how slow, but that it is"
     )
     assert rig.side.get_matched_tokens(asks, 0) == NONE
     # What comes late is there for the next.
-    while len(rig.side._read_times):
+    while rig.side._read_times.watched:
         assert time.monotonic() < began + WAIT_SECONDS
         rig.side.has_pending_work()
     assert rig.slab.stats().pinned_blocks == 0
-    assert rig.side._links["ssd"].estimate_transfer(1) > 2 * before
+    assert rig.side._economics.links["ssd"].estimate_transfer(1) > 2 * before
     assert rig.side.get_matched_tokens(request("b", 1, 2, 3), 0).tokens == 12
 
 
@@ -101,12 +101,12 @@ def test_a_load_given_up_with_nothing_there_is_reported_without_a_copy(rig: Rig)
     rig.slow_reads(0.2)
     asks = request("a", 1)
     rig.side.request_queued(asks)  # what is given up is a read that began here
-    before = rig.side._links["ssd"].estimate_transfer(1)
+    before = rig.side._economics.links["ssd"].estimate_transfer(1)
     assert rig.side.get_matched_tokens(asks, 0).tokens == 4
     rig.side.begin_load(asks, [[20]], 4, overlapped=False)
     rig.wait()
     assert not rig.side.build_meta([])
-    assert rig.side._links["ssd"].estimate_transfer(1) > 2 * before
+    assert rig.side._economics.links["ssd"].estimate_transfer(1) > 2 * before
     (report,) = rig.side.update_from_worker(ConnectorWorkerOutput())
     assert report.num_loaded_tokens == 0
     assert rig.side.stats()["failures"] == {"slow": 1}
@@ -140,12 +140,12 @@ def test_reads_ahead_teach_how_slow_a_store_is(rig: Rig) -> None:
     asks = request("a", 1, 2)
     rig.side.request_queued(asks)
     began = time.monotonic()
-    before = rig.side._links["ssd"].estimate_transfer(1)
-    while len(rig.side._read_times):
+    before = rig.side._economics.links["ssd"].estimate_transfer(1)
+    while rig.side._read_times.watched:
         assert time.monotonic() < began + WAIT_SECONDS
         rig.side.has_pending_work()
         time.sleep(0.001)
-    assert rig.side._links["ssd"].estimate_transfer(1) > before
+    assert rig.side._economics.links["ssd"].estimate_transfer(1) > before
     rig.side.request_finished("a")
     assert rig.slab.stats().pinned_blocks == 0
 
@@ -156,11 +156,11 @@ def test_copies_teach_how_slow_the_slab_is(rig: Rig) -> None:
     rig.side.get_matched_tokens(asks, 0)
     rig.side.begin_load(asks, [[20]], 4, overlapped=False)
     (job,) = rig.side.build_meta([]).loads
-    before = rig.side._links["cpu"].estimate_transfer(1)
+    before = rig.side._economics.links["cpu"].estimate_transfer(1)
     rig.signal.note_ended(rig.signal.ended + 1)
     output = ConnectorWorkerOutput(finished_loads=[job.job_id], load_copy_seconds=1.0)
     assert len(rig.side.update_from_worker(output)) == 1
-    assert rig.side._links["cpu"].estimate_transfer(1) > 2 * before
+    assert rig.side._economics.links["cpu"].estimate_transfer(1) > 2 * before
 
 
 def test_estimates_are_shown(rig: Rig) -> None:
@@ -175,7 +175,7 @@ def test_one_alone_is_loaded_from_the_back_where_that_wins(rig: Rig) -> None:
     rig.put_below(*range(1, 11))
     learn(rig, prefill=1e-3)
     block = rig.hierarchy.block_bytes
-    rig.side._links["ssd"].seconds_per_byte = 4e-3 / block
+    rig.side._economics.links["ssd"].seconds_per_byte = 4e-3 / block
     asks = request("a", *range(1, 11))
     rig.side.request_queued(asks)
     assert rig.hierarchy.traffic()["ssd"].active_promotions == 0, "not read from the front"
@@ -196,7 +196,7 @@ def test_loads_are_overlapped_where_all_others_have_one_too(rig: Rig) -> None:
     rig.put_below(*range(21, 31))
     rig.put_below(*range(41, 51))
     learn(rig, prefill=1e-3)
-    rig.side._links["ssd"].seconds_per_byte = 4e-3 / rig.hierarchy.block_bytes
+    rig.side._economics.links["ssd"].seconds_per_byte = 4e-3 / rig.hierarchy.block_bytes
     waits, first, second = (
         request(n, *range(i, i + 10)) for n, i in zip("abc", (1, 21, 41), strict=True)
     )
@@ -223,7 +223,7 @@ def test_loads_are_overlapped_where_all_others_have_one_too(rig: Rig) -> None:
     assert num_sharing("c") == 0, "b computes"
     rig.side.request_finished("b")
     assert num_sharing("c") == 1
-    while len(rig.side._loads):
+    while rig.side._loads.under_way:
         rig.work(rig.side.build_meta([]))
-    while len(rig.side._read_times):
+    while rig.side._read_times.watched:
         rig.side.has_pending_work()

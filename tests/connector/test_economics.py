@@ -48,7 +48,7 @@ def set_link(made: Economics, name: str, fixed: float, block: float) -> None:
 
 def test_until_a_prompt_was_measured_everything_is_loaded() -> None:
     made = economics(prefill=None, ssd=(100.0, 1.0))
-    assert made.decide(0, ["ssd"] * 3) == Plan(3)
+    assert made.plan_loads(0, ["ssd"] * 3, decides=True) == Plan(3)
     assert made.max_wait_seconds(0, 3) == UNMEASURED_SECONDS
     assert made.break_even_tokens("ssd") is None
 
@@ -94,7 +94,7 @@ def test_a_load_costs_nothing_while_others_are_computed() -> None:
     tiers = ["ssd"] * 10
     assert made.plan_loads(0, tiers, num_queued_tokens=200) == Plan(0)
     assert made.plan_loads(0, tiers, num_queued_tokens=300) == Plan(10)
-    assert made.decide(0, tiers, num_queued_tokens=10_000) == Plan(10)
+    assert made.plan_loads(0, tiers, num_queued_tokens=10_000, decides=True) == Plan(10)
     assert made.max_wait_seconds(0, 10) == pytest.approx(16e-3)
     assert made.max_wait_seconds(0, 10, num_queued_tokens=300) == pytest.approx(46e-3)
     unknown = economics(prefill=None)
@@ -114,23 +114,23 @@ def test_near_break_even_the_last_choice_stands() -> None:
     made = economics(cpu=(0.0, 0.0), ssd=(0.0, 1.6e-3))
     tiers = ["ssd"] * 10
     for _ in range(5):
-        assert made.decide(0, tiers) == Plan(10)
+        assert made.plan_loads(0, tiers, decides=True) == Plan(10)
         set_link(made, "ssd", 0.0, 1.7e-3)
     set_link(made, "ssd", 0.0, 2.0e-3)
-    assert made.decide(0, tiers) == Plan(0)
+    assert made.plan_loads(0, tiers, decides=True) == Plan(0)
     for block in (1.7e-3, 1.5e-3):
         set_link(made, "ssd", 0.0, block)
-        assert made.decide(0, tiers) == Plan(0)
+        assert made.plan_loads(0, tiers, decides=True) == Plan(0)
     set_link(made, "ssd", 0.0, 1.3e-3)
-    assert made.decide(0, tiers) == Plan(10)
+    assert made.plan_loads(0, tiers, decides=True) == Plan(10)
     set_link(made, "ssd", 0.0, 1.7e-3)
-    assert made.decide(0, tiers) == Plan(10)
+    assert made.plan_loads(0, tiers, decides=True) == Plan(10)
 
 
 def test_few_requests_probe_a_slow_tier_with_few_blocks() -> None:
     made = economics(ssd=(10.0, 1.0))
     tiers = ["cpu"] * 10 + ["ssd"] * 100
-    plans = [made.decide(0, tiers) for _ in range(4 * PROBE_EVERY)]
+    plans = [made.plan_loads(0, tiers, decides=True) for _ in range(4 * PROBE_EVERY)]
     assert plans.count(Plan(10 + PROBE_BLOCKS)) == made.probes == 4
     assert plans.count(Plan(10)) == 4 * PROBE_EVERY - 4
     computed = 4 * PROBE_EVERY * 100 - 4 * PROBE_BLOCKS
@@ -147,7 +147,7 @@ def test_a_tier_slows_down_a_hundred_times_and_recovers() -> None:
         """Requests until the choice is as it stays, and the seconds beyond the better choice."""
         changed, lost, last = 0, 0.0, None
         for number in range(requests):
-            plan = made.decide(0, tiers)
+            plan = made.plan_loads(0, tiers, decides=True)
             read = factor * (2e-3 + 1e-4 * plan.num_blocks)
             max_wait_seconds = made.max_wait_seconds(0, plan.num_blocks) or math.inf
             if plan.num_blocks:
@@ -165,7 +165,7 @@ def test_a_tier_slows_down_a_hundred_times_and_recovers() -> None:
     assert lost < 5 * compute + 160 / PROBE_EVERY * 0.35 * compute
     changed, _ = live(1.0, 200)
     assert changed <= 8 * PROBE_EVERY
-    assert made.decide(0, tiers) == Plan(60)
+    assert made.plan_loads(0, tiers, decides=True) == Plan(60)
 
 
 def test_nobody_waits_longer_than_computing_takes() -> None:
@@ -201,9 +201,11 @@ def test_those_that_share_the_engine_compute_less_each(num_sharing: int, meets_a
 
 
 def test_a_choice_can_be_forced() -> None:
-    assert economics(choice=Choice.LOAD, ssd=(9.0, 9.0)).decide(0, ["ssd"] * 9) == Plan(9)
-    assert economics(choice=Choice.OVERLAP).decide(0, ["ssd"] * 9) == Plan(9, 4)
-    assert economics(choice=Choice.OVERLAP).decide(0, ["ssd"]) == Plan(1)
+    assert economics(choice=Choice.LOAD, ssd=(9.0, 9.0)).plan_loads(
+        0, ["ssd"] * 9, decides=True
+    ) == Plan(9)
+    assert economics(choice=Choice.OVERLAP).plan_loads(0, ["ssd"] * 9, decides=True) == Plan(9, 4)
+    assert economics(choice=Choice.OVERLAP).plan_loads(0, ["ssd"], decides=True) == Plan(1)
 
 
 def test_break_even_is_where_the_choice_changes() -> None:

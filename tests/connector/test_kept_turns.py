@@ -151,6 +151,6 @@ def test_random_jobs_leave_nothing_behind(rig: Rig, clock: Clock, seed: int) -> 
     clock.now += 3.0
     collect(rig)
     turns = rig.side._kept_turns
-    assert (len(turns), turns._room) == (0, 4)
+    assert (len(turns.turns), turns._room) == (0, 4)
     rig.slab._holds.expire(clock.now)
     assert len(rig.slab._holds.times) == rig.slab.stats().pinned_blocks == 0

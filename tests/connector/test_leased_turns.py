@@ -130,6 +130,6 @@ def test_a_lease_does_not_outlive_what_it_is_for(
             assert time.monotonic() < deadline
             time.sleep(0.005)
     else:
-        clients.step_until(lambda: len(clients.rig.side._kept_turns) == clients.num_leases() == 0)
+        clients.step_until(lambda: not (clients.rig.side._kept_turns.turns or clients.num_leases()))
     clients.put(*range(10, 10 + 3 * SLOTS))
     assert clients.on_server(1, 2) == [MISS] * 2

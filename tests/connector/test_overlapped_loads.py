@@ -21,8 +21,8 @@ def rig() -> Iterator[Rig]:
     rig = Rig()
     rig.side._economics.choice = Choice.OVERLAP
     yield rig
-    assert len(rig.side._loads) == 0
-    assert len(rig.side._read_times) == 0
+    assert len(rig.side._loads.under_way) == 0
+    assert len(rig.side._read_times.watched) == 0
     assert rig.slab.stats().pinned_blocks == 0
     rig.side.shutdown(WAIT_SECONDS)
 
@@ -90,7 +90,7 @@ def test_what_the_front_has_passed_is_never_copied(rig: Rig) -> None:
     assert not rig.side.build_meta([]).loads, "the front has claimed all of it"
     assert rig.side.overlapped_loads.load_state("a", 32)[:3] == (32, 32, False)
     assert rig.side.overlapped_loads.end_load("a") == LoadReport("a", 0)
-    while len(rig.side._read_times):
+    while rig.side._read_times.watched:
         rig.side.has_pending_work()
 
 
@@ -202,5 +202,5 @@ def test_reads_of_one_that_is_over_are_let_go(rig: Rig) -> None:
     rig.slow_reads(0.02)
     begin(rig, 8)
     assert rig.side.overlapped_loads.end_load("a") == LoadReport("a", 0)
-    while len(rig.side._read_times):
+    while rig.side._read_times.watched:
         rig.side.has_pending_work()

@@ -67,7 +67,7 @@ def rig() -> Iterator[Rig]:
         rig.side.has_pending_work()
     assert rig.slab.stats().pinned_blocks == 0
     rig.side.shutdown(WAIT_SECONDS)
-    assert rig.side._lookups.num_asked == 0
+    assert not rig.side._lookups.unanswered
 
 
 def test_a_request_waits_for_the_answer_and_then_loads(rig: Rig) -> None:
@@ -93,7 +93,7 @@ def test_what_was_found_is_read_while_the_request_still_waits(rig: Rig) -> None:
     assert not rig.side.has_pending_work(), "nobody was told to retry"
     rig.hierarchy.poll()
     assert rig.slab.lookup([pack_key(digest(1))]) == [Answer.HIT]
-    assert rig.side._lookups.num_asked == 0
+    assert not rig.side._lookups.unanswered
     rig.side.request_finished("a")
 
 
@@ -169,7 +169,7 @@ def test_a_request_that_is_gone_waits_for_nothing(rig: Rig) -> None:
     rig.share(1, 2)
     rig.side.request_queued(request("a", 1, 2))
     rig.side.request_finished("a")
-    assert rig.side._lookups.num_asked == 0
+    assert not rig.side._lookups.unanswered
     rig.store.answer()
     rig.hierarchy.poll()
     assert not rig.side.has_pending_work()
@@ -181,7 +181,7 @@ def test_everything_is_forgotten_while_a_question_is_open(rig: Rig) -> None:
     asks = request("a", 1)
     rig.side.request_queued(asks)
     rig.side.reset()
-    assert rig.side._lookups.num_asked == 0
+    assert not rig.side._lookups.unanswered
     rig.store.answer()
     rig.hierarchy.poll()
     assert rig.ask(asks) == (0, NONE)

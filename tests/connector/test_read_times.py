@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from stratakv.connector.costs.rates import LinkRate, ReadTimes
+from stratakv.tiers.base import RequestContext
 from stratakv.tiers.hierarchy.promotions import LoadTicket
 
 BLOCK_BYTES = 1000
@@ -22,15 +23,22 @@ class Watch:
         self.ended: list[LoadTicket] = []
         self.links = {name: LinkRate(1.0, 1e15) for name in ("ssd", "net")}
         self.hierarchy: Any = SimpleNamespace(
-            tiers=["cpu", *self.links], block_bytes=BLOCK_BYTES, end_load=self.ended.append
+            tiers=["cpu", *self.links],
+            block_bytes=BLOCK_BYTES,
+            begin_load=self._begin_load,
+            end_load=self.ended.append,
         )
+        self._tiers: dict[bytes, str] = {}  # of the next load
         self.times = ReadTimes(self.hierarchy, self.links, clock=lambda: self.now)
 
     def begin(self, tiers: dict[bytes, str]) -> LoadTicket:
-        slots = [0 if tier == "cpu" else None for tier in tiers.values()]
-        ticket = LoadTicket(list(tiers), slots, list(tiers.values()), waiting=slots.count(None))
-        self.times.track_load(ticket)
-        return ticket
+        self._tiers = tiers
+        return self.times.begin_load(list(tiers))
+
+    def _begin_load(self, keys: list[bytes], _: RequestContext) -> LoadTicket:
+        tiers = list(self._tiers.values())
+        slots = [0 if tier == "cpu" else None for tier in tiers]
+        return LoadTicket(keys, slots, tiers, waiting=slots.count(None))
 
     def end(self, ticket: LoadTicket, came: bool = True) -> None:
         ticket.slots = [1 if came else slot for slot in ticket.slots]
@@ -67,7 +75,7 @@ def test_a_read_ended_between_two_looks(watch: Watch) -> None:
         watch.now += 0.1
         watch.end(ticket)
     assert watch.seconds("ssd") == pytest.approx(0.1, rel=0.1)
-    assert len(watch.times) == 0 and watch.times.queued["ssd"] == 0
+    assert not watch.times.watched and watch.times.queued["ssd"] == 0
 
 
 def test_what_two_wait_for_is_read_once(watch: Watch) -> None:
@@ -80,7 +88,7 @@ def test_what_two_wait_for_is_read_once(watch: Watch) -> None:
     assert watch.times.queued["ssd"] == 1
     watch.end(third)
     watch.end(second)
-    assert watch.times.queued["ssd"] == 0 and len(watch.times) == 0
+    assert watch.times.queued["ssd"] == 0 and not watch.times.watched
 
 
 def test_what_waits_before_it_is_part_of_the_transfer(watch: Watch) -> None:

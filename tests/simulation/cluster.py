@@ -550,7 +550,7 @@ class Cluster:
             node.is_due
             or is_busy(node.core.engine)
             or len(node.core._held)
-            or len(node.core.engine.parts.side.prompts_elsewhere.follows)
+            or len(node.core.engine.parts.side.prompts_elsewhere.follows.prompts)
         )
 
 

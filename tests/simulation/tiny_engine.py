@@ -265,7 +265,7 @@ def is_busy(engine: TinyEngine) -> bool:
     return bool(
         engine.scheduler._states.loads.blocking
         or len(side._outgoing)
-        or len(side._loads)
+        or side._loads.under_way
         or side._hierarchy._is_used()
     )
 

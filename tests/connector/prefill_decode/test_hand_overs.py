@@ -36,11 +36,11 @@ def test_a_lease_without_an_answer_promises_no_more_than_is_known(
     hand_overs = HandOvers(connector)
     hand_overs.hand_over("p", KEYS)
     hand_overs.poll_hand_overs()
-    assert not hand_overs.has_ended
+    assert not hand_overs.ended
     now += MOST_SECONDS
     hand_overs.poll_hand_overs()
     assert hand_overs.take_handed_over() == [("p", KEYS[num_there:])]
-    assert not len(hand_overs)
+    assert not hand_overs.moving
     [answer] = leased
     answer([True] * len(KEYS))  # after all, when nobody waits for it
-    assert not hand_overs.has_ended
+    assert not hand_overs.ended

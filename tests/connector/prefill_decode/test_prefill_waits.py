@@ -238,7 +238,7 @@ def make_rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rig]]:
             rig.store.fail()
         for _ in range(2):
             rig.side.has_pending_work()
-        assert not rig.side.awaiting_prefill and not len(rig.side.prompts_elsewhere.follows)
+        assert not rig.side.awaiting_prefill and not len(rig.side.prompts_elsewhere.follows.prompts)
         assert rig.slab.stats().pinned_blocks == 0
         rig.side.shutdown(WAIT_SECONDS)
 
@@ -401,7 +401,7 @@ def test_short_prompts_are_computed(make_rig: Callable[..., Rig]) -> None:
 
 
 def test_what_is_slower_to_load_than_to_compute_is_computed(rig: Rig) -> None:
-    rig.side._links["remote"].believe(LAYOUT.page_bytes, 10.0)
+    rig.side._economics.links["remote"].believe(LAYOUT.page_bytes, 10.0)
     rig.queue(ASKS, Elsewhere.TOLD)
     assert rig.ask(ASKS) == (0, NONE)
     rig.side.request_finished("a")

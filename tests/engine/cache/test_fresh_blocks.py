@@ -25,9 +25,9 @@ def fresh(pool: BlockPool, count: int = 100) -> list[bytes]:
 
 def test_the_tail_of_a_sequence_comes_before_its_head(pool: BlockPool) -> None:
     blocks = named(pool, 1, 2, 3)
-    assert pool.has_fresh
+    assert pool.fresh
     assert [block.block_id for block in pool.take_fresh(100)] == ids(blocks)[::-1]
-    assert not pool.has_fresh
+    assert not pool.fresh
 
 
 def test_of_few_the_head_comes_first(pool: BlockPool) -> None:
@@ -41,7 +41,7 @@ def test_of_few_the_head_comes_first(pool: BlockPool) -> None:
 
 def test_nothing_before_it_is_computed(pool: BlockPool) -> None:
     named(pool, 1, 2, computed=False)
-    assert not pool.has_fresh
+    assert not pool.fresh
     assert fresh(pool) == []
     pool.commit_step()
     assert fresh(pool) == [key(2), key(1)]
@@ -99,7 +99,7 @@ def test_loaded_blocks_are_not_given(pool: BlockPool) -> None:
     blocks = pool.get_new_blocks(2)
     pool.cache_full_blocks([digest(1), digest(2)], blocks, computed=True)
     pool.commit_step()
-    assert not pool.has_fresh
+    assert not pool.fresh
     assert fresh(pool) == []
 
 
@@ -120,8 +120,8 @@ def test_nobody_asks_and_nothing_grows() -> None:
             pool.offer_all()
         for number in range(100):
             pool.free_blocks(named(pool, number % 250))
-        assert len(pool._fresh) <= pool.num_blocks if wants else pool.num_fresh == 0
-        assert pool.has_fresh is wants
+        assert len(pool.fresh) <= pool.num_blocks if wants else pool.num_fresh == 0
+        assert bool(pool.fresh) is wants
         names = fresh(pool)
         assert len(names) == len(set(names)) == (8 if wants else 0)
 

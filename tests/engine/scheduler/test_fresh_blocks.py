@@ -142,4 +142,4 @@ def test_many_requests_in_a_small_pool(make_engine: MakeEngine, rng: random.Rand
             engine.add(f"r{number}", text, max_tokens=rng.randint(1, 8))
         engine.run_all()
         assert idle_steps(engine) <= 20
-        assert not engine.manager.pool.has_fresh
+        assert not engine.manager.pool.fresh

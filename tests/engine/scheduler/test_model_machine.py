@@ -307,7 +307,7 @@ class Life:
         """The tables of all who may hold blocks."""
         states = self.scheduler._states
         kept = {pin.holder for pin in self.pins()}
-        names = {*states._requests, *kept}
+        names = {*states.requests, *kept}
         return {name: self.engine.manager.get_block_ids(name) for name in sorted(names)}
 
     def pins(self) -> list[Pin]:

@@ -134,7 +134,7 @@ def check_invariants(engine: Any) -> None:
     pool = engine.manager.pool
     references = [0] * pool.num_blocks
     states = engine.scheduler._states
-    holders = states._requests
+    holders = states.requests
     tables = {name: engine.manager.get_block_ids(name) for name in holders}
     for of_groups in tables.values():
         for table in of_groups:
@@ -175,7 +175,7 @@ def check_end(
     assert engine.manager.pool.is_idle
     assert engine.manager.pool.num_free == engine.manager.pool.num_usable
     assert all(block.ref_cnt == 0 for block in engine.manager.pool.blocks)
-    assert not engine.scheduler._states._requests
+    assert not engine.scheduler._states.requests
     assert engine.scheduler._states.loads.num_overlapped == 0
     assert not (engine.tiers and engine.tiers.overlapped)
     for name, (tokens, max_tokens) in prompts.items():
