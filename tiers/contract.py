@@ -59,7 +59,6 @@ def payload_of(key: bytes, layout: BlockLayout) -> bytes:
 
 
 def make_buffers(count: int, layout: BlockLayout) -> list[memoryview]:
-    """Zeroed buffers of `slot_bytes`, aligned to pages."""
     size = layout.slot_bytes
     memory = memoryview(mmap.mmap(-1, max(1, count) * size))
     return [memory[i * size : (i + 1) * size] for i in range(count)]

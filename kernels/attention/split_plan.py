@@ -54,7 +54,6 @@ class SplitPlanner:
         return _aligned(num_requests + ROUNDS * self.slots)
 
     def num_words(self, max_requests: int) -> int:
-        """The numbers of a `PlanArray` for so many requests."""
         return _ALIGNED + _aligned(max_requests) + 2 * self.num_items(max_requests)
 
     def tiles(self, lengths: npt.NDArray[np.integer], window: int | None) -> IntArray:

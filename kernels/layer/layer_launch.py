@@ -19,7 +19,6 @@ ROTARY_WARPS = 2
 
 
 def power_of_two(size: int) -> int:
-    """The smallest that is no less than `size`."""
     return 1 << (size - 1).bit_length()
 
 

@@ -532,8 +532,8 @@ class Cluster:
         for node in self._nodes:
             check_nothing_left(node.core.engine)
             held, moves = node.core._held, node.core.engine.parts.side.handover
-            assert not (held._held or held._expected or held._first_logprobs or len(moves))
-            assert not (moves._ended or node.asked or node.core.engine.states)
+            assert not (held._held or held._expected or held._first_logprobs or moves.moving)
+            assert not (moves.ended or node.asked or node.core.engine.states)
             for name, count in node.core.scheduler.counts.items():
                 self.seen[name] += count
             waits = node.core.engine.parts.side._counters.prefill_waits

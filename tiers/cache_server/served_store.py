@@ -52,12 +52,10 @@ class ServedStore(ABC):
 
     @property
     def page_bytes(self) -> int:
-        """The payload of one block."""
         return self.layout.page_bytes
 
     @property
     def capacity_bytes(self) -> int:
-        """The most that all tiers together hold."""
         return sum(stats.capacity_bytes for stats in self.stats().values())
 
     @property
@@ -83,7 +81,6 @@ class ServedStore(ABC):
         """The payload bytes of a slot that a read lease or a write lease names."""
 
     def buffers(self, slots: Sequence[int]) -> list[memoryview]:
-        """Those of many."""
         return [self.buffer(slot) for slot in slots]
 
     @abstractmethod

@@ -131,7 +131,6 @@ class ServerMetrics:
         self._sent.labels(tenant).inc(num_bytes)
 
     def exposition(self) -> bytes:
-        """Everything in Prometheus's text format."""
         return generate_latest(self.registry)
 
 

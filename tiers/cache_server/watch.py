@@ -234,5 +234,4 @@ class Watches:
 
 
 def _parts(keys: Sequence[bytes]) -> Iterable[Sequence[bytes]]:
-    """Split keys into parts that one event can carry."""
     return (keys[start : start + MAX_KEYS] for start in range(0, len(keys), MAX_KEYS))

@@ -102,7 +102,6 @@ class Breaker:
             self._schedule_probe(self._clock())
 
     def succeeded(self) -> None:
-        """The store did what it was asked, in time."""
         self._late_in_row = 0
 
     def failed(self) -> None:

@@ -68,7 +68,6 @@ class WriteBack:
 
     @property
     def in_flight(self) -> int:
-        """Batches being written."""
         return len(self._writes)
 
     @property

@@ -58,7 +58,6 @@ class Writes:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are being written."""
         return sum(len(batch.keys) for batch in self._batches)
 
     def holds(self, key: bytes) -> bool:

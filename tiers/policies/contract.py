@@ -98,7 +98,6 @@ class _Owner:
             self._held.add(key)
 
     def _remove_any_keys(self) -> None:
-        """Any keys, known or not, and one twice."""
         known = sorted(self._held)[:2]
         self._policy.remove([*known, *known[:1], b"never seen"])
         self._held.difference_update(known)

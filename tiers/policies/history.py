@@ -397,7 +397,6 @@ class RunQueues:
         run.queue[run] = None
 
     def unlink(self, run: Run) -> None:
-        """Take out a run, where it is there."""
         if run.queue is not None:
             del run.queue[run]
             run.queue = None

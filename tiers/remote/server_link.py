@@ -120,7 +120,6 @@ class ServerLink:
         return self._is_up
 
     def wait_up(self, timeout_seconds: float) -> bool:
-        """Wait until the server is attached; whether it is."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_up or self._closed, timeout_seconds)
             return self._is_up

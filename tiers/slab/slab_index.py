@@ -81,7 +81,6 @@ class SlabIndex:
         _COUNT.pack_into(self._memory, _EPOCH_AT, self._epoch)
 
     def publish(self, slot: int, key: bytes, proof: Proof) -> None:
-        """From now on the slot holds this block."""
         self._write_record(slot, self._epoch, key, *proof)
         self._published[slot] = True
 

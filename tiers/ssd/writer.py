@@ -286,7 +286,6 @@ class Writer:
         return bool(self.queue.waiting) and has_room and not self._is_late()
 
     def _is_late(self) -> bool:
-        """Whether the time to close is over."""
         return self._stop_at is not None and time.monotonic() >= self._stop_at
 
     def _max_wait_seconds(self) -> float:

@@ -29,7 +29,7 @@ STORED = "df58cc21564b4f43a6edd6d9a833f850ce2ccde9c733945b160af0310ff7757b010002
 _CODE = """
 import sys
 from stratakv.tiers.cache_server.key_salt import KeySalt
-print(KeySalt(bytes(range(32)), "ann").stored([bytes.fromhex(sys.argv[1])])[0].hex())
+print(KeySalt(bytes(range(32)), "ann").salt_keys([bytes.fromhex(sys.argv[1])])[0].hex())
 """
 
 

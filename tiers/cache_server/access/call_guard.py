@@ -55,7 +55,6 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
 
     @property
     def running(self) -> int:
-        """Calls that run now."""
         return self._running
 
     def set_tenants(self, tenants: Tenants) -> None:

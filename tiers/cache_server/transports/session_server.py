@@ -107,7 +107,6 @@ class SessionServer(ABC):
         """Make the session that serves a client."""
 
     def _greet(self, connection: Connection, tenant_store: ServedStore, deadline: float) -> None:
-        """The welcome to a client with a good ticket."""
         layout = tenant_store.layout
         welcome = Welcome(Status.OK, self._boot_id, layout.page_bytes, layout.slot_bytes, 0)
         connection.send([encode_welcome(welcome)], deadline)

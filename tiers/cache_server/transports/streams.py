@@ -65,7 +65,6 @@ class Streams:
 
     @property
     def bytes_in_flight(self) -> int:
-        """Promised to calls that run."""
         return self._for_all.in_use + sum(self._has_kept.values())
 
     async def load(

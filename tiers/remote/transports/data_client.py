@@ -158,6 +158,5 @@ class DataConnection(SocketConnection):
 
     @property
     def _is_plain(self) -> bool:
-        """Whether the compiled library moves and hashes blocks here."""
         can = self._connection.can_digest and self._page_bytes >= LEAST_BYTES
         return can and not self._tags.are_keyed

@@ -114,7 +114,6 @@ class RowStream:
         self._slots, self._values = array("I"), []
 
     def write_terminator(self) -> None:
-        """Say that all rows have left."""
         self._out.write(bytes(4))
         self._out.flush()
 

@@ -45,7 +45,6 @@ class OfferedBlocks:
         self._entries.update((entry.slot, entry) for entry in reversed(entries))
 
     def is_due(self) -> bool:
-        """Whether to bring them to the disk now."""
         return len(self) >= ROWS_PER_COMMIT or (bool(self) and not self.seconds_left())
 
     def seconds_left(self) -> float:

@@ -245,7 +245,6 @@ class SlotIndex:
         return self.free.pop_lowest(count)
 
     def give_back(self, slots: Sequence[int]) -> None:
-        """Allocated slots that were not published."""
         self.free.add_these(slots)
 
     def plan_commit(
