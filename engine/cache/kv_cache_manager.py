@@ -187,9 +187,13 @@ class KVCacheManager:
         tables = self.tables(request.request_id)
         return all(group.can_go_on(tables[i], num_computed_tokens) for i, group in self._forgetful)
 
-    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Name the full blocks among the first `num_computed_tokens`, which a load brought."""
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> bool:
+        """Name the full blocks among the first `num_computed_tokens`, which a load brought. False,
+        and nothing has changed, unless the request holds all that is read behind them."""
+        if not self.can_go_on(request, num_computed_tokens):
+            return False
         self._cache(request, num_computed_tokens, computed=True)
+        return True
 
     def name_blocks(self, request: Request, num_tokens: int) -> None:
         """Name the full blocks among the first `num_tokens`, which the last step made computes."""

@@ -134,9 +134,9 @@ class RequestLoads:
         loaded = min(report.num_loaded_tokens, request.num_external_computed_tokens)
         request.status = RequestStatus.WAITING
         request.num_external_computed_tokens = loaded
-        if loaded > 0 and self._manager.can_go_on(request, request.num_computed_tokens + loaded):
-            request.num_computed_tokens += loaded
-            self._manager.cache_blocks(request, request.num_computed_tokens)
+        num_computed = request.num_computed_tokens + loaded
+        if loaded > 0 and self._manager.cache_blocks(request, num_computed):
+            request.num_computed_tokens = num_computed
         else:
             # Without its blocks it is admitted like any other request, hits included. So is one
             # with a window of which not all came: its load brought what its end reads, and no more.
