@@ -325,7 +325,7 @@ def test_blocks_are_read_into_the_slab_while_the_other_core_computes(
     assert answer.cached_tokens_by_tier == {"pool": 0, "cpu": 95}
     assert computed_tokens(two) == 5
     two.has_work()
-    assert not len(two._connector.prompts_elsewhere.follows)  # type: ignore[attr-defined]
+    assert not two._connector.prompts_elsewhere.follows.prompts  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("argument", ["", "{}", "[]", '["add","a"]', '["add","a","AAAA",{}]'])
@@ -392,9 +392,9 @@ def test_a_client_that_leaves_when_its_blocks_have_just_arrived(make_node: MakeN
     outputs = core.add(request("p", prompt_of(40, 7), max_tokens=1))
     hand_overs = core._connector.handover  # type: ignore[attr-defined]
     deadline = time.monotonic() + WAIT_SECONDS
-    while not hand_overs.has_ended:
+    while not hand_overs.ended:
         assert not outputs and time.monotonic() < deadline
-        if core.has_work() and not hand_overs.has_ended:
+        if core.has_work() and not hand_overs.ended:
             outputs += core.step()
     core.abort_requests(["p"])
     assert core.step() == []
