@@ -108,7 +108,7 @@ class Lookups:
         plan = self._plan_of(offload, lookup, num_queued_tokens)
         if not plan.num_blocks:
             self._record_lookup(lookup)
-            self._drop_read_ahead(offload)
+            self._clear_lookup(offload)
             return NO_MATCH
         if self._needed_keys(lookup, len(tiers))[0] in self._loads.coming:
             return self._retry_later()
@@ -170,7 +170,7 @@ class Lookups:
         """The request loads by itself now, or is gone: what was read ahead is let go."""
         self._forget_answer(offload)
         self._mark_answered(offload)
-        self._drop_read_ahead(offload)
+        self._clear_lookup(offload)
 
     @property
     def _version(self) -> int:
@@ -203,7 +203,7 @@ class Lookups:
         offload.read_ahead = self._read_times.begin_load(keys, offload.context)
         self._blocks_ahead += len(offload.read_ahead.keys)
 
-    def _drop_read_ahead(self, offload: RequestOffload) -> None:
+    def _clear_lookup(self, offload: RequestOffload) -> None:
         """Release blocks that were read ahead for the request."""
         ticket, offload.read_ahead = offload.read_ahead, None
         if ticket is not None:
