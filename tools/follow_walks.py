@@ -129,8 +129,9 @@ class Follower:
     def _path(self, code: CodeType) -> str:
         if code not in self._paths:
             path = Path(code.co_filename)
-            is_ours = path.is_relative_to(self._root)
-            self._paths[code] = path.relative_to(self._root).as_posix() if is_ours else ""
+            place = path.relative_to(self._root) if path.is_relative_to(self._root) else Path()
+            # In a checkout the packages of .venv lie below ours.
+            self._paths[code] = "" if place.parts[:1] in ((), (".venv",)) else place.as_posix()
         return self._paths[code]
 
 
