@@ -175,7 +175,7 @@ def open_hierarchy(
                 options=HierarchyOptions(
                     watermark=settings.watermark,
                     read_seconds=settings.read_seconds,
-                    inclusive=not settings.ssd.exclusive,
+                    inclusive=not (settings.has_ssd and settings.ssd.exclusive),
                     admission=make_admission(layout, settings.ssd if settings.has_ssd else None),
                     tagger=tagger,
                     keeps_unwritten=settings.keeps_unwritten,

@@ -139,6 +139,10 @@ class Host(Generic[Settings]):
                 f"ssd_codec fp8 needs to know where rows of numbers lie, which {self.name} "
                 "decides; use lossless or none"
             )
+        try:
+            _ = settings.drill
+        except TierConfigError as error:
+            raise ConfigError(f"faults {format_value(settings.faults)}: {error}") from error
 
 
 MAX_LAYOUTS, MAX_CHUNK_BYTES = 16, 2**40

@@ -10,12 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...tiers.errors import TierConfigError
 from ...tiers.hierarchy.hierarchy_options import WATERMARK
 from ...tiers.settings import readers
-from ...tiers.settings.format import format_value
 from ...tiers.settings.option import setting
-from ...tiers.settings.values import ConfigError
 from ..chunks.chunk_settings import Host, HostSettings
 
 MODULE = "stratakv.connector.vllm"
@@ -44,13 +41,8 @@ class VllmSettings(HostSettings):
     watermark: float = field(init=False, default=WATERMARK)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for faults that cannot be read."""
         if self.write_through:
             object.__setattr__(self, "watermark", 1.0)
-        try:
-            _ = self.drill
-        except TierConfigError as error:
-            raise ConfigError(f"faults {format_value(self.faults)}: {error}") from error
 
 
 HOST = Host("vLLM", VllmSettings)

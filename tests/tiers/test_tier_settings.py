@@ -16,13 +16,24 @@ from pathlib import Path
 
 import pytest
 
+from stratakv.engine.config.engine_config import CacheConfig
 from stratakv.engine.config.engine_options import OPTIONS
 from stratakv.engine.config.offload_config import OffloadConfig
+from stratakv.tiers import assemble
+from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.remote.credentials import Credentials
 from stratakv.tiers.settings import readers
 from stratakv.tiers.settings.option import check_options, options_of
 from stratakv.tiers.settings.values import ConfigError
-from stratakv.tiers.tier_settings import CpuSettings, RemoteTierSettings, SsdSettings
+from stratakv.tiers.testing.memory_store import MemoryStore
+from stratakv.tiers.tier_settings import (
+    CpuSettings,
+    RemoteTierSettings,
+    SsdSettings,
+    TierSettings,
+)
+
+LAYOUT = BlockLayout(1, 16, 1, 64, "bfloat16")
 
 NEW_FIELD = '''
 import contextlib, importlib.util, io, json, os, sys
@@ -122,6 +133,25 @@ def test_values_from_python_are_checked_like_those_of_flags() -> None:
     with pytest.raises(ConfigError, match="number of I/O threads must be at least 1, not 0"):
         SsdSettings(io_threads=0)
     check_options(options_of(SsdSettings, ""), SsdSettings())
+
+
+def test_words_from_python_are_those_that_settings_hold() -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-dtype takes 'fp8_e4m3' here, not 'fp8'"):
+        CacheConfig(kv_cache_dtype="fp8")
+    with pytest.raises(ConfigError, match=r"--block-hash takes .*, not ''"):
+        CacheConfig(block_hash="")
+
+
+def test_only_an_ssd_is_exclusive(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore(LAYOUT, 1 << 20, name="remote")
+    monkeypatch.setattr(assemble, "open_stores", lambda *_given, **_options: [store])
+    ssd = SsdSettings(exclusive=True)  # without a path there is none
+    settings = TierSettings(cpu=CpuSettings(capacity_bytes=64 * LAYOUT.slot_bytes), ssd=ssd)
+    tiers = assemble.open_hierarchy(LAYOUT, settings, lambda: None, namespace=b"x")
+    try:
+        assert tiers.hierarchy._write_backs._exclusive_store is None
+    finally:
+        assert tiers.hierarchy.close(5.0)
 
 
 def test_synonyms_of_a_word() -> None:

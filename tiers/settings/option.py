@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from . import readers
 from .readers import Reader
 from .sizes import exact_size
-from .values import size_within, within
+from .values import ConfigError, size_within, within
 
 Kind = TypeVar("Kind")
 
@@ -52,9 +52,11 @@ class Option:
 
     def check_value(self, called: str, value: Any) -> None:
         """Raises ConfigError for a value that was read, or given in Python, and cannot be."""
-        if value is None or value in ("", b""):
+        if value is None or value == self.default:
             return
-        self.read(called, value)
+        read = self.read(called, value)
+        if isinstance(read, str) and isinstance(value, str) and read != value:
+            raise ConfigError(f"{called} takes {read!r} here, not {value!r}, which means the same")
         if self.bounds is not None:
             within(called, value, *self.bounds)
         if self.least_bytes is not None:

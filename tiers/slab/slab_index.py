@@ -216,8 +216,8 @@ class SlabReader:
         return [key in known for key in keys]
 
     def acquire_blocks(self, keys: Sequence[bytes], until: float) -> list[Found | None]:
-        """Keep these blocks until then (monotonic), or until `free_slots`; None for one that is not
-        there, or of which no more may be held."""
+        """Keep these blocks until then (monotonic), or until `release_slots`; None for one that is
+        not there, or of which no more may be held."""
         found: list[Found | None] = []
         with self._lock:
             for key in keys:
@@ -241,7 +241,7 @@ class SlabReader:
         return self._read_record(slot)[1] == key
 
     def release_slots(self, slots: Sequence[int]) -> None:
-        """Undo one `retain_slots` of each."""
+        """Undo one `acquire_blocks` of each."""
         with self._lock:
             for slot in slots:
                 self._held[slot] -= 1

@@ -168,6 +168,8 @@ def test_ranks_that_disagree_are_refused(host: FakeHost) -> None:
 def test_settings_that_belong_together() -> None:
     with pytest.raises(ConfigError, match="without ssd_path"):
         HOST.read({"ssd_bytes": "1GiB"})
+    with pytest.raises(ConfigError, match="without ssd_path"):
+        HOST.read({"faults": "ssd:load:error=1", "ssd_bytes": "1GiB"})
     with pytest.raises(ConfigError, match="use lossless or none"):
         HOST.read({"ssd_path": "/x", "ssd_codec": "fp8"})
     with pytest.raises(ConfigError, match="with and without TLS"):
