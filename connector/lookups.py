@@ -46,7 +46,7 @@ class Lookups:
         # Those that have a look-up, the newest last. A long one is of many megabytes.
         self._latest: OrderedDict[RequestOffload, None] = OrderedDict()
         # Requests that wait for what stores were asked; not to be changed.
-        self.unanswered: list[RequestOffload] = []
+        self.unanswered: dict[RequestOffload, None] = {}  # in their order
         self.retry_version: int | None = None  # of the tiers, when a request was told to ask again
         self._blocks_ahead = 0
 
@@ -71,7 +71,7 @@ class Lookups:
         is_asked = bool(unknown) and self._hierarchy.prefetch_lookup(unknown, offload.context)
         if is_asked or lookup.prefix.asked:
             if offload.unanswered is None:
-                self.unanswered.append(offload)
+                self.unanswered[offload] = None
             offload.unanswered = request
             self._forget_answer(offload)  # it was found before any store was asked
             return
@@ -213,7 +213,7 @@ class Lookups:
     def _mark_answered(self, offload: RequestOffload) -> None:
         if offload.unanswered is not None:
             offload.unanswered = None
-            self.unanswered.remove(offload)
+            del self.unanswered[offload]
 
     def _keep(self, offload: RequestOffload, lookup: Lookup) -> None:
         """Remember a look-up as the newest."""

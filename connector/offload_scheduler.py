@@ -99,8 +99,8 @@ class OffloadScheduler(KVConnectorScheduler):
         offload = self._offload_of(request.request_id)
         if offload.stage is Stage.FINISHED:  # its name is used again
             offload.stage = Stage.LOADING
-        if context is not NO_CONTEXT:
-            offload.context = context
+            offload.most_blocks = None
+        offload.context = context
         self._lookups.queued(offload, request)
 
     def request_finished(self, request_id: str) -> None:

@@ -348,7 +348,7 @@ class Life:
         asked = Asked(prompt, params, expected, rng.choice(self._salts), rng.random() < 0.1)
         # A name may come back once its bearer is gone.
         name = f"r{self._number if rng.random() < 0.8 else rng.randint(0, 2)}"
-        if name in self._asked or name in self.core.scheduler._states:
+        if name in self._asked or name in self.core.scheduler._states.requests:
             name = f"n{self._number}"
         self._number += 1
         self._asked[name] = asked

@@ -51,6 +51,7 @@ class HandOvers(HandOver):
         give_up_at = time.monotonic() + MOST_SECONDS
         named = [key + shard for key in keys for shard in self._shards]
         hand_over = _HandOver(request_id, named, give_up_at)
+        self.forget_hand_over(request_id)  # one before it of that name
         self.moving.append(hand_over)
         self._hierarchy.shared(named, write=True)
         self._alarm.at(give_up_at)

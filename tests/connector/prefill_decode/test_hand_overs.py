@@ -44,3 +44,24 @@ def test_a_lease_without_an_answer_promises_no_more_than_is_known(
     [answer] = leased
     answer([True] * len(KEYS))  # after all, when nobody waits for it
     assert not hand_overs.ended
+
+
+def test_a_name_that_is_used_again_has_one_hand_over() -> None:
+    leased: list[Callable[[list[bool]], None]] = []
+    hierarchy: Any = SimpleNamespace(
+        shared_version=(0, 0),
+        shared=lambda keys, **_options: [Answer.HIT] * len(keys),
+        lease=lambda _keys, _seconds, done: leased.append(done),
+    )
+    alarm: Any = SimpleNamespace(at=lambda _moment: None)
+    parts = SimpleNamespace(shards=(SHARD,))
+    connector: Any = SimpleNamespace(hierarchy=hierarchy, parts=parts, alarm=alarm)
+    hand_overs = HandOvers(connector)
+    hand_overs.hand_over("p", KEYS)
+    hand_overs.hand_over("p", KEYS)
+    assert len(hand_overs.moving) == 1
+    first, second = leased
+    first([True] * len(KEYS))  # what the first one asked for says nothing of the second
+    assert not hand_overs.ended
+    second([True] * len(KEYS))
+    assert hand_overs.take_handed_over() == [("p", [])]
