@@ -254,7 +254,6 @@ class Decoder:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one weight."""
         return self._element_bytes
 
     def forward(

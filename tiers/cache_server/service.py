@@ -162,7 +162,6 @@ class CacheService:
         return messages.UnpinResponse(was_held=was_held)
 
     async def touch(self, request: Any, _context: Any) -> Any:
-        """Count blocks as used now."""
         tenant_store, keys = self._tenant_store(), unpack_keys(request.keys)
         await self._run(lambda: tenant_store.touch(keys))
         return messages.TouchResponse()

@@ -11,12 +11,9 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from .index_file import RowBatch
-
-if TYPE_CHECKING:
-    from .slot_index import SlotList
 
 _T = TypeVar("_T")
 FREE = b"\1"
@@ -27,13 +24,19 @@ _MOST_NUMBERS_PER_BLOCK = 16
 _LARGEST_USE = 2**62
 
 
+class Recency(Protocol):
+    """An order of slots by their last use, which gains the coldest first."""
+
+    def extend(self, slots: Sequence[int]) -> None: ...
+
+
 class LoadedRows:
     """Blocks by slot, over slots 0 to `num_slots - 1`. `batches` come in the order of their slots;
     what is beyond the last slot is left out. An empty batch among them is the last one: their
     source has read all rows, and is about to say whether they are good. `recency`, which is empty,
     gains the slots in use, the coldest first, while the source makes sure of that."""
 
-    def __init__(self, num_slots: int, batches: Iterable[RowBatch], recency: SlotList) -> None:
+    def __init__(self, num_slots: int, batches: Iterable[RowBatch], recency: Recency) -> None:
         self.slots: dict[bytes, int] = {}
         self.keys: list[bytes | None] = [None] * num_slots  # None where free
         self.generations = array("Q", bytes(8 * num_slots))
