@@ -33,7 +33,7 @@ class Drill:
         self.slab = CpuSlab(LAYOUT, SLOTS * LAYOUT.slot_bytes, populate_threads=1)
         inner = MemoryStore(LAYOUT, 1000 * LAYOUT.page_bytes, name="ssd")
         self.store = FaultyStore(inner, parse_faults(faults))
-        self.woken = 0
+        self.woken = self.answered = 0
         self.hierarchy = Hierarchy(
             self.slab,
             [self.store],
@@ -58,9 +58,9 @@ class Drill:
         deadline = time.monotonic() + seconds
         while not reached():
             assert time.monotonic() < deadline, "not within the time"
-            woken = self.woken
             time.sleep(0.005)
-            if self.woken > woken:
+            if self.woken > self.answered:
+                self.answered = self.woken  # before the poll: what comes during it is one more
                 self.hierarchy.poll()
 
 
