@@ -85,7 +85,7 @@ class TierEstimates(ABC):
     @abstractmethod
     def build_calibration_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
         """Before the first request, as often as anything is returned: a load by which the
-        connector learns what loads take, to `block_ids`, which are nobody's. Run it like the
+        connector learns what loads take, to `block_ids`, which are unused. Run it like the
         metadata of a step, without a forward pass. The only call that waits, `seconds` at most."""
 
     @abstractmethod

@@ -156,4 +156,4 @@ class Elsewhere(Enum):
 
     NO = "no"
     PERHAPS = "perhaps"  # blocks of it that come would say so
-    TOLD = "told"  # whoever sent the request says so
+    TOLD = "told"  # the sender of the request says so

@@ -62,7 +62,7 @@ def read_mac_key(path: Path, flag: str, store: Path | None = None) -> MacKey:
             "it; keep it elsewhere"
         )
     try:
-        # Not to wait for whoever opens the other end of a pipe.
+        # O_NONBLOCK: opening a pipe does not wait for its other end.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:  # not `open`, which leaves the descriptor of a directory open
             mode = os.fstat(descriptor).st_mode

@@ -23,7 +23,7 @@ class Mailbox:
         self.version = 0  # the owner's parts add 1 for whatever a ticket or a look-up could show
 
     def deliver(self, completion: Callable[[], None]) -> None:
-        """Have the owner run this in its next `run_delivered`."""
+        """Queue a call that the owner runs in its next `run_delivered`."""
         self._queue.append(completion)
         self._delivered.set()
         self._ring()

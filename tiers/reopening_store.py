@@ -291,7 +291,7 @@ class DiskStore(StoreTier):
 
 
 class EmptyStore(StoreTier):
-    """Has nothing and takes nothing: a store that is down."""
+    """A store that is down: it has nothing and takes nothing."""
 
     is_up = False
 

@@ -74,7 +74,7 @@ class HostSettings(TierSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSettings(HostSettings):
-    """Those of a host that waits for answers: how long it does. What that engine was told is kept
+    """Settings of a host that waits for answers: how long. A chunk that the host was told is kept
     is written at once, not when room is short, and is not evicted before it is."""
 
     watermark: float = 1.0

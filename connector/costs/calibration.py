@@ -70,7 +70,7 @@ class Calibration(TierEstimates):
         else:
             return 0
         self.job = None
-        # Beside other loads nobody knows which of them took how long.
+        # Beside other loads the time of each alone is not known.
         if not (output.finished_loads or output.failed_loads):
             if ids is output.finished_loads:
                 self._learn(len(job.slots) * self._hierarchy.block_bytes, output.load_copy_seconds)

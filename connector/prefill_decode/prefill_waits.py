@@ -68,7 +68,7 @@ class PrefillWaits(PromptsElsewhere):
             offload.elsewhere = elsewhere
 
     def begin_wait(self, offload: RequestOffload, request: RequestView, lookup: Lookup) -> bool:
-        """Have a request wait whose prompt another engine may compute, if that is worth it; asked
+        """Make a request wait whose prompt another engine may compute, if that is worth it; asked
         once for each. `lookup` is what the tiers have of it now."""
         is_told = offload.elsewhere is Elsewhere.TOLD
         offload.elsewhere = Elsewhere.NO
@@ -80,7 +80,7 @@ class PrefillWaits(PromptsElsewhere):
         num_full = min(num_full, len(lookup.keys) // self._num_parts)
         num_there = len(lookup.prefix.tiers)
         width = self._num_parts
-        # Blocks that a window has left behind may never come: whoever computes may lack them too.
+        # Blocks that a window has left behind may never come: the other engine may lack them too.
         needed = self._parts.needed(lookup.first, num_full)
         places = [place for place in needed if place >= num_there * width]
         if not places:

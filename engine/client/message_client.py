@@ -230,7 +230,7 @@ class Mailbox:
 
     async def get(self) -> TokenOutput:
         """Everything that came since the last call; waits for the first of it. Raises the error
-        given to `fail`. Whoever owns the mailbox calls `fail` when nothing more can come."""
+        given to `fail`. The owner of the mailbox calls `fail` when nothing more can come."""
         await self._filled.wait()
         output, self._pending = self._pending, None
         if self._error is None:

@@ -104,7 +104,7 @@ def resolve(
 ) -> Settings:
     """Read all layers. `flags` are by name, aliases too; `config` is the file that a flag names.
 
-    Raises ConfigError for a name nobody knows, a value of the wrong kind, and two spellings of one
+    Raises ConfigError for an unknown name, a value of the wrong kind, and two spellings of one
     option in one layer. Whether the options fit each other is seen when they are used.
     """
     place = config if config is not None else environ.get(CONFIG_VARIABLE)
@@ -208,7 +208,7 @@ def _explain_unknown(variable: str, known: Mapping[str, str]) -> str:
 
 
 def _merge(layers: Sequence[Layer]) -> dict[str, Given]:
-    """One value for each option that any layer gives; the first layer is the highest."""
+    """The value of each option that any layer gives; the first layer is the highest."""
     merged: dict[str, Given] = {}
     for layer in layers:
         hidden = {other for name, given in merged.items() for other in hides(name, given.value)}

@@ -150,7 +150,7 @@ def load_runner(
 def call_runner(
     runner: ModelRunner, name: str, meta: ConnectorMetadata | None, seconds: float | None
 ) -> ConnectorWorkerOutput | None:
-    """What `Executor.call_worker` has done, where the runner lives."""
+    """Run a call of `Executor.call_worker`, where the runner lives."""
     if name == "start_copies" and meta is not None:
         runner.start_copies(meta)
         return None

@@ -27,7 +27,7 @@ REUSED, POSITIONS = "reused_tokens_", "reused_positions_"
 
 
 class PromptCost(NamedTuple):
-    """What the prompts of one step took: the arguments of `PrefillRate.record_prefill`."""
+    """The cost of one step's prompts: the arguments of `PrefillRate.record_prefill`."""
 
     num_tokens: int
     num_context_tokens: int

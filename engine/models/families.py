@@ -29,7 +29,7 @@ class Activation(Enum):
 
 
 class MlpKind(Enum):
-    """How the part of a layer behind its attention is computed (`layers.py`)."""
+    """The part of a layer behind its attention (`layers.py`)."""
 
     DENSE = "dense"  # the same matrices for every token
 

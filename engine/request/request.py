@@ -106,7 +106,7 @@ def job_key(cache_salt: bytes | None, job_id: str) -> bytes:
 
 
 class LoadKind(enum.Enum):
-    """How a request's load goes on beside the request."""
+    """The kind of load that a request has under way."""
 
     BLOCKING = "blocking"  # the request computes nothing until the connector reports the load
     OVERLAPPED = "overlapped"  # the request runs meanwhile

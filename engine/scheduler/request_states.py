@@ -30,7 +30,7 @@ _ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAP
 
 
 class RequestStates:
-    """One record a request, by id, and the order of the requests in each state."""
+    """The records of requests by id, and the order of the requests in each state."""
 
     def __init__(self, context: SchedulerContext) -> None:
         self.context = context
@@ -174,7 +174,7 @@ class RequestStates:
         return True
 
     def drop_blocks(self, request: Request, cause: str) -> None:
-        """Nobody is to find the blocks of a request again, in the pool or in a tier: one of them
+        """Make the blocks of a request impossible to find, in the pool and the tiers: one of them
         may be what is wrong. They are counted under `cause`."""
         keys = self.context.manager.drop_names(request)
         if keys:

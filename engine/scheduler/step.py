@@ -70,7 +70,7 @@ _step_entry = partial(tuple.__new__, StepEntry)
 
 @dataclass(slots=True, eq=False)
 class StepBuilder:
-    """One step under construction."""
+    """A step under construction."""
 
     manager: KVCacheManager
     step_id: int

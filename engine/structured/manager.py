@@ -289,7 +289,7 @@ class GrammarManager:
     def masks(
         self, requests: Iterable[Request], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
     ) -> Masks:
-        """Those of a step, as `begin_masks` was told, which is done here where it was not. In the
+        """The masks of a step, as `begin_masks` was told; begins them where it was not. In the
         mask a request with k drafts has 1 + k rows one after the other. Requests that are `ended`
         are not in it."""
         if not self._has_begun:

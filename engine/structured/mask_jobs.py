@@ -17,7 +17,7 @@ OnHang = Callable[[Grammar], None]
 
 
 class Follower:
-    """Where one answer is in its grammar. `first_words` is the row at its beginning, where it is
+    """The position of one answer in its grammar. `first_words` is the row at its beginning, where it is
     made already, and `first_seconds` the time that took."""
 
     def __init__(

@@ -152,7 +152,7 @@ def _work(thread: LimitedThread, batch: _Batch) -> None:
 class _Batch:
     """The jobs of one step, and how far the thread has come with those of them that are its own, in
     `places`. Errors are the batch's until it is collected, so that a thread that was left behind
-    with another batch tells nobody."""
+    with another batch has no effect."""
 
     def __init__(
         self, jobs: Sequence[MaskJob], rows: Rows, starts: Sequence[int], num_rows: int

@@ -50,7 +50,7 @@ class AheadMaker:
 
     @property
     def is_due(self) -> bool:
-        """Whether a row has come, or can be given up, of which nobody has taken note."""
+        """Whether a row has come, or can be given up, and has not been taken in."""
         return bool(self._open) and (any(each.is_done for each in self._open) or self._hangs())
 
     @property
@@ -84,7 +84,7 @@ class AheadMaker:
         return False
 
     def take_note(self) -> None:
-        """Of what is made, whoever wanted it. A row that takes too long fails, and another thread
+        """Take in every finished row. A row that takes too long fails, and another thread
         makes the others."""
         if not self._open:
             return
@@ -188,7 +188,7 @@ class _Turns:
         self._later.charge(tenant, seconds)
 
     def stop_next(self) -> None:
-        """Whoever gets a job next is told to end, instead of the jobs that are left."""
+        """Tell the thread that gets the next job to end, instead of the jobs that are left."""
         self._has_ended = True
         self._count.put(False)
 

@@ -22,7 +22,7 @@ from .records import (
     StartRecord,
 )
 
-# Obstacles of one request alone: whoever stands behind it goes first.
+# Obstacles of one request alone: the request behind it goes first.
 _STANDS_ASIDE = {
     each.value for each in (Obstacle.LOOKUP, Obstacle.WRITER, Obstacle.PREFILL, Obstacle.MASK)
 }

@@ -240,7 +240,7 @@ class PromptEmbeds:
 
     def add(self, new: NewRequestData) -> None:
         """Note a new request, if it brings any. Raises ValueError where they are not one row for
-        each token of its prompt, which fails the step: whoever takes in requests checks that."""
+        each token of its prompt, which fails the step: request admission checks that."""
         embeds = new.prompt_embeds
         if embeds is None:
             return

@@ -100,7 +100,7 @@ def stores_left(path: Path, names: Iterable[str]) -> list[StoreEntry]:
 
 def remove_left(folder: Path) -> int:
     """Remove a tenant store's folder and the note beside it; the bytes that it took. Raises
-    TierConfigError where somebody uses it."""
+    TierConfigError where it is in use."""
     freed = remove(folder)
     folder.with_suffix(".layout").unlink(missing_ok=True)
     return freed

@@ -48,7 +48,7 @@ def read_secret(path: Path) -> bytes:
 
 def _open(path: Path) -> int:
     """May raise OSError."""
-    # Not to wait for whoever opens the other end of a pipe.
+    # O_NONBLOCK: opening a pipe does not wait for its other end.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         return os.open(path, flags)

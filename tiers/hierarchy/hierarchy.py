@@ -122,7 +122,7 @@ class Hierarchy:
 
     @property
     def learns(self) -> bool:
-        """Whether `announce_prompt` is of use to anybody."""
+        """Whether `announce_prompt` has any effect."""
         return (
             self._slab.learns
             or (self.has_stores and self._admission.learns)

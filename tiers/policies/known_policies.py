@@ -50,7 +50,7 @@ def known_policies() -> list[str]:
 
 def policy_factory(name: str) -> PolicyFactory:
     """The maker of a policy: one of ours, or of another package by its name or as
-    `module:attribute`. Raises TierConfigError for a name that nobody brings and for a policy that
+    `module:attribute`. Raises TierConfigError for an unknown name and for a policy that
     cannot be loaded or does not keep the promise of `base.py`."""
     if name in POLICIES:
         return POLICIES[name]

@@ -88,7 +88,7 @@ def _uncancelable_future() -> Future[Any]:
 
 @dataclass(slots=True, eq=False)
 class Job(Generic[_T]):
-    """One call under way: its future and the answers, which come in parts and in any order.
+    """A call under way: its future and the answers, which come in parts and in any order.
     `answers` and `waiting_for` are changed under the lock, with each answer both."""
 
     answers: list[_T]

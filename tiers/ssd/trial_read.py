@@ -21,8 +21,8 @@ def trial_read(
     slot_file: SlotFile, layout: BlockLayout, slots: Sequence[int], threads: int, seconds: float
 ) -> ReadSample | None:
     """Read these slots to see how quick the disk is, past index, checks and counters: in runs as
-    loads do, by so many threads; None where the disk is late or fails. Nobody looks at what is
-    read, so slots may be written meanwhile. Waits for `seconds` at most; a read that hangs keeps
+    loads do, by so many threads; None where the disk is late or fails. The bytes read are
+    ignored, so slots may be written meanwhile. Waits for `seconds` at most; a read that hangs keeps
     its thread, and nothing else."""
     if not slots:
         return None

@@ -62,7 +62,7 @@ class ToolCallParser(ABC):
 
 
 class Output:
-    """What a parser has found since the last `pop_found`. White space beside a call is no content,
+    """The findings of a parser since the last `pop_found`. White space beside a call is no content,
     but between two words."""
 
     __slots__ = ("_calls", "_content", "_count", "_follows_call", "_has_content", "_space")

@@ -242,7 +242,7 @@ class _DeviceTable:
             self._batch.index_put_((there[0], there[1]), there[2])
 
     def lay_down(self, rows: Tensor, width: int, padded: int) -> None:
-        """The first `width` blocks of these rows of the batch, and nobody's rows behind them."""
+        """The first `width` blocks of these rows of the batch, and unused rows behind them."""
         # Beyond a request's own blocks nothing is read.
         self.rows[: len(rows), :width].copy_(self._batch[:, :width].index_select(0, rows))
         self.rows[len(rows) : padded].zero_()

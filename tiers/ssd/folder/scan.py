@@ -6,7 +6,7 @@ or writes it, so this looks first: at the structure of every page in use and of 
 pages by hand, then, in case something was overlooked, with LMDB itself. What a row says is not
 judged but for its length and place; records are verified when they are read.
 
-Rows go to standard output while the pages are looked at, so that whoever takes them in need not
+Rows go to standard output while the pages are looked at, so that their reader need not
 wait for the end of that, but only by it knows that they are good:
     batch = number of rows u32 little-endian | the slots, 4 bytes each | the values, 64 bytes each
 The last batch is empty, and comes before LMDB reads everything: what its reader does with all the

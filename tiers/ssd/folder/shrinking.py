@@ -56,7 +56,7 @@ def shrink(directory: StoreDirectory, plan: SpacePlan, index: SlotIndex) -> Slot
     targets = (slot for slot in range(plan.num_slots) if slot not in hot)
     tried = moved = 0
     with _Mover(directory, plan) as mover:
-        mover.remove_slots(to_be_removed)  # of which nobody would know any more
+        mover.remove_slots(to_be_removed)  # the smaller index does not list them
         step = max(1, min(_COMMIT_BYTES // plan.record_bytes, _COMMIT_ROWS))
         for start in range(0, len(moves), step):
             if time.monotonic() - began > MOST_SECONDS:

@@ -384,7 +384,7 @@ class SlotList:
 
 
 class FreeSlots:
-    """Which of the slots 0 to `num_slots - 1` are free, one byte each: `FREE` or 0. The
+    """Flags of the free slots among 0 to `num_slots - 1`, one byte each: `FREE` or 0. The
     lowest are given out first, so neighbours where there are any. A search for the next free byte
     runs at the speed of memory, so a batch costs one pass over what is taken below it (a million
     slots: 30 µs), and a slot that comes back costs nothing to put in order."""
