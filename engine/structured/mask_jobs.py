@@ -17,8 +17,8 @@ OnHang = Callable[[Grammar], None]
 
 
 class Follower:
-    """The position of one answer in its grammar. `first_words` is the row at its beginning, where it is
-    made already, and `first_seconds` the time that took."""
+    """The position of one answer in its grammar. `first_words` is the row at its beginning, where
+    it is made already, and `first_seconds` the time that took."""
 
     def __init__(
         self,
