@@ -49,7 +49,6 @@ class Outgoing(StoresAhead):
         self._along = ALONG_BYTES // self._hierarchy.block_bytes
 
     def __len__(self) -> int:
-        """Jobs in flight."""
         return len(self._tickets)
 
     def __contains__(self, job_id: int) -> bool:

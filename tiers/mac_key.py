@@ -45,7 +45,6 @@ class MacKey:
         return self._derive(b"tag")
 
     def seal(self, namespace: bytes) -> Seal:
-        """The seal of the store with this namespace."""
         return Seal(self._derive(b"store\0" + namespace))
 
     def _derive(self, text: bytes) -> bytes:

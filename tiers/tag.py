@@ -48,7 +48,6 @@ Proofs = Sequence[Proof | None]
 
 
 def unpack_proof(packed: bytes) -> Proof:
-    """The reverse of `Proof.pack`."""
     return Proof(packed[:TAG_BYTES], packed[TAG_BYTES:PROOF_BYTES])
 
 

@@ -208,7 +208,13 @@ def _chat(follower: Follower) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "stream": True}
+    # So many tokens that the first output, which is where the walk ends, is never the last too.
+    body = {
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 64,
+        "ignore_eos": True,
+        "stream": True,
+    }
 
     def request(method: str, path: str, *content: bytes) -> None:
         with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=WAIT_SECONDS)) as server:

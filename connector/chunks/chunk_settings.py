@@ -102,7 +102,6 @@ class Host(Generic[Settings]):
 
     @property
     def options(self) -> Mapping[str, Option]:
-        """Every setting, by name."""
         return {**_TIER_OPTIONS, **options_of(self.kind, "")}
 
     def read(self, given: Mapping[str, Any]) -> Settings:

@@ -95,16 +95,13 @@ class ChunkTiers(ChunkMover):
         return self._queue(self._loads, keys, chunks, self.limits.read_seconds)
 
     def drop_chunks(self, keys: Sequence[bytes]) -> None:
-        """Forget chunks, in every tier."""
         held = list(keys)
         self._order(lambda: self._hierarchy.forget_blocks(held))
 
     def clear(self) -> None:
-        """Forget every chunk, in every tier."""
         self._order(self._hierarchy.clear)
 
     def stats(self) -> dict[str, TierStats]:
-        """Counters by tier."""
         with self.lock:
             return self._hierarchy.stats()
 

@@ -209,7 +209,6 @@ class LinkRate:
         self.is_measured = False  # until then it is what was assumed
 
     def estimate_transfer(self, num_bytes: float) -> float:
-        """Estimated seconds to move `num_bytes`."""
         return self.fixed_seconds + num_bytes * self.seconds_per_byte
 
     def believe(self, num_bytes: float, seconds: float) -> None:

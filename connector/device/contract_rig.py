@@ -82,26 +82,21 @@ class Rig:
         self.slab.close()
 
     def gate(self) -> Gate:
-        """A closed gate."""
         return self.surroundings.gate(self.device)
 
     def block(self, block_id: int) -> bytes:
-        """The bytes of a block as they are now."""
         block = self.pool[block_id].cpu().contiguous().view(torch.uint8)
         return bytes(block.flatten().tolist())
 
     def write(self, block_id: int, value: int) -> bytes:
-        """Fill a block; its bytes."""
         self.surroundings.write(self.pool, block_id, value)
         self.surroundings.settle()
         return self.block(block_id)
 
     def slot(self, slot: int) -> bytes:
-        """The bytes of a slot as they are now."""
         return bytes(self.slab.buffer(slot)[: self.layout.page_bytes])
 
     def fill(self, slot: int, value: int) -> bytes:
-        """Fill a slot; its bytes."""
         page = bytes([value]) * self.layout.page_bytes
         self.slab.buffer(slot)[: self.layout.page_bytes] = page
         return page

@@ -54,7 +54,6 @@ class ChunkIdentity:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk."""
         sizes = zip(self.shapes, self.dtypes, strict=True)
         return sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in sizes)
 

@@ -55,7 +55,6 @@ class PageIdentity:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page."""
         return sum(self.parts)
 
     def root(self) -> bytes:

@@ -166,7 +166,6 @@ class StrataHiCacheStorage(HiCacheStorage):
         return all(self._transfer_pages("store", keys, [[_tensor_bytes(each)] for each in held]))
 
     def clear(self) -> None:
-        """Forget every page, in every tier."""
         if self._tiers is not None:
             self._tiers.clear()
 

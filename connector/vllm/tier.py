@@ -141,7 +141,6 @@ class StrataTier(SecondaryTierManager):
             self._tiers.lookups.let_go([req_context.req_id])
 
     def on_schedule_end(self, context: Any) -> None:
-        """A step has been scheduled."""
         self._meter.scheduled(context.new_req_ids)
         with self._tiers.transfers.lock:
             self._tiers.lookups.let_go(context.new_req_ids)

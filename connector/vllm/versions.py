@@ -36,14 +36,12 @@ def check_version(text: str) -> tuple[int, int]:
 
 
 def is_cpu_build() -> bool:
-    """Whether vLLM computes on the CPU here."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
 def platform_name() -> str:
-    """What vLLM computes on, as it names it."""
     from vllm.platforms import current_platform
 
     return str(current_platform.device_type)

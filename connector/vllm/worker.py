@@ -59,19 +59,16 @@ class CpuWorker(OffloadingWorker):
         self._ended: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
-        """Copy blocks to chunks."""
         self._copy(job_id, src_spec, dst_spec, to_region=True)
         return True
 
     def submit_load(
         self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """Copy chunks to blocks."""
         self._copy(job_id, dst_spec, src_spec, to_region=False)
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """The copies since the last call."""
         ended, self._ended = self._ended, []
         return ended
 

@@ -75,7 +75,6 @@ class BatchUpdateBuilder:
         self._moved.append(MovedRow(source, target))
 
     def peek_removed(self) -> int | None:
-        """The lowest empty row, None where there is none."""
         self._sort_removed()
         return self._removed[-1] if self._removed else None
 

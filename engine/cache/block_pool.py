@@ -101,7 +101,6 @@ class BlockPool:
 
     @property
     def num_held(self) -> int:
-        """Blocks that somebody holds."""
         return self.num_usable - self.free_queue.num_free * self.width
 
     @property
@@ -121,7 +120,6 @@ class BlockPool:
 
     @property
     def is_idle(self) -> bool:
-        """No request holds a block."""
         return self.num_held == 0
 
     def get_cached_prefix(
@@ -141,7 +139,6 @@ class BlockPool:
         return tuple(prefix)
 
     def has(self, key: bytes) -> bool:
-        """Whether a block carries this name."""
         return key in self._named
 
     def named(self, key: bytes) -> KVCacheBlock:
@@ -411,7 +408,6 @@ class BlockPool:
         ]
 
     def list_names(self) -> list[bytes]:
-        """The names of all pages that can be found."""
         return page_keys(self._named, self.width)
 
     def reset_prefix_cache(self) -> bool:

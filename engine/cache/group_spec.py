@@ -62,7 +62,6 @@ class CacheGroups:
 
     @property
     def num_layers(self) -> int:
-        """The layers of the model."""
         return sum(len(group.layers) for group in self.groups)
 
     @property

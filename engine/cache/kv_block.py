@@ -67,7 +67,6 @@ class FreeBlockQueue:
             block = block.next_free
 
     def popleft(self) -> KVCacheBlock:
-        """Take the block to be reused next."""
         return self.popleft_n(1)[0]
 
     def popleft_n(self, count: int) -> list[KVCacheBlock]:
@@ -91,7 +90,6 @@ class FreeBlockQueue:
         self.append_n((block,))
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Put blocks at the end, in this order."""
         self._insert(self._tail.prev_free, blocks, self._tail)
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:

@@ -189,7 +189,6 @@ def transfer_config_of(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_vllm_flags(args: Mapping[str, Any]) -> list[str]:
-    """Which of those flags were given."""
     names = [name for name in ("region_bytes", *VLLM_OPTIONS) if args[name] is not None]
     return [flag_of(name) for name in ("connector",) * bool(args["connector"]) + tuple(names)]
 

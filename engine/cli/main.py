@@ -178,7 +178,6 @@ def _run(words: list[str]) -> int:
 
 
 def import_command(name: str) -> Any:
-    """The module of one of COMMANDS."""
     folder = ".tiers." if name in _OF_TIERS else "."
     return importlib.import_module(folder + name.replace("-", "_"), __package__)
 

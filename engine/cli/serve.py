@@ -55,7 +55,6 @@ _CLOSE_GRACE_SECONDS = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The server's flags and the engine's."""
     add_server_arguments(parser)
     add_engine_arguments(parser)
 

@@ -88,7 +88,6 @@ _SECTIONS = {option.section for option in OPTIONS.values()}
 
 
 def has_tier(tiers: Iterable[str], tier: str) -> bool:
-    """Whether a tier is among those that `--kv-offload` names."""
     return any(map(is_address, tiers)) if tier == REMOTE else tier in tiers
 
 

@@ -105,7 +105,6 @@ class Executor(ABC):
         return self.result(handle)
 
     def start_copies(self, meta: ConnectorMetadata) -> None:
-        """Begin copies that belong to no step."""
         self.call_worker("start_copies", meta=meta)
 
     def poll_copies(self) -> ConnectorWorkerOutput | None:

@@ -41,7 +41,6 @@ class ComputeDtype:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type itself."""
         return pool_dtype(self.name)
 
 

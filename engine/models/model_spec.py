@@ -124,7 +124,6 @@ class ModelSpec:
 
     @property
     def output_bias(self) -> bool:
-        """Whether the matrix after the attention has a bias."""
         return self.attention_bias and self.family.output_bias
 
     @property
@@ -139,7 +138,6 @@ class ModelSpec:
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """The kinds of rotary positions that layers have."""
         return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
 
     @property

@@ -188,5 +188,4 @@ def stable_length(rope: RopeSpec, max_positions: int) -> int:
 
 
 def yarn_length(rope: RopeSpec) -> int:
-    """The positions that a yarn is stretched to."""
     return min(int(rope.factor * rope.original_max_positions), MAX_COUNT)

@@ -224,11 +224,9 @@ class ProgressLine:
         return cls(total, stream)
 
     def count_new_tokens(self, num_tokens: int) -> None:
-        """So many tokens have come."""
         self._num_tokens += num_tokens
 
     def count_answer(self) -> None:
-        """One answer has ended."""
         self._num_answers += 1
 
     async def keep_redrawing(self) -> None:

@@ -99,7 +99,6 @@ class Load:
 
 
 def num_elements(shapes: Shapes) -> int:
-    """Parameters of a model."""
     return sum(math.prod(shape) for shape in shapes.values())
 
 

@@ -241,7 +241,6 @@ class Nodes:
         return find_difference(node.identity, self._reference, with_blocks=with_blocks)
 
     async def probe_all(self) -> None:
-        """Look at every node once."""
         await asyncio.gather(*(self._look_at(node) for node in self))
         self.judge()
 

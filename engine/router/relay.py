@@ -56,7 +56,6 @@ class Reply:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def finish_body(self, data: bytes = b"") -> None:
-        """Send the last of the body."""
         self.is_ended = True
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
 

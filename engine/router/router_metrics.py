@@ -66,15 +66,12 @@ class RouterMetrics:
                 self._requests.labels(leg, outcome)
 
     def record_outcome(self, leg: str, outcome: str, seconds: float | None = None) -> None:
-        """One that ended; `seconds` where it took any."""
         self._requests.labels(leg, outcome).inc()
         if seconds is not None:
             self._seconds.labels(leg).observe(seconds)
 
     def count_retry(self, leg: str) -> None:
-        """One that goes to another node."""
         self._retries.labels(leg).inc()
 
     def exposition(self) -> bytes:
-        """All of them as text."""
         return generate_latest(self._registry)

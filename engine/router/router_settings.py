@@ -34,7 +34,6 @@ class NodeAddress:
 
     @property
     def authority(self) -> str:
-        """`host:port`, as in the header Host."""
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @property

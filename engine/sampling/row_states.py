@@ -161,12 +161,10 @@ class RowStates(RowFollower, Generic[State]):
         return list(zip(indices.tolist(), states, strict=True))
 
     def put(self, row: int, state: State) -> None:
-        """Give a row another state, or its first."""
         self._states[row] = state
         self._has_state[row] = True
 
     def items(self) -> list[tuple[int, State]]:
-        """Every row that has a state, with it."""
         return list(self._states.items())
 
     def discard(self, row: int) -> None:

@@ -147,7 +147,6 @@ class Pins:
         return expiry is not None and expiry <= now
 
     def arrives(self, request: Request, tool: str, now: float) -> None:
-        """A request of a job has come."""
         if request.job:
             self._call_estimator("turn_arrives", request.job, tool, now)
 
@@ -211,7 +210,6 @@ class Pins:
         return True
 
     def release_all(self) -> None:
-        """Give up all pins."""
         while self.release_oldest():
             pass
 

@@ -407,7 +407,6 @@ class Scheduler:
         self._stalled = False
 
     def resume(self) -> None:
-        """Go on as before `pause`."""
         self._paused = None
         self._stalled = False
 

@@ -168,15 +168,12 @@ class _Batch:
         self._is_done: threading.Event | None = None
 
     def give(self, places: Sequence[int]) -> None:
-        """These are the thread's."""
         self.places, self._is_done = places, threading.Event()
 
     def wait(self, seconds: float) -> bool:
-        """Whether the thread is done with its jobs."""
         return self._is_done is None or self._is_done.wait(seconds)
 
     def set_done(self) -> None:
-        """The thread is."""
         assert self._is_done is not None
         self._is_done.set()
 

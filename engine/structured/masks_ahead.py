@@ -183,7 +183,6 @@ class _Turns:
         self._count.put(True)
 
     def charge(self, tenant: str, seconds: float) -> None:
-        """A job of this tenant has taken so long."""
         self._first.charge(tenant, seconds)
         self._later.charge(tenant, seconds)
 

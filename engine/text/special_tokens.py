@@ -117,7 +117,6 @@ def _with_names(settings: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _in_list(settings: Mapping[str, Any]) -> Iterable[Any]:
-    """Those that have none."""
     values = _list_of(settings)
     return () if isinstance(values, dict) else _checked(values)
 

@@ -76,7 +76,6 @@ class Story:
 
     @property
     def num_preemptions(self) -> int:
-        """How often it was sent back."""
         return sum(event.event == Decision.PREEMPTED.value for event in self.events)
 
     def tokens_found(self) -> dict[str, int]:
@@ -98,7 +97,6 @@ class Story:
         return seconds
 
     def seconds_in(self, state: State) -> float:
-        """How long it was in a state."""
         return sum(span.ended - span.began for span in self.spans if span.state is state)
 
 

@@ -70,7 +70,6 @@ class BlockTable:
         self._changed[row] = min(start, self._changed.get(row, start))
 
     def add_row(self, block_ids: Sequence[int], row: int) -> None:
-        """Replace a row."""
         self.num_entries[row] = self._changed[row] = 0
         self.append_row(block_ids, row)
 
@@ -134,9 +133,7 @@ class MultiGroupBlockTable:
             table.move_row(source, target)
 
     def block_ids(self, row: int) -> BlockIds:
-        """A row's blocks in each group."""
         return tuple([table.block_ids(row) for table in self.tables])
 
     def slot_mapping(self, rows: npt.NDArray[np.integer], positions: IntArray) -> list[IntArray]:
-        """The slots in each group."""
         return [table.slot_mapping(rows, positions) for table in self.tables]

@@ -83,7 +83,6 @@ class KvPool:
 
 
 def block_shape(layout: BlockLayout) -> tuple[int, ...]:
-    """The shape of one block in a pool."""
     return layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim
 
 

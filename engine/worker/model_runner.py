@@ -204,7 +204,6 @@ class ModelRunner:
             self._connector.register_pool(self.pool.tensor)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """One step as a whole."""
         step = self.launch_step(output)
         self.sample(step)
         return self.collect_output(step)
@@ -269,7 +268,6 @@ class ModelRunner:
 
     @_in_queue
     def start_copies(self, meta: ConnectorMetadata) -> None:
-        """Begin copies that belong to no step."""
         self._connector.start_step(meta)
 
     @_in_queue

@@ -111,7 +111,6 @@ class ServerMetrics:
         self._seconds[name].observe(seconds)
 
     def turned_away(self, reason: str) -> None:
-        """A connection was ended, for this reason."""
         self._turned_away.labels(reason).inc()
 
     def data_refused(self, reason: str) -> None:
@@ -123,11 +122,9 @@ class ServerMetrics:
         self._reloads.labels(result).inc()
 
     def received(self, tenant: str, num_bytes: int) -> None:
-        """Bytes of blocks came by a stream."""
         self._received.labels(tenant).inc(num_bytes)
 
     def sent(self, tenant: str, num_bytes: int) -> None:
-        """Bytes of blocks went by a stream."""
         self._sent.labels(tenant).inc(num_bytes)
 
     def exposition(self) -> bytes:

@@ -70,7 +70,6 @@ class Watcher:
             self._wake()
 
     def end_events(self) -> None:
-        """Nothing more will be told."""
         self._ended = True
         self._wake()
 
@@ -206,7 +205,6 @@ class Watches:
             self._looking = None
 
     def set_tenants(self, num_tenants: int) -> None:
-        """There are so many from now on."""
         self._shares.set_tenants(num_tenants)
 
     def end_of(self, tenants: Collection[str]) -> None:

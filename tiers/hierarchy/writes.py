@@ -53,7 +53,6 @@ class Writes:
         self._has_failed = False  # since a flush began
 
     def __len__(self) -> int:
-        """Batches in flight."""
         return len(self._batches)
 
     @property
@@ -61,7 +60,6 @@ class Writes:
         return sum(len(batch.keys) for batch in self._batches)
 
     def holds(self, key: bytes) -> bool:
-        """Whether a batch in flight has this block."""
         return any(key in batch.keys for batch in self._batches)
 
     def room(self, most_blocks: int, most_batches: int) -> int:

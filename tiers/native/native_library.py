@@ -295,7 +295,6 @@ class _Places:
         assert all(payload.nbytes == self.size for payload in payloads)
 
     def slice_addresses(self, start: int, stop: int) -> array[int]:
-        """Where some of them lie."""
         return self._addresses[start:stop]
 
 

@@ -298,7 +298,6 @@ class Run:
         self.born += 1
 
     def lose(self, block: Block) -> None:
-        """Another run is about to take this block."""
         del (self.blocks if block.held else self.gone)[block.key]
 
     def tail_first(self) -> Iterator[Block]:

@@ -368,7 +368,6 @@ class CpuSlab(SlabTier):
         return self.index is not None and self.index.is_held(slot.index)
 
     def _is_known(self, key: bytes) -> bool:
-        """Whether a committed block has not been forgotten."""
         return self._slots[key].epoch == self._epoch
 
     def _is_idle_and_known(self, key: bytes) -> bool:

@@ -64,7 +64,6 @@ class _Waits:
             self._since.pop(number, None)
 
     def oldest_seconds(self) -> float:
-        """How long the first of them has waited."""
         with self._lock:
             first = next(iter(self._since.values()), None)
         return 0.0 if first is None else time.monotonic() - first
@@ -105,7 +104,6 @@ class SeveralDisks(StoreTier):
         return any(store.learns for store in self._stores)
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:
-        """Each disk is told of its own blocks."""
         for number, places in self._split(chain).items():
             self._stores[number].observe([chain[place] for place in places], now)
 

@@ -154,7 +154,6 @@ def decode_welcome(raw: bytes) -> Welcome:
 
 
 def encode_request(request: RequestFrame) -> bytes:
-    """The head; keys or tags follow."""
     return REQUEST.pack(request.verb, 0, 0, request.blocks, request.number, request.argument)
 
 
@@ -167,7 +166,6 @@ def decode_request(raw: bytes) -> RequestFrame:
 
 
 def encode_reply(reply: ReplyFrame) -> bytes:
-    """The head; states and what belongs to them follow."""
     verb, status, blocks, number, argument = reply
     return REPLY.pack(verb, status, 0, blocks, number, argument)
 

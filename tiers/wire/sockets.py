@@ -51,13 +51,11 @@ class Connection:
             sock.settimeout(None)  # the kernel's own timeouts are used, which MSG_WAITALL needs
 
     def receive(self, size: int, deadline: float) -> bytes:
-        """Exactly `size` bytes."""
         buffer = bytearray(size)
         self.receive_into(memoryview(buffer), deadline)
         return bytes(buffer)
 
     def receive_into(self, view: memoryview, deadline: float) -> None:
-        """Fill `view`."""
         self.receive_all([view], deadline)
 
     def receive_all(self, views: list[memoryview], deadline: float) -> None:

@@ -139,7 +139,6 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> StrataPromMetrics:
-        """The metrics of `stats.py`."""
         return StrataPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # In vLLM's scheduler
@@ -154,7 +153,6 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         self._role_in_scheduler.bind_pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
-        """A request has come."""
         self._role_in_scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(
@@ -181,11 +179,9 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         return versions.hit_sources(num_near, num_external_tokens, tiers)
 
     def build_connector_meta(self, scheduler_output: Any) -> StrataMetadata:
-        """The end of a `schedule()`."""
         return StrataMetadata(self._role_in_scheduler.build_step_plan(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """The end of a step."""
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, StrataWorkerMetadata):
             self._role_in_scheduler.apply_step_report(metadata.report)
@@ -193,7 +189,6 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As below."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -212,7 +207,6 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         return self._role_in_scheduler.has_pending_work()
 
     def reset_cache(self) -> bool | None:
-        """Forget everything, in every tier."""
         return self._role_in_scheduler.reset()
 
     # In vLLM's worker

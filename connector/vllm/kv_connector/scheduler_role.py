@@ -145,7 +145,6 @@ class SchedulerRole:
             self._watch = PoolWatch(pool, self._note_named, self._drop_names)
 
     def on_new_request(self, request: Any) -> None:
-        """A request has come."""
         self._safely(self._on_new_request, None, request)
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -51,7 +51,6 @@ class StrataStats(KVConnectorStats):
         return line
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
         return not (self.data.get(COUNTED) or self.data.get(GAUGED))
 
 

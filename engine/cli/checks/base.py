@@ -27,7 +27,6 @@ class Finding(NamedTuple):
     cure: str = ""
 
     def line(self) -> str:
-        """As one line of text."""
         text = f"{self.what}: {self.fact}" + (f"; {self.cure}" if self.cure else "")
         return f"{self.level:<8} {one_line(text)}"
 

@@ -215,7 +215,6 @@ def check_hash_roots(
 
 
 def this_python() -> str:
-    """The one that runs this."""
     return sys.executable
 
 

@@ -103,7 +103,6 @@ class VllmCase:
 
     @property
     def region_bytes(self) -> int | None:
-        """What vLLM's region takes."""
         size = self.extra.get("cpu_bytes_to_use")
         return int(size) if isinstance(size, int | float) and size > 0 else None
 

@@ -157,7 +157,6 @@ class ProcessExecutor(Executor):
 
     @property
     def pid(self) -> int:
-        """The worker's process id."""
         return self._process.pid
 
     def end_by(self, deadline: float) -> None:

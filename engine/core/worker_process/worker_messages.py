@@ -92,7 +92,6 @@ FromWorker = Up | Done | Failed | Returned
 
 
 def encode(message: ToWorker | FromWorker) -> bytes:
-    """The bytes of a message."""
     return _encoder.encode(message)
 
 

@@ -96,11 +96,9 @@ class Shares:
         return self._counts[tenant]
 
     def add(self, tenant: str) -> None:
-        """One more."""
         self._counts[tenant] += 1
 
     def remove_tenant(self, tenant: str) -> None:
-        """One less."""
         self._counts[tenant] -= 1
         if not self._counts[tenant]:
             del self._counts[tenant]

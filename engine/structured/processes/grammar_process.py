@@ -171,7 +171,6 @@ class _Follower:
         return RowAnswer(len(asked.tokens), matcher.may_end, words)
 
     def drop_matcher(self, number: int) -> None:
-        """Forget it: it is not asked for again."""
         self._matchers.pop(number, None)
 
 

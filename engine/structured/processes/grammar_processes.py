@@ -167,7 +167,6 @@ class GrammarProcesses:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of those that compile or follow."""
         with self._lock:
             return [process.pid for process in self._idle + self._busy]
 

@@ -88,7 +88,6 @@ class Output:
         self._follows_call, self._has_content = False, True
 
     def begin_call(self, name: str) -> None:
-        """The next call."""
         self._space, self._follows_call = "", True
         self._calls[self._count] = CallPiece(self._count, name)
         self._count += 1

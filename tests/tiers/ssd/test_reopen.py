@@ -25,7 +25,8 @@ from stratakv.tiers.ssd.disk.space import plan_slots
 from stratakv.tiers.ssd.folder import guard
 from stratakv.tiers.ssd.folder.identity_note import read_note
 from stratakv.tiers.ssd.index.index_file import IndexFile, Row
-from stratakv.tiers.ssd.index.slot_index import FreeSlots, SlotIndex, SlotList
+from stratakv.tiers.ssd.index.slot_index import SlotIndex
+from stratakv.tiers.ssd.index.slot_sets import FreeSlots, SlotList
 
 from ..blocks import SMALL, make_buffers, make_keys, payload_of
 from ..store_contract import SECONDS, fetch, put

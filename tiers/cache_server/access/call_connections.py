@@ -70,7 +70,6 @@ class CallConnections:
         self.turned_away: collections.Counter[str] = collections.Counter()
 
     def set_tenants(self, num_tenants: int) -> None:
-        """There are so many from now on."""
         self._num_tenants = num_tenants
 
     @property

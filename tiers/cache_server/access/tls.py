@@ -119,7 +119,6 @@ class LiveTls:
         return LiveTls(files)
 
     def take_over(self, other: LiveTls) -> None:
-        """Have what `prepared` returned."""
         self.files, self.context, self.ends = other.files, other.context, other.ends
         self._fresh = other._first
 

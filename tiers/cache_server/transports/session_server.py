@@ -90,7 +90,6 @@ class SessionServer(ABC):
         self._told_at = float("-inf")
 
     def set_tenants(self, num_tenants: int) -> None:
-        """There are so many from now on."""
         self._shares.set_tenants(num_tenants)
 
     @property

@@ -93,7 +93,6 @@ class IoLane:
 
     @property
     def has_room(self) -> bool:
-        """True where another run would be prepared at once."""
         return not self._waiting and self._has_room()
 
     def submit_runs(self, work: Work, found: Iterable[range]) -> None:

@@ -8,26 +8,17 @@ from __future__ import annotations
 
 import gc
 from array import array
-from collections import deque
-from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import Protocol, TypeVar
 
 from .index_file import RowBatch
+from .slot_sets import FREE, SlotList, scatter
 
-_T = TypeVar("_T")
-FREE = b"\1"
 # Counting sort of the uses at the start takes four bytes for each number between the oldest and
 # the newest one; beyond this many numbers a block, an ordinary sort does.
 _MOST_NUMBERS_PER_BLOCK = 16
 # A last use beyond it was never written by us; counting on from it would overflow the row.
 _LARGEST_USE = 2**62
-
-
-class Recency(Protocol):
-    """An order of slots by their last use, which gains the coldest first."""
-
-    def extend(self, slots: Sequence[int]) -> None: ...
 
 
 class LoadedRows:
@@ -36,7 +27,7 @@ class LoadedRows:
     source has read all rows, and is about to say whether they are good. `recency`, which is empty,
     gains the slots in use, the coldest first, while the source makes sure of that."""
 
-    def __init__(self, num_slots: int, batches: Iterable[RowBatch], recency: Recency) -> None:
+    def __init__(self, num_slots: int, batches: Iterable[RowBatch], recency: SlotList) -> None:
         self.slots: dict[bytes, int] = {}
         self.keys: list[bytes | None] = [None] * num_slots  # None where free
         self.generations = array("Q", bytes(8 * num_slots))
@@ -137,8 +128,3 @@ def _by_use(slots: Mapping[bytes, int], uses: array[int]) -> Sequence[int]:
     if len(order) == len(slots):
         return order
     return sorted(slots.values(), key=uses.__getitem__)
-
-
-def scatter(into: MutableSequence[_T], slots: Iterable[int], values: Iterable[_T]) -> None:
-    """`into[slot] = value` for all of them, without a Python loop."""
-    deque(map(into.__setitem__, slots, values), maxlen=0)

@@ -39,7 +39,6 @@ class OfferedBlocks:
         return len(self._entries)
 
     def add(self, entries: Sequence[Entry]) -> None:
-        """A batch, head first."""
         if not self._entries:
             self._due_at = time.monotonic() + SYNC_SECONDS
         self._entries.update((entry.slot, entry) for entry in reversed(entries))
