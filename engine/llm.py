@@ -305,6 +305,7 @@ class LLM:
         self._loop.run(self._client.call("resume"))
 
     def stats(self) -> dict[str, Any]:
+        """The engine's counters and gauges."""
         self._check_open()
         result: dict[str, Any] = self._loop.run(self._client.call("stats"))
         return result

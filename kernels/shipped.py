@@ -27,7 +27,6 @@ POOLS = {
 
 
 def shipped_configurations() -> list[Configuration]:
-    """All of them. Imports triton."""
     return [*_copies(), *_decodes(), *_prefills(), *_writes(), *_layers()]
 
 

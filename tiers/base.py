@@ -98,7 +98,6 @@ class TierStats:
     reserved_blocks: int = 0
 
     def copy(self) -> TierStats:
-        """The same numbers, which no longer change."""
         return replace(self, rejected=dict(self.rejected), errors=dict(self.errors))
 
     def add(self, more: TierStats) -> None:

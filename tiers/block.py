@@ -159,7 +159,6 @@ def key_suffix(group: int = 0, shard_rank: int = 0, shard_count: int = 1) -> byt
 
 
 def pack_key(digest: bytes, group: int = 0, shard_rank: int = 0, shard_count: int = 1) -> bytes:
-    """A 40-byte key from a 32-byte digest."""
     if len(digest) != DIGEST_BYTES:
         raise InvalidBlock(f"a digest has {DIGEST_BYTES} bytes, not {len(digest)}")
     return digest + key_suffix(group, shard_rank, shard_count)

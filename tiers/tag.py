@@ -39,7 +39,6 @@ class Proof(NamedTuple):
     digest: bytes
 
     def pack(self) -> bytes:
-        """`PROOF_BYTES` bytes, for the wire."""
         return self.tag + self.digest
 
 

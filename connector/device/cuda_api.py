@@ -82,7 +82,6 @@ class CudaApi:
         library.cudaGetErrorString.restype = ctypes.c_char_p
 
     def set_device(self, index: int) -> None:
-        """Make it the calling thread's current device."""
         self._call("cudaSetDevice", index)
 
     def relax_capture(self) -> None:

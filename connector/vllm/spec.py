@@ -57,7 +57,6 @@ class StrataSpec(TieringOffloadingSpec):
         return definitions | StrataTier.build_metric_definitions(tier_config(extra_config))
 
     def get_manager(self) -> Any:
-        """vLLM's, over our tier."""
         if self._manager is None:
             region.sweep()
         return super().get_manager()

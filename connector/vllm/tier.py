@@ -151,7 +151,6 @@ class StrataTier(SecondaryTierManager):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """What is told of the tiers."""
         return metrics.definitions()
 
     def get_stats(self) -> Any:

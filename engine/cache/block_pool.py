@@ -110,7 +110,6 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Names by which blocks can be found."""
         return len(self._named) * self.width
 
     @property

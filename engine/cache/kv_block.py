@@ -97,7 +97,6 @@ class FreeBlockQueue:
         self._insert(self._head, blocks, self._head.next_free)
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Take one block out, wherever it stands."""
         self.remove_n((block,))
 
     def remove_n(self, blocks: Sequence[KVCacheBlock]) -> None:

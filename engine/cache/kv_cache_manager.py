@@ -279,7 +279,6 @@ class KVCacheManager:
         return self._keys(digests)
 
     def get_block_ids(self, request_id: str) -> BlockIds:
-        """The block table of each cache group."""
         return self.page_ids(self.tables(request_id))
 
     def page_ids(self, blocks: GroupBlocks) -> BlockIds:

@@ -63,7 +63,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_show_arguments(parser: argparse.ArgumentParser) -> None:
-    """All of serve's, and how to show them."""
     parser.add_argument("--origin", action="store_true", help="say where each comes from")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     serve.add_arguments(parser)

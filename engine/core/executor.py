@@ -99,7 +99,6 @@ class Executor(ABC):
         side had not reported yet. Idempotent."""
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """One step from beginning to end."""
         handle = self.dispatch(step)
         self.sample(handle)
         return self.result(handle)

@@ -104,7 +104,6 @@ class RequestBuilder:
         )
 
     def job_of(self, called: ToolCalled) -> bytes:
-        """The job as requests of its turns name it."""
         salt = tenant_salt(self._tenant_secret, called.tenant, called.cache_salt)
         return job_key(salt, called.job_id)
 

@@ -35,7 +35,6 @@ Start = TypeVar("Start", bound=msgspec.Struct)
 
 
 def encode_start(start: msgspec.Struct) -> bytes:
-    """The bytes to write, length included."""
     body = msgspec.msgpack.encode(start, enc_hook=encode_path)
     return _LENGTH.pack(len(body)) + body
 

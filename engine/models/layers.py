@@ -225,5 +225,4 @@ _KINDS = {MlpKind.DENSE: DenseMlp}
 
 
 def make_mlp(spec: ModelSpec, weights: LayerWeights, elementwise: Elementwise) -> Mlp:
-    """The one that the model's family has."""
     return _KINDS[spec.family.mlp](weights, spec.family.activation, elementwise)

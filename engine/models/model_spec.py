@@ -150,7 +150,6 @@ class ModelSpec:
 
     @property
     def attention_scale(self) -> float:
-        """What scores are multiplied by."""
         return float((self.query_scalar or self.head_dim) ** -0.5)
 
     @property
@@ -165,7 +164,6 @@ class ModelSpec:
         return min(stable_length(rope, self.max_positions) for rope in self.ropes)
 
     def layout(self, block_size: int, kv_dtype: str) -> BlockLayout:
-        """How one block of this model lies."""
         return BlockLayout(self.num_layers, block_size, self.num_kv_heads, self.head_dim, kv_dtype)
 
 

@@ -170,11 +170,9 @@ class Nodes:
         return len(self._up(role))
 
     def num_refused(self, role: Role) -> int:
-        """How many are up and do not fit."""
         return sum(node.is_up and bool(node.refused) for node in self.of_role[role])
 
     def num_in_flight(self, role: Role) -> int:
-        """Requests of ours at nodes of this role."""
         return sum(node.in_flight for node in self.of_role[role])
 
     def by_url(self, url: str) -> Node | None:

@@ -67,7 +67,6 @@ class SamplingRows:
         return self._logprobs.values
 
     def apply_batch_update(self, update: BatchUpdate) -> None:
-        """Take in one step's changes: removed, added, moved."""
         for numbers in (self._temperature, self._top_k, self._top_p, self._logprobs):
             numbers.update(update)
         self.seeded.update(update)

@@ -148,7 +148,6 @@ class SchedulingPolicy(ABC):
         requests may have the same."""
 
     def make_queue(self) -> RequestQueue:
-        """An empty queue of waiting requests."""
         return SortedQueue(self)
 
     def first(self, queues: Sequence[RequestQueue], only_known: bool) -> _Found | None:
@@ -223,7 +222,6 @@ class JobQueue(FCFSQueue):
         return True
 
     def of_jobs(self, jobs: Mapping[bytes, object]) -> list[Request]:
-        """Those that belong to one of the jobs."""
         return [each for job in self._by_job.keys() & jobs.keys() for each in self._by_job[job]]
 
     def _index_by_job(self, request: Request) -> None:

@@ -136,7 +136,6 @@ class Scheduler:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Counts since start; part of `stats`."""
         return self._context.counts
 
     @property

@@ -42,7 +42,6 @@ class Follower:
 
     @property
     def matcher(self) -> Matcher:
-        """Made where it is first used."""
         if self._matcher is None:
             self._matcher = self.grammar.matcher()
         return self._matcher

@@ -60,7 +60,6 @@ class MaskMaker:
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait_for_masks` would not have to wait."""
         return self._batch is None or self._batch.wait(0.0)
 
     def start_jobs(self, jobs: Sequence[MaskJob]) -> None:

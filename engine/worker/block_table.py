@@ -93,7 +93,6 @@ class BlockTable:
         return np.concatenate(rows), np.concatenate(places), np.concatenate(blocks)
 
     def view_row(self, row: int) -> BlockArray:
-        """A view of a row's entries."""
         return self.array[row, : self.num_entries[row]]
 
     def block_ids(self, row: int) -> list[int]:

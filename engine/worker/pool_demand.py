@@ -24,7 +24,6 @@ class PoolDemand:
 
     @property
     def block_bytes(self) -> int:
-        """One block over all layers."""
         layout = self.groups.layout
         return layout.page_bytes // layout.num_layers * self.groups.num_layers
 

@@ -21,8 +21,9 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from ..policies.history import LEFT_BEHIND, History, Run
+from ..policies.history import LEFT_BEHIND, History
 from ..policies.reuse_model import ReuseModel
+from ..policies.runs import Run
 from .base import AdmissionFilter
 
 # A write is worth as much of a use as this.

@@ -69,7 +69,6 @@ class PinnedBlocks:
         return key in self._times
 
     def __len__(self) -> int:
-        """Blocks that some lease pins."""
         return len(self._times)
 
     def pin(self, keys: Sequence[bytes]) -> list[bytes]:

@@ -262,7 +262,6 @@ def check_answers(answers: Sequence[object], keys: Sequence[bytes]) -> None:
 
 
 def name_of(reason: str | Exception) -> str:
-    """A reason in one word."""
     return type(reason).__name__ if isinstance(reason, Exception) else reason
 
 

@@ -295,7 +295,6 @@ class WriteBacks:
 
     @property
     def in_flight(self) -> int:
-        """Batches being written."""
         return sum(write_back.in_flight for write_back in self._all)
 
     @property

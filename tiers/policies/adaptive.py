@@ -20,9 +20,11 @@ from itertools import islice
 from math import inf, sqrt
 
 from .base import EvictionPolicy
-from .history import Block, History, MissCost, Run
+from .history import History
 from .lru import LruPolicy
+from .miss_cost import MissCost
 from .reuse_model import ReuseModel
+from .runs import Block, Run
 
 # Prompts that are seen before the policy is trusted for the first time.
 WARM_UP = 128

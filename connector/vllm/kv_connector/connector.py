@@ -113,7 +113,6 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """No request waits for its blocks to be stored."""
         return False
 
     @classmethod
@@ -128,7 +127,6 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StrataStats:
-        """Statistics out of what `get_kv_connector_stats` has sent."""
         return StrataStats(data={} if data is None else data)
 
     @classmethod
@@ -199,7 +197,6 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         return False, self._role_in_scheduler.end_request(request)
 
     def take_events(self) -> Iterable[Any]:
-        """What the slab has got and lost."""
         return self._role_in_scheduler.take_events()
 
     def has_pending_push_work(self) -> bool:

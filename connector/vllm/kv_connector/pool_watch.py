@@ -85,7 +85,6 @@ class PoolWatch:
         return namings
 
     def has(self, block: NamedBlock) -> bool:
-        """Whether a block still has this name."""
         return bool(self._pool.blocks[block.block_id].block_hash == block.host_key)
 
     def coldest(self, most: int) -> list[NamedBlock]:
@@ -98,7 +97,6 @@ class PoolWatch:
         ]
 
     def num_blocks(self) -> int:
-        """Of the pool."""
         return len(self._pool.blocks)
 
     def _free(self) -> Iterator[Any]:

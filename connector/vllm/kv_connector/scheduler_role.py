@@ -212,7 +212,6 @@ class SchedulerRole:
         return bool(self._stores or self._outgoing.num_coming or self._given_up or self._hand_overs)
 
     def take_events(self) -> list[Any]:
-        """KV cache events since the last call."""
         if self._events is None:
             return []
         return self._safely(self._events.drain_events, [], self._slab.keys)

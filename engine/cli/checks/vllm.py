@@ -61,7 +61,6 @@ class VllmCase:
 
     @property
     def vllm(self) -> VllmModule:
-        """What is known of vLLM."""
         return VllmModule() if isinstance(self.facts, str) else self.facts.vllm
 
     @property

@@ -94,7 +94,6 @@ class CacheClient:
         self._channel.close()
 
     def call_method(self, name: str, request: Any) -> Any:
-        """One call, such as `lookup`; its response."""
         return self._call_rpc(getattr(self._stub, name), request)
 
     def health(self) -> str:

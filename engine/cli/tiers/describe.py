@@ -28,7 +28,6 @@ _TIER = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Whom to ask."""
     add_client_arguments(parser)
 
 

@@ -172,7 +172,6 @@ class GrammarProcesses:
 
     @property
     def first_process_id(self) -> int | None:
-        """Of the one that forks them."""
         first = self._first
         return None if first is None else first.pid
 

@@ -84,7 +84,6 @@ class StepInputs:
 
     @property
     def num_decodes(self) -> int:
-        """Requests that compute one token; they come first."""
         return int(np.count_nonzero(self.counts == 1))
 
 

@@ -10,8 +10,8 @@ import pytest
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.policies.adaptive import AdaptivePolicy
 from stratakv.tiers.policies.base import EvictionPolicy
-from stratakv.tiers.policies.history import MissCost
 from stratakv.tiers.policies.lru import LruPolicy
+from stratakv.tiers.policies.miss_cost import MissCost
 
 
 def _anyone(_key: bytes) -> bool:

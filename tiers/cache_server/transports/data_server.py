@@ -30,7 +30,6 @@ class DataServer(SessionServer):
         self._tls = tls
 
     def set_tls(self, tls: ssl.SSLContext | None) -> None:
-        """Certificates for connections that come from now on."""
         self._tls = tls
 
     def start(self) -> int:

@@ -87,7 +87,6 @@ class SlotFile:
             raise
 
     def scratch(self) -> Scratch:
-        """Pages for one run of at most `run_slots`."""
         return Scratch(self.run_slots, self.record_bytes - HEADER_PAGE_BYTES)
 
     def open_queue(self, most: int) -> DiskQueue:

@@ -99,7 +99,6 @@ class _Watch:
         self._seen_at = time.monotonic()
 
     def saw(self, num_rows: int) -> None:
-        """More rows have come, or were taken in."""
         self._rows += num_rows
         self._seen_at = time.monotonic()
 

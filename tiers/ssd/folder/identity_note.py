@@ -118,11 +118,9 @@ class FullNamespace(NamedTuple):
     key_id: bytes = b""  # no key: plain checksums
 
     def pack(self) -> bytes:
-        """The bytes that an identity carries."""
         return self._unsealed() + (_SEAL + self.key_id if self.key_id else b"")
 
     def seal(self, key: MacKey) -> Seal:
-        """The seal of the records of this store."""
         return key.seal(self._unsealed())
 
     def _unsealed(self) -> bytes:

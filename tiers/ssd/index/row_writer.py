@@ -47,7 +47,6 @@ class OfferedBlocks:
         return len(self) >= ROWS_PER_COMMIT or (bool(self) and not self.seconds_left())
 
     def seconds_left(self) -> float:
-        """Seconds until they are due if no more come."""
         return max(0.0, self._due_at - time.monotonic())
 
     def drain_entries(self) -> list[Entry]:

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost of a miss: what it takes to have a block again that is not held."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..errors import TierConfigError
+
+# Steps in which the cost of a miss is told apart: half-octaves.
+LEVELS_PER_OCTAVE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MissCost:
+    """Seconds that a missing block costs: to compute it, which takes longer the more blocks come
+    before it, or to load it from the tier below where that is faster. All blocks cost the same by
+    default."""
+
+    compute_seconds: float = 1.0
+    compute_seconds_per_depth: float = 0.0
+    load_seconds: float = math.inf
+
+    def __post_init__(self) -> None:
+        dear = self.compute_seconds > 0 and self.load_seconds > 0
+        if not (dear and 0 <= self.compute_seconds_per_depth < math.inf):
+            raise TierConfigError(f"a miss costs time, and no less the deeper it is: {self}")
+
+    def level(self, depth: int) -> int:
+        """The cost of a block with so many before it, as a step on a logarithmic scale."""
+        compute = self.compute_seconds + self.compute_seconds_per_depth * depth
+        return round(LEVELS_PER_OCTAVE * math.log2(min(compute, self.load_seconds)))
