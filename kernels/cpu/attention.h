@@ -104,14 +104,18 @@ template <class E> void write_as(const Step &step, Parallel parallel, int64_t th
         write_rows<E>(&writes);
 }
 
-#define BY_ELEMENT(call) BY_ELEMENT_OF(step, call)
-#define BY_ELEMENT_OF(what, call)                     \
-    switch (what->element) {                          \
+#ifdef __AVX512BF16__  // everything else is AVX-512's, see library.cpp
+#define BY_ELEMENT_OF(element, call) \
+    if (element == BFLOAT16) call(BFloat16);
+#else
+#define BY_ELEMENT_OF(element, call)                  \
+    switch (element) {                                \
         case FLOAT32: call(float); break;             \
         case FLOAT64: call(double); break;            \
         case BFLOAT16: call(BFloat16); break;         \
         case FLOAT16: call(Float16); break;           \
     }
+#endif
 
 int64_t workspace_bytes(const Step *step, int64_t threads) {
     const int64_t spare = 64;  // to align it
@@ -120,12 +124,12 @@ int64_t workspace_bytes(const Step *step, int64_t threads) {
 }
 void write(const Step *step, Parallel parallel, int64_t threads) {
 #define WRITE(E) write_as<E>(*step, parallel, threads)
-    BY_ELEMENT(WRITE)
+    BY_ELEMENT_OF(step->element, WRITE)
 #undef WRITE
 }
 void attend(const Step *step, Parallel parallel, int64_t threads) {
 #define ATTEND(E) attend_as<E>(*step, parallel, threads)
-    BY_ELEMENT(ATTEND)
+    BY_ELEMENT_OF(step->element, ATTEND)
 #undef ATTEND
 }
 

@@ -36,58 +36,59 @@ EXPORTED int64_t stratakv_cpu_runs(int64_t variant) {
            (variant == 1 || __builtin_cpu_supports("avx512bf16"));
 }
 
-static const Variant &variant_of(int64_t variant) {
-    const Variant *const all[] = {&stratakv_avx2, &stratakv_avx512, &stratakv_avx512_bf16};
-    return *all[variant];
+// The last variant has bfloat16 alone: other elements are AVX-512's.
+static const Variant &variant_of(int64_t variant, int64_t element) {
+    if (variant == 0) return stratakv_avx2;
+    return variant == 2 && element == BFLOAT16 ? stratakv_avx512_bf16 : stratakv_avx512;
 }
 
 // Bytes that a call with this step needs; of q, k, v, out and the pool nothing is read.
 EXPORTED int64_t stratakv_cpu_workspace(int64_t variant, const Step *step, int64_t threads) {
-    return variant_of(variant).workspace_bytes(step, threads);
+    return variant_of(variant, step->element).workspace_bytes(step, threads);
 }
 
 // Outputs of a panel; a matrix of this element lies in whole ones.
 EXPORTED int64_t stratakv_cpu_panel(int64_t variant, int64_t element) {
-    return variant_of(variant).panel(element);
+    return variant_of(variant, element).panel(element);
 }
 
 // Inputs of an output that lie side by side in a matrix of this element, which has a multiple of so
 // many of them, with zeros at the end.
 EXPORTED int64_t stratakv_cpu_together(int64_t variant, int64_t element) {
-    return variant_of(variant).together(element);
+    return variant_of(variant, element).together(element);
 }
 
 // Lays down `weight`, whose rows are `row` elements apart, where `matrix` says; it is the first
 // (offset 0) or the second (1) of a pair.
 EXPORTED int64_t stratakv_cpu_pack(int64_t variant, const void *weight, int64_t row,
                                    const Matrix *matrix, int64_t offset, int64_t element) {
-    variant_of(variant).pack(weight, row, matrix, offset, element);
+    variant_of(variant, element).pack(weight, row, matrix, offset, element);
     return 0;
 }
 
 EXPORTED int64_t stratakv_cpu_product_workspace(int64_t variant, const Product *product,
                                                 int64_t threads) {
-    return variant_of(variant).product_bytes(product, threads);
+    return variant_of(variant, product->element).product_bytes(product, threads);
 }
 
 // 0, or 1 where the workspace is too small; then nothing was done.
 EXPORTED int64_t stratakv_cpu_multiply(int64_t variant, const Product *product, Parallel parallel,
                                        int64_t threads) {
-    const Variant &chosen = variant_of(variant);
+    const Variant &chosen = variant_of(variant, product->element);
     if (chosen.product_bytes(product, threads) > product->workspace_bytes) return 1;
     if (product->rows > 0) chosen.multiply(product, parallel, threads);
     return 0;
 }
 
 EXPORTED int64_t stratakv_cpu_pass_workspace(int64_t variant, const Pass *pass, int64_t threads) {
-    return variant_of(variant).pass_bytes(pass, threads);
+    return variant_of(variant, pass->element).pass_bytes(pass, threads);
 }
 
 // All layers. 0, or why nothing was done: 1 the workspace is too small, 2 a position has no place in
 // the tables, 3 a wanted row is none of the tokens. What the steps point to was checked before.
 EXPORTED int64_t stratakv_cpu_pass(int64_t variant, const Pass *pass, Parallel parallel,
                                    int64_t threads) {
-    const Variant &chosen = variant_of(variant);
+    const Variant &chosen = variant_of(variant, pass->element);
     if (chosen.pass_bytes(pass, threads) > pass->workspace_bytes) return 1;
     for (int64_t i = 0; i < pass->num_tokens; i++)
         if (pass->positions[i] < 0 || pass->positions[i] >= pass->num_positions) return 2;
@@ -136,7 +137,7 @@ EXPORTED int64_t stratakv_cpu_check(const Step *step) {
 // too small; then nothing was done.
 EXPORTED int64_t stratakv_cpu_attend(int64_t variant, const Step *step, Parallel parallel,
                                      int64_t threads) {
-    const Variant &chosen = variant_of(variant);
+    const Variant &chosen = variant_of(variant, step->element);
     if (step->num_requests && chosen.workspace_bytes(step, threads) > step->workspace_bytes)
         return 1;
     if (step->k) chosen.write(step, parallel, threads);

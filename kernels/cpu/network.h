@@ -327,37 +327,30 @@ void pack_as(const void *weight, int64_t row, const Matrix &matrix, int64_t offs
 }
 void pack(const void *weight, int64_t row, const Matrix *matrix, int64_t offset, int64_t element) {
 #define PACK(E) pack_as<E>(weight, row, *matrix, offset)
-    if (element == FLOAT32)
-        PACK(float);
-    else if (element == FLOAT64)
-        PACK(double);
-    else if (element == BFLOAT16)
-        PACK(BFloat16);
-    else
-        PACK(Float16);
+    BY_ELEMENT_OF(element, PACK)
 #undef PACK
 }
 
 #define RETURN_BYTES(E) return product_bytes_as<E>(*product, threads)
 int64_t product_bytes(const Product *product, int64_t threads) {
-    BY_ELEMENT_OF(product, RETURN_BYTES)
+    BY_ELEMENT_OF(product->element, RETURN_BYTES)
     return 0;
 }
 #undef RETURN_BYTES
 void multiply(const Product *product, Parallel parallel, int64_t threads) {
 #define MULTIPLY(E) multiply_as<E>(*product, parallel, threads)
-    BY_ELEMENT_OF(product, MULTIPLY)
+    BY_ELEMENT_OF(product->element, MULTIPLY)
 #undef MULTIPLY
 }
 int64_t pass_bytes(const Pass *pass, int64_t threads) {
 #define RETURN_BYTES(E) return pass_bytes_as<E>(*pass, threads)
-    BY_ELEMENT_OF(pass, RETURN_BYTES)
+    BY_ELEMENT_OF(pass->element, RETURN_BYTES)
 #undef RETURN_BYTES
     return 0;
 }
 void pass(const Pass *given, Parallel parallel, int64_t threads) {
 #define PASS(E) pass_as<E>(*given, parallel, threads)
-    BY_ELEMENT_OF(given, PASS)
+    BY_ELEMENT_OF(given->element, PASS)
 #undef PASS
 }
 

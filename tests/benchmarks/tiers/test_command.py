@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,19 @@ import pytest
 from stratakv.benchmarks.harness.comparison import WrongWork
 from stratakv.benchmarks.tiers import command
 from stratakv.benchmarks.tiers.command import GATES, file_system_of, working_folder
-from stratakv.benchmarks.tiers.scale import SIZES
+from stratakv.benchmarks.tiers.scale import MIB, QUICK, SIZES
 from stratakv.engine.cli.main import main
 from stratakv.tiers.settings.values import ConfigError
 
 IN_MEMORY = Path("/dev/shm")
+LITTLE = replace(QUICK, round_bytes=16 * MIB, index_entries=5_000)
+
+
+@pytest.fixture(autouse=True)
+def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures are not looked at."""
+    monkeypatch.setattr(command, "footprint_bytes", lambda _least: 32 * MIB)
+    monkeypatch.setattr(command, "QUICK", LITTLE)
 
 
 @pytest.mark.slow
