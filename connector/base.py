@@ -20,7 +20,8 @@ A load is *blocking*, and its request waits until it is reported; or *overlapped
 computes from the front while blocks come from the back, until the two frontiers meet.
 
 The engine may rely on this:
-- no call of the scheduler side waits for a copy, a disk or a socket;
+- of the scheduler side only `build_calibration_meta`, `reset` and `shutdown` wait, for a bounded
+  time; no other call waits for a copy, a disk or a socket;
 - a request that waits for its load is reported exactly once, finished or failed, also when its load
   broke;
 - a load brings a position in the blocks of every cache group or not at all;
@@ -86,7 +87,7 @@ class TierEstimates(ABC):
     def build_calibration_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
         """Before the first request, as often as anything is returned: a load by which the
         connector learns what loads take, to `block_ids`, which are unused. Run it like the
-        metadata of a step, without a forward pass. The only call that waits, `seconds` at most."""
+        metadata of a step, without a forward pass. Waits `seconds` at most."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -112,9 +113,8 @@ class OverlappedLoads(ABC):
     @abstractmethod
     def end_load(self, request_id: str) -> LoadReport | None:
         """End an overlapped load. The report, whose tokens are the last ones and not the first;
-        None where blocks are still being written to: it then comes as that of a failed load of a
-        waiting request (`is_cancelled` unless it had failed), and the blocks must not be reused
-        before."""
+        None while a copy still writes to its blocks. `update_from_worker` then reports it as a
+        failed load (`is_cancelled` unless it had failed); keep the blocks until then."""
 
 
 class StoresAhead(ABC):
@@ -245,12 +245,12 @@ class KVConnectorScheduler(ABC):
     def build_meta(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()
     ) -> ConnectorMetadata:
-        """End of `schedule()`, also on empty steps: what the worker has to move. `cold`: the
-        next eviction candidates, in eviction order and not touched by this step, or (see
-        `wants_all`) blocks computed of late, the tail of a sequence before its head. Each is given
-        once; at most as many as `StoresAhead.num_wanted_ahead` has just said. At an orderly
-        shutdown all computed, named blocks are evicted, in eviction order and without a forward
-        pass, so that as many survive as the tiers have room for; then `shutdown` follows."""
+        """End of `schedule()`, also on empty steps: what the worker has to move. `cold`:
+        blocks that keep their names, those evicted next in eviction order or (see `wants_all`)
+        those just computed, the tail of a sequence before its head. Each is given once, and again
+        only to be handed over; at most as many as `StoresAhead.num_wanted_ahead` has just said. At
+        an orderly shutdown all computed, named blocks are evicted, in eviction order and without a
+        forward pass, so that as many survive as tiers have room for; then `shutdown` follows."""
 
     @abstractmethod
     def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
@@ -339,12 +339,13 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def start_step(self, meta: ConnectorMetadata) -> None:
-        """Queue the step's copies: stores, then loads. Returns at once and raises nothing: what
-        could not begin is reported as failed."""
+        """Queue the step's copies: stores, then loads. On the CPU it makes small copies itself.
+        Raises nothing: what could not begin is reported as failed."""
 
     @abstractmethod
     def wait_before_forward(self) -> None:
-        """Return when every store of this step has read its block. Bounded by memory speed."""
+        """Return when the forward pass may overwrite what this step evicts: its stores, and those
+        ahead that it overtakes, have read their blocks or will before the pass writes."""
 
     @abstractmethod
     def poll(self) -> ConnectorWorkerOutput | None:

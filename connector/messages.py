@@ -35,9 +35,9 @@ NO_MATCH = Match(0, MatchKind.NONE)
 
 
 class EvictedBlock(NamedTuple):
-    """A pool block that lost its hash in this step and will be overwritten by it. It has a page in
-    one cache group, or in several that follow each other: `page_names.pages_of` tells them
-    apart."""
+    """A pool block by its name. Evicted, it has lost the name in this step, which overwrites it;
+    cold, fresh or resident, it keeps both. It has a page in one cache group, or in several that
+    follow each other: `page_names.pages_of` tells them apart."""
 
     block_id: int  # of its first page; the next ones have the next ids
     key: bytes  # digest | group u16, as the block pool names that page

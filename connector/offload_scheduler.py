@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler side of offloading: which blocks go out, which come back, and who waits for them.
 
-    request_queued       what only a disk has is read while the request waits for its turn
+    request_queued       what only a store has is read while the request waits for its turn
     get_matched_tokens   find ──► none, load, overlap or retry; none too where computing is quicker
-    begin_load           blocking or overlapped; ready at once, or when a disk has been read
+    begin_load           blocking or overlapped; ready at once, or when a store has been read
     build_meta           evicted and cold blocks ──► begin_store; ready loads ──► copy jobs
     update_from_worker   end_store, end_load ──► one report for each waiting request
 

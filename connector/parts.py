@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from ..tiers.base import Answer
 from ..tiers.block import key_suffix
 from ..tiers.hierarchy.hierarchy import Hierarchy
-from ..tiers.hierarchy.look_up import Prefix
+from ..tiers.hierarchy.prefix_lookup import Prefix
 from .messages import Part
 from .page_names import GROUP_BYTES
 

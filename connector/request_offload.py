@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ..tiers.base import NO_CONTEXT, RequestContext
-from ..tiers.hierarchy.look_up import Prefix
+from ..tiers.hierarchy.prefix_lookup import Prefix
 from ..tiers.hierarchy.promotions import LoadTicket
 from .base import RequestView
 from .costs.economics import Plan

@@ -10,7 +10,8 @@ A caller may rely on this:
 - A proof from `load` means that the buffer holds exactly the bytes stored under that key in that
   layout; whatever was damaged, displaced or late is a miss (None), counted in `stats`.
 - Answers stand in the order of the keys asked for.
-- Futures end, with a result or a TierError; no call waits for a disk or a socket.
+- Futures end, with a result or a TierError; only `trial_read`, `wait_forgotten` and `close` wait
+  for a disk or a socket.
 
 A tier must do this:
 - keep the tag that a block came with (`tag.py`) and give it back with the block; make one only for
@@ -182,7 +183,7 @@ class StoreTier(ABC):
 
     def trial_read(self, seconds: float) -> ReadSample | None:
         """Read a little of what is here and throw it away, for an estimate before the first load.
-        Waits, as only `wait_forgotten` does too: for about `seconds` at most. Nothing is counted,
+        Waits for about `seconds` at most. Nothing is counted,
         and no block counts as used. Optional; None: not known."""
         return None
 

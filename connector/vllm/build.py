@@ -18,7 +18,7 @@ from ..costs.rates import PrefillRate
 from ..parts import Parts
 from .identity import ChunkIdentity, ChunkKeys, chunk_layout
 from .settings import VllmSettings
-from .tier_lookups import Lookups
+from .tier_lookups import TierLookups
 from .tier_transfers import Transfers
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Tiers(NamedTuple):
 
     hierarchy: Hierarchy
     transfers: Transfers
-    lookups: Lookups
+    lookups: TierLookups
     economics: Economics
     prefill: PrefillRate
 
@@ -53,7 +53,7 @@ def build_tiers(
         prefill, failed = PrefillRate(), FailedChunks()
         choice = Choice(settings.load)
         economics = Economics(hierarchy, Parts(chunk_tokens), choice, prefill=prefill)
-        lookups = Lookups(
+        lookups = TierLookups(
             hierarchy,
             ChunkKeys(root),
             economics,

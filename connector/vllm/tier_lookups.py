@@ -56,7 +56,7 @@ class Asked:
     retry_until: float | None = None  # monotonic; None: it has not waited for an answer
 
 
-class Lookups:
+class TierLookups:
     """Answers for `hierarchy`, whose lock the caller holds. vLLM's region holds `region_chunks`, of
     `chunk_tokens` tokens each."""
 

@@ -79,7 +79,6 @@ class BatchUpdateBuilder:
         return self._removed[-1] if self._removed else None
 
     def pop_removed(self) -> int | None:
-        """Take the lowest empty row for reuse."""
         self._sort_removed()
         return self._removed.pop() if self._removed else None
 

@@ -15,10 +15,10 @@ A block is in one of these states:
 *When a name may be trusted.* A full block gets its name when it is allocated, that is before the
 step that writes it has run. Until `commit_step` it counts as not computed:
 
-- it may be hit by other requests of the same step, because a step is one forward pass in which
-  every layer writes the K and V of the whole batch before any row of it is read; and by those of
+- other requests of the same step may hit it, because each layer writes the K and V of the whole
+  batch before it reads any; and those of
   later steps, because steps run in their order and fail together (below);
-- it may not be hit by a request that would only read it in a later step (a parked one), because
+- it may not be hit by a request that would only read it in a later step (one that loads), because
   the step may yet fail: `all_computed` tells;
 - if it is reused before the commit, its name is dropped and not reported as evicted, so what was
   never written can never reach a tier;
@@ -158,7 +158,7 @@ class BlockPool:
         self.residency.touched(blocks)
 
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
-        """Hold the `count` blocks freed longest ago, whole ones, all or none (RuntimeError).
+        """Hold the first `count` of the free queue, whole blocks, all or none (RuntimeError).
 
         Their names are dropped; those of computed blocks go to `take_evicted`.
         """
@@ -362,7 +362,7 @@ class BlockPool:
         self.drop_names(blocks)
 
     def take_evicted(self) -> list[EvictedBlock]:
-        """Computed blocks that lost their names since the last call, in that order. They are to be
+        """Computed blocks that were evicted since the last call, in that order. They are to be
         copied, if at all, before the step being scheduled writes to them."""
         evicted = list(map(_evicted_block, self._evicted))
         self._evicted.clear()
@@ -375,7 +375,7 @@ class BlockPool:
 
     def take_cold(self, count: int, within: int, least: int = 1) -> list[EvictedBlock]:
         """Up to `count` computed blocks with a name among the `within` to be reused next, in that
-        order. A block is given whole (of `count` 1 too), once under one name. None while there are
+        order. A block is given whole (of `count` 1 too), once under one name. Empty while there are
         fewer than `least`, unless one was evicted that had not been given: then there is something
         to store anyway."""
         if self.width > 1:

@@ -10,14 +10,14 @@ Nobody can block everybody:
 
 - Beyond `preempt_above` of the pool, whoever is last in the policy's order (first come, first
   served: who was let in last) goes back, and from `admit_below` on nobody is let in
-  (`pressure.py`); neither counts where only one request runs or none.
+  (`pressure.py`). The only running request is not sent back, and with none running one is let in.
 - The first running request in that order is never preempted. If it lacks room it takes it, in this
   order, from requests whose load has ended but that do not run yet, and from the running ones, the
   last of them first. Only loads in flight can still be in its way; then it keeps what it has and
   waits for their report, which the connector owes.
 - With nothing running, the first waiting request takes room from ended loads too, and the watermark
-  does not count. It may do so to run, not for a load of its own: then it lets those pass first that
-  have loaded.
+  does not count. It may take that room to run. For a load it may not: requests that have loaded go
+  first.
 - A request that could not run even alone is refused by `add_request`.
 """
 
@@ -68,7 +68,7 @@ class Pause(Enum):
 
 
 class Scheduler:
-    """Called by the engine's step thread only; nothing here waits.
+    """Called by the engine's step thread only; only a reset of the prefix cache waits.
 
     `fails_with_load`: a request ends with an error where blocks did not come that a tier had; else
     it computes them.
@@ -76,8 +76,8 @@ class Scheduler:
     A step is `schedule`, then `update_from_output` or `fail_step` with what became of it, in the
     order of the steps. Up to `max_steps_in_flight` may be made before the first comes back. A
     request whose next token is still being computed has no part in those after it, unless it
-    `runs_ahead`: then they go on behind that token, which the worker knows in time. Only a step
-    without tokens may be left without either.
+    `runs_ahead`: then they go on behind that token, which the worker knows in time. A step
+    without tokens need not come back.
     """
 
     def __init__(

@@ -29,7 +29,6 @@ class PoolDemand:
 
     @property
     def block_size(self) -> int:
-        """Its tokens."""
         return self.groups.layout.block_size
 
     def blocks(self, num_tokens: int) -> int:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hierarchy: the slab and the stores below it as one place where blocks are kept.
 
-    begin_store ──► slab slot ──(write-back, when free slots run low)──► every store
+    begin_store ──► slab slot ──(write-back, when free slots run low)──► every store that is written
     begin_load  ◄── pinned slot ◄──(one batch for each store)────────── any store
 
-By default a promoted block stays below (inclusive). Exclusive, it leaves the first store, which so
-holds other blocks than the slab, and is written back when its turn to be evicted comes. Either way
+A shared store is written at once. By default a promoted block stays below (inclusive). An exclusive
+first store drops it; it is written there again before the slab evicts it. Either way
 a block that was written back stays in the slab until its slot is needed.
 Whatever goes wrong in a store is a miss with a counted reason; nothing is raised on the data path.
 
@@ -31,7 +31,7 @@ from ..mailbox import Mailbox
 from ..tag import Proofs
 from .guarded_store import GuardedStore, Traffic
 from .hierarchy_options import HierarchyOptions
-from .look_up import LookUp, Prefix
+from .prefix_lookup import Prefix, PrefixLookup
 from .promotions import LoadTicket, Promotions
 from .write_back import WriteBacks
 
@@ -53,7 +53,7 @@ class StoreTicket:
 
 class Hierarchy:
     """One slab, any number of stores below it, the fastest first. Blocks are written back to each
-    of them. Takes over slab and stores: `close` closes them."""
+    that is not read-only. Takes over slab and stores: `close` closes them."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Hierarchy:
         self._stores = [GuardedStore(store, self._mailbox, options) for store in stores]
         self._write_backs = WriteBacks(slab, self._stores, options)
         self._promotions = Promotions(slab, self._stores, self._write_backs, options.tagger)
-        self._look_up = LookUp(slab, self._stores, self._promotions)
+        self._look_up = PrefixLookup(slab, self._stores, self._promotions)
         self._poll_at = 0.0
         self._epoch = 0
         self._closed = False

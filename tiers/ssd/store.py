@@ -44,8 +44,8 @@ class SsdStore(DiskStore):
     at a time. Thread-safe.
 
     `queue_bytes` bounds the buffers waiting to be written, and those waiting to be read, each;
-    more are refused. By default it is 256 MiB, or four blocks where that is more. A call that finds
-    its queue empty is always taken, so that no batch is too large to ever pass.
+    more are refused. By default it is 256 MiB, or four blocks where that is more. An empty
+    queue takes any batch, however large.
 
     `io_threads` read and as many hash and write, each up to 16 runs of neighbours at a time.
     `durability` says when a block is acknowledged: "sync" once record and row are on the disk,
@@ -63,7 +63,7 @@ class SsdStore(DiskStore):
     can write. Such a store opens with the same key only.
 
     `policy` names what chooses the blocks to evict (`policies/known_policies.py`). Of more than
-    `opening.MOST_POLICY_SLOTS` slots it is "lru" whatever was named, and the log says so.
+    `MOST_POLICY_SLOTS` slots it is "lru" whatever was named, and the log says so.
 
     With `create` false only a store that is there already is opened.
 

@@ -54,7 +54,6 @@ class GrammarApart(Grammar):
         return not (self.is_gone or self.num_matchers) and time.monotonic() - self.used > seconds
 
     def end_process(self) -> None:
-        """End its process: no matcher follows it any more."""
         self.process.discard_process()
 
     def __del__(self) -> None:

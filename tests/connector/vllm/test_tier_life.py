@@ -11,7 +11,7 @@ import pytest
 
 from stratakv.connector.vllm import tier_lookups as lookups
 from stratakv.tiers.errors import TierConfigError
-from stratakv.tiers.hierarchy.look_up import Prefix
+from stratakv.tiers.hierarchy.prefix_lookup import Prefix
 
 from .fake_host import FakeHost, host
 from .tier_life import CHUNK, Life, extra, host_keys, live, make_spec, model_fields, wait_for

@@ -11,7 +11,7 @@ import pytest
 from stratakv.tiers.base import Answer
 from stratakv.tiers.errors import TierBusy, TierClosed
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.hierarchy.look_up import FIRST_BLOCKS, Prefix
+from stratakv.tiers.hierarchy.prefix_lookup import FIRST_BLOCKS, Prefix
 from stratakv.tiers.slab.cpu_slab import CpuSlab
 
 from ..rig import LAYOUT, WAIT_SECONDS, Rig, keys, with_rig

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LookUp: where the blocks of a prompt lie. The slab is asked first, the stores then, in order.
+"""Look-up of a prefix: where its blocks lie. The slab is asked first, then the stores, in order.
 
 A look-up changes nothing anywhere and waits for nothing.
 """
@@ -27,7 +27,7 @@ class Prefix(NamedTuple):
     asked: bool = False
 
 
-class LookUp:
+class PrefixLookup:
     """Look-ups in slab, stores and the promotions between them."""
 
     def __init__(
