@@ -127,10 +127,10 @@ def build_scheduler_side(
             parts = Parts(layout.block_size, [None])
         prefill = PrefillRate() if prefill is None else prefill
         copies_beside = device != "cpu"
-        connector = ConnectorContext(
+        context = ConnectorContext(
             tiers.hierarchy, parts, signal, choice, prefill, copies_beside=copies_beside
         )
-        side = OffloadScheduler(connector, serving=serving)
+        side = OffloadScheduler(context, serving=serving)
     except BaseException:
         if serving is not None:
             serving.close(0.0)

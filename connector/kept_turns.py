@@ -48,10 +48,10 @@ class KeptTurns(JobRetention):
     """The kept turns of one connector, by job. The engine is woken where one is due. Blocks that
     lie in windows are not read ahead."""
 
-    def __init__(self, connector: ConnectorContext) -> None:
-        self._hierarchy = connector.hierarchy
-        self._alarm = connector.alarm
-        self._parts = connector.parts
+    def __init__(self, context: ConnectorContext) -> None:
+        self._hierarchy = context.hierarchy
+        self._alarm = context.alarm
+        self._parts = context.parts
         self._reads_ahead = self._hierarchy.has_stores and not self._parts.is_windowed
         self.turns: OrderedDict[bytes, KeptTurn] = OrderedDict()  # kept now, the oldest first
         self._room = int(SHARE * self._hierarchy.num_slots)  # slots

@@ -49,18 +49,18 @@ SPOILT = "dropped"  # the tiers were told to forget blocks of a load that was un
 class Loads(OverlappedLoads):
     """The loads of one connector; that of a request is in its record."""
 
-    def __init__(self, connector: ConnectorContext) -> None:
-        self._hierarchy = connector.hierarchy
-        self._counters = connector.counters
-        self._job_ids = connector.job_ids
-        self._read_times = connector.read_times
-        self._economics = connector.economics
-        self._alarm = connector.alarm
-        self._requests = connector.requests
-        self._parts = parts = connector.parts
+    def __init__(self, context: ConnectorContext) -> None:
+        self._hierarchy = context.hierarchy
+        self._counters = context.counters
+        self._job_ids = context.job_ids
+        self._read_times = context.read_times
+        self._economics = context.economics
+        self._alarm = context.alarm
+        self._requests = context.requests
+        self._parts = parts = context.parts
         self._block_size = parts.block_size
         self._num_parts = parts.width
-        self._slab_link = connector.economics.links[connector.hierarchy.tiers[0]]
+        self._slab_link = context.economics.links[context.hierarchy.tiers[0]]
         self.under_way: list[Load] = []  # not to be changed
         self._copies: dict[int, _Copy] = {}  # by job
         self.ready: list[Load] = []  # to be copied by the next step; not to be changed

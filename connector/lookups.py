@@ -33,14 +33,14 @@ _RETRY = Match(0, MatchKind.RETRY)
 class Lookups:
     """The look-ups of one connector, and what is read ahead for its requests."""
 
-    def __init__(self, connector: ConnectorContext, loads: Loads, waits: PrefillWaits) -> None:
-        self._hierarchy = connector.hierarchy
-        self._parts = parts = connector.parts
+    def __init__(self, context: ConnectorContext, loads: Loads, waits: PrefillWaits) -> None:
+        self._hierarchy = context.hierarchy
+        self._parts = parts = context.parts
         self._block_size = parts.block_size
         self._width = parts.width
-        self._counters = connector.counters
-        self._economics = connector.economics
-        self._read_times = connector.read_times
+        self._counters = context.counters
+        self._economics = context.economics
+        self._read_times = context.read_times
         self._loads = loads
         self._waits = waits
         # Those that have a look-up, the newest last. A long one is of many megabytes.

@@ -62,26 +62,26 @@ class OffloadScheduler(KVConnectorScheduler):
     overlapped_loads: Loads
     estimates: Calibration
 
-    def __init__(self, connector: ConnectorContext, *, serving: SlabServing | None = None) -> None:
-        self._hierarchy = hierarchy = connector.hierarchy
-        self._shards = connector.parts.shards
-        self._signal = connector.signal
-        self._alarm = connector.alarm
-        self._economics = connector.economics
-        self._read_times = connector.read_times
-        self._counters = connector.counters
+    def __init__(self, context: ConnectorContext, *, serving: SlabServing | None = None) -> None:
+        self._hierarchy = hierarchy = context.hierarchy
+        self._shards = context.parts.shards
+        self._signal = context.signal
+        self._alarm = context.alarm
+        self._economics = context.economics
+        self._read_times = context.read_times
+        self._counters = context.counters
         # Told by the worker side, from any thread: so many jobs have ended since its start.
-        self.note_ended = connector.signal.note_ended
-        self.requests: dict[str, RequestOffload] = connector.requests
+        self.note_ended = context.signal.note_ended
+        self.requests: dict[str, RequestOffload] = context.requests
         self._serving = serving
-        self.overlapped_loads = self._loads = Loads(connector)
-        self.prompts_elsewhere = PrefillWaits(connector)
-        self._lookups = Lookups(connector, self._loads, self.prompts_elsewhere)
-        self.stores_ahead = self._outgoing = Outgoing(connector)
-        self.job_retention = self._kept_turns = KeptTurns(connector)
+        self.overlapped_loads = self._loads = Loads(context)
+        self.prompts_elsewhere = PrefillWaits(context)
+        self._lookups = Lookups(context, self._loads, self.prompts_elsewhere)
+        self.stores_ahead = self._outgoing = Outgoing(context)
+        self.job_retention = self._kept_turns = KeptTurns(context)
         self.awaiting_prefill = self.prompts_elsewhere.waiting.keys()
-        self.handover = HandOvers(connector)
-        self.estimates = self._calibration = Calibration(connector)
+        self.handover = HandOvers(context)
+        self.estimates = self._calibration = Calibration(context)
         self.wants_all = hierarchy.is_shared
         self._jobs_reported = 0
         self._retry_due = False

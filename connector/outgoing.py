@@ -31,12 +31,12 @@ class Outgoing(StoresAhead):
     """Store jobs, from their slots to their end. Each of `parts` has jobs of its own: a block of
     the pool is one on every rank, and its name ends with the cache group."""
 
-    def __init__(self, connector: ConnectorContext) -> None:
-        self._hierarchy = connector.hierarchy
-        self._parts = connector.parts
-        self._shards = connector.parts.shards
-        self._counters = connector.counters
-        self._job_ids = connector.job_ids
+    def __init__(self, context: ConnectorContext) -> None:
+        self._hierarchy = context.hierarchy
+        self._parts = context.parts
+        self._shards = context.parts.shards
+        self._counters = context.counters
+        self._job_ids = context.job_ids
         self._tickets: dict[int, StoreTicket] = {}
         # Jobs ahead of need, in flight: the block that each key is copied from.
         self._ahead: dict[int, dict[bytes, int]] = {}
@@ -45,7 +45,7 @@ class Outgoing(StoresAhead):
         self.overtaken: set[int] = set()
         self._void: dict[int, set[bytes]] = {}  # what such jobs copy in vain
         self._batch = max(1, min(AHEAD_BLOCKS, AHEAD_BYTES // self._hierarchy.block_bytes))
-        self._copies_beside = connector.copies_beside
+        self._copies_beside = context.copies_beside
         self._along = ALONG_BYTES // self._hierarchy.block_bytes
 
     def __len__(self) -> int:

@@ -29,13 +29,13 @@ class Calibration(TierEstimates):
         slab     slots that hold nothing yet are copied to blocks of the pool that no request has
     """
 
-    def __init__(self, connector: ConnectorContext) -> None:
-        self._economics = connector.economics
-        self._hierarchy = connector.hierarchy
-        self._signal = connector.signal
-        self._job_ids = connector.job_ids
-        self._links = connector.economics.links
-        self._slab_link = self._links[connector.hierarchy.tiers[0]]
+    def __init__(self, context: ConnectorContext) -> None:
+        self._economics = context.economics
+        self._hierarchy = context.hierarchy
+        self._signal = context.signal
+        self._job_ids = context.job_ids
+        self._links = context.economics.links
+        self._slab_link = self._links[context.hierarchy.tiers[0]]
         self._num_copies = 0  # begun
         self.job: CopyJob | None = None  # under way; not to be changed
         self._quickest = math.inf  # seconds a byte

@@ -40,10 +40,10 @@ class HandOvers(HandOver):
     """The hand-overs of one connector. The engine is woken where one is to be given up. A
     hand-over begins when its request has ended, and outlives the request's record."""
 
-    def __init__(self, connector: ConnectorContext) -> None:
-        self._hierarchy = connector.hierarchy
-        self._shards = connector.parts.shards  # one for each rank; they complete the pool's keys
-        self._alarm = connector.alarm
+    def __init__(self, context: ConnectorContext) -> None:
+        self._hierarchy = context.hierarchy
+        self._shards = context.parts.shards  # one for each rank; they complete the pool's keys
+        self._alarm = context.alarm
         self.moving: list[_HandOver] = []  # those that lease among them; not to be changed
         self.ended: list[HandedOver] = []  # for `take_handed_over`; not to be changed
 

@@ -33,14 +33,14 @@ class PrefillWaits(PromptsElsewhere):
     """The waits of one connector, and the prompts that it follows. The engine is woken
     where one is to end."""
 
-    def __init__(self, connector: ConnectorContext) -> None:
-        self._hierarchy = hierarchy = connector.hierarchy
-        self.follows = Follows(hierarchy, connector.alarm)
-        self._economics = connector.economics
-        self._counters = connector.counters
-        self._alarm = connector.alarm
-        self._requests = connector.requests
-        self._parts = parts = connector.parts
+    def __init__(self, context: ConnectorContext) -> None:
+        self._hierarchy = hierarchy = context.hierarchy
+        self.follows = Follows(hierarchy, context.alarm)
+        self._economics = context.economics
+        self._counters = context.counters
+        self._alarm = context.alarm
+        self._requests = context.requests
+        self._parts = parts = context.parts
         self._block_size = parts.block_size
         self._num_parts = parts.width
         # Where others' blocks come to.
