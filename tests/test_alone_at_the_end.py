@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -70,8 +71,12 @@ def run(folder: Path, *, crashes: str = "", processes: int = 2) -> tuple[int, st
         (folder / f"test_{number}.py").write_text(content)
     pytest_script = Path(sys.executable).with_name("pytest")
     done = subprocess.run(
-        [pytest_script, "-q", "-n", str(processes), "--max-worker-restart", "1", folder],
+        [
+            pytest_script, "-q", "-p", "xdist", "-n", str(processes), "--max-worker-restart", "1",
+            folder,
+        ],
         cwd=folder, capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )  # fmt: skip
     log = (folder / "log").read_text()
     return (
