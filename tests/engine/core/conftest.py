@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -52,13 +51,17 @@ def make_core(tiny_model: Path) -> Iterator[MakeCore]:
 def patient_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of cache servers wait for answers however busy the machine is. As shipped a look-up
     has a tenth of a second, and what comes later is computed."""
-    patient = partial(
-        remote_settings.RemoteSettings,
-        attach_seconds=20.0,
-        lookup_seconds=10.0,
-        load_seconds=20.0,
-        store_seconds=20.0,
-    )
+    plain = remote_settings.RemoteSettings
+    patience = {
+        "attach_seconds": 20.0,
+        "lookup_seconds": 10.0,
+        "load_seconds": 20.0,
+        "store_seconds": 20.0,
+    }
+
+    def patient(**settings: Any) -> remote_settings.RemoteSettings:
+        return plain(**{**settings, **patience})
+
     monkeypatch.setattr(remote_settings, "RemoteSettings", patient)
 
 
