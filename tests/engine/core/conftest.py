@@ -52,7 +52,7 @@ def patient_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of cache servers wait for answers however busy the machine is. As shipped a look-up
     has a tenth of a second, and what comes later is computed."""
     plain = remote_settings.RemoteSettings
-    patience = {
+    deadlines = {
         "attach_seconds": 20.0,
         "lookup_seconds": 10.0,
         "load_seconds": 20.0,
@@ -60,7 +60,7 @@ def patient_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
     def patient(**settings: Any) -> remote_settings.RemoteSettings:
-        return plain(**{**settings, **patience})
+        return plain(**{**settings, **deadlines})
 
     monkeypatch.setattr(remote_settings, "RemoteSettings", patient)
 
