@@ -16,8 +16,8 @@ A block is in one of these states:
 step that writes it has run. Until `commit_step` it counts as not computed:
 
 - other requests of the same step may hit it, because each layer writes the K and V of the whole
-  batch before it reads any; and those of
-  later steps, because steps run in their order and fail together (below);
+  batch before it reads any; and those of later steps, because steps run in their order and fail
+  together (below);
 - it may not be hit by a request that would only read it in a later step (one that loads), because
   the step may yet fail: `all_computed` tells;
 - if it is reused before the commit, its name is dropped and not reported as evicted, so what was

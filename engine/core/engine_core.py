@@ -68,15 +68,6 @@ _IDLE_SECONDS = 5.0
 MIN_COPY_SECONDS = 1.0
 
 
-@dataclass(slots=True)
-class StepInFlight:
-    """A step that was dispatched and has not come back."""
-
-    handle: StepHandle
-    began: float  # monotonic
-    is_sampled: bool = False
-
-
 class EngineCore:
     """One model being served.
 
@@ -136,7 +127,7 @@ class EngineCore:
         self._max_steps_in_flight = max_steps_in_flight
         self._observers = [] if observer is None else [observer]
         self._trace: StepTrace | None = None
-        self._in_flight: deque[StepInFlight] = deque()  # the oldest first
+        self._in_flight: deque[DispatchedStep] = deque()  # the oldest first
         self._ended: list[TokenOutput] = []  # last outputs of requests that a step has no token for
         self._last_ended = 0.0  # when the last step came back
         self._connector: KVConnectorScheduler = NullConnector()
@@ -443,9 +434,9 @@ class EngineCore:
         elif self._grammars:  # all tokens are known, so masks can be made beside the forward pass
             self._grammars.begin_masks(self.scheduler.choosing(output))
         began = time.monotonic()
-        self._in_flight.append(StepInFlight(self.executor.dispatch(output), began))
+        self._in_flight.append(DispatchedStep(self.executor.dispatch(output), began))
 
-    def _sample(self, step: StepInFlight) -> None:
+    def _sample(self, step: DispatchedStep) -> None:
         if not step.is_sampled:
             step.is_sampled = True
             mask = self._mask_of(step.handle.step) if self._grammars else None
@@ -515,3 +506,12 @@ class EngineCore:
         if self._trace is not None:
             self._trace.close()
         self._connector.shutdown(max(0.0, deadline - time.monotonic()))
+
+
+@dataclass(slots=True)
+class DispatchedStep:
+    """A step that was dispatched and has not come back."""
+
+    handle: StepHandle
+    began: float  # monotonic
+    is_sampled: bool = False

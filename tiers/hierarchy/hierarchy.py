@@ -5,8 +5,8 @@
     begin_load  ◄── pinned slot ◄──(one batch for each store)────────── any store
 
 A shared store is written at once. By default a promoted block stays below (inclusive). An exclusive
-first store drops it; it is written there again before the slab evicts it. Either way
-a block that was written back stays in the slab until its slot is needed.
+first store drops it; it is written there again before the slab evicts it. Either way a block that
+was written back stays in the slab until its slot is needed.
 Whatever goes wrong in a store is a miss with a counted reason; nothing is raised on the data path.
 
 A caller may rely on this:

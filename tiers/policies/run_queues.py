@@ -52,7 +52,7 @@ class RunQueues:
         self._ranked = sorted(self._queues.values(), key=_rank)
 
     def value(self, run: Run, now: float) -> float:
-        """What each second of keeping a run is expected to save."""
+        """Seconds that each second of keeping a run is expected to save."""
         return self._value(run.name, run.level, bin_of(now - run.time))
 
     def by_value(self, now: float) -> Iterator[tuple[float, Iterable[Run]]]:
@@ -103,5 +103,5 @@ class _Queue:
 
 
 def _rank(queue: _Queue) -> tuple[float, int]:
-    """Where values are equal, the older ages go first."""
+    """The least value first; of equal values, the older ages."""
     return queue.value, -queue.at

@@ -71,7 +71,7 @@ class Run:
 
 
 class Block:
-    """One block, held by the owner or only remembered."""
+    """A block, held by the owner or only remembered."""
 
     __slots__ = ("children", "depth", "held", "key", "parent", "run", "sharers", "uses")
 
@@ -86,7 +86,7 @@ class Block:
         self.held = False
 
     def set_parent(self, parent: Block | None) -> None:
-        """Have a parent, which may be known anew after it had been forgotten."""
+        """Set the parent, which may be known anew after it had been forgotten."""
         if self.parent is not parent:
             if self.held:
                 if self.parent is not None:
@@ -97,7 +97,7 @@ class Block:
 
 
 class Prompt:
-    """What is remembered of a prompt. Turn: how many prompts its chain goes on from. Gap: how long
+    """A prompt as it is remembered. Turn: how many prompts its chain goes on from. Gap: how long
     those took to follow one another, an average that halves the weight of each by the next."""
 
     __slots__ = ("gap", "length", "time", "turn")

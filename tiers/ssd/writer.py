@@ -76,15 +76,6 @@ IDLE_SECONDS = 10.0  # after which the last uses are written although nothing el
 _PAUSE_SECONDS = 1.0  # after something that nobody foresaw
 
 
-@dataclass(slots=True, eq=False)
-class _Promise:
-    """Somebody waits for what was forgotten to stay forgotten."""
-
-    ended: threading.Event = field(default_factory=threading.Event)
-    batches: list[Batch] | None = None  # that were under way; what was dropped may be among them
-    is_kept: bool = False
-
-
 class Writer:
     """Owns the queue of writes; the threads start with it. `durable`: see above."""
 
@@ -517,3 +508,12 @@ class Writer:
             done = self.queue.abandon(writes)
         for job in done:
             job.complete()
+
+
+@dataclass(slots=True, eq=False)
+class _Promise:
+    """A wait for what was forgotten to stay forgotten."""
+
+    ended: threading.Event = field(default_factory=threading.Event)
+    batches: list[Batch] | None = None  # that were under way; what was dropped may be among them
+    is_kept: bool = False
