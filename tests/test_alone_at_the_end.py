@@ -16,8 +16,9 @@ pytestmark = pytest.mark.slow
 SCHEDULER = str(Path(__file__).with_name("alone_at_the_end.py"))
 # Tests whose name ends in "alone" run alone. Each writes down its process, its file and both times.
 CONFTEST = f"""
-import importlib.util, os, pathlib, time
+import contextlib, importlib.util, os, pathlib, time
 import pytest
+LATE = os.environ.get("WORK_COMES") == "late"
 spec = importlib.util.spec_from_file_location("alone_at_the_end", {SCHEDULER!r})
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
@@ -26,7 +27,22 @@ def pytest_configure(config):
     config.option.loadscopereorder = False
 
 def pytest_xdist_make_scheduler(config, log):
-    return module.AloneAtTheEnd(config, log, lambda nodeid: nodeid.endswith("alone"))
+    global scheduler
+    scheduler = module.AloneAtTheEnd(config, log, lambda nodeid: nodeid.endswith("alone"))
+    return scheduler
+
+def pytest_configure_node(node):
+    send = node.send_runtest_some
+
+    def send_when_it_has_crashed(indices):
+        *before, _ = scheduler.assigned_work[node].values()
+        crashes = any("test_1.py::test_after" in name for unit in before for name in unit)
+        if LATE and crashes:
+            with contextlib.suppress(EOFError):
+                node.channel.waitclose(30.0)
+        send(indices)
+
+    node.send_runtest_some = send_when_it_has_crashed
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.name.endswith("alone"))
@@ -63,8 +79,11 @@ def test_last():
 """
 
 
-def run(folder: Path, *, crashes: str = "", processes: int = 2) -> tuple[int, str, list[list[str]]]:
-    """The exit status, the closing line and what the tests wrote down."""
+def run(
+    folder: Path, *, crashes: str = "", processes: int = 2, work_comes: str = "in time"
+) -> tuple[int, str, list[list[str]]]:
+    """The exit status, the closing line and what the tests wrote down. `work_comes` "late": the
+    process of the file that crashes gets its next file when it has crashed."""
     (folder / "conftest.py").write_text(CONFTEST)
     for number in range(4):
         content = FILE.format(seconds=0.01 * number, crashes=repr(crashes if number == 1 else ""))
@@ -76,7 +95,7 @@ def run(folder: Path, *, crashes: str = "", processes: int = 2) -> tuple[int, st
             folder,
         ],
         cwd=folder, capture_output=True, text=True, timeout=60, check=False,
-        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "WORK_COMES": work_comes},
     )  # fmt: skip
     log = (folder / "log").read_text()
     return (
@@ -99,9 +118,12 @@ def test_what_runs_alone_runs_when_all_others_have_ended(tmp_path: Path, process
         assert len({line[0] for line in others if line[1] == f"test_{number}.py"}) == 1
 
 
-@pytest.mark.parametrize("place", ["alone", "beside others"])
+@pytest.mark.parametrize(
+    ("place", "work_comes"),
+    [("alone", "in time"), ("beside others", "in time"), ("beside others", "late")],
+)
 def test_a_test_that_ends_its_process_fails_once_and_all_others_run(
-    tmp_path: Path, place: str
+    tmp_path: Path, place: str, work_comes: str
 ) -> None:
-    status, closing, _ = run(tmp_path, crashes=place)
+    status, closing, _ = run(tmp_path, crashes=place, work_comes=work_comes)
     assert status != 0 and closing.startswith("1 failed, 31 passed")

@@ -18,6 +18,7 @@ from stratakv.engine.request.structured_params import StructuredOutputsParams
 from stratakv.engine.structured import compiler as compiler_module
 from stratakv.engine.structured.backends import open_backend
 from stratakv.engine.structured.compiler import Compilation, GrammarCompiler
+from stratakv.engine.structured.processes.fair_queue import FairQueue
 from stratakv.engine.structured.processes.grammar_processes import GrammarProcesses
 from stratakv.engine.structured.processes.limited_thread import Limit
 
@@ -51,8 +52,10 @@ def test_y03_honest_schemas_are_answered_beside_hostile_ones(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, threads_end: None
 ) -> None:
     """Each in its turn, whatever was asked for before; nothing is refused afterwards, and nothing
-    is left behind."""
+    is left behind. Each trial is charged alike, so that turns do not depend on the machine."""
     monkeypatch.setattr(compiler_module, "MOMENT", MOMENT)
+    charge = FairQueue.charge
+    monkeypatch.setattr(FairQueue, "charge", lambda queue, tenant, _: charge(queue, tenant, 1.0))
     processes = GrammarProcesses("guidance", EMBEDDED_MODEL, VOCAB, (END,))
     compiler = GrammarCompiler(
         lambda: open_backend("guidance", embedded),
@@ -62,7 +65,8 @@ def test_y03_honest_schemas_are_answered_beside_hostile_ones(
     try_out = processes.try_out
 
     def noting(spec, limit, *, is_second=False):  # type: ignore[no-untyped-def]
-        tried.append(spec.text)
+        if not is_second:
+            tried.append(spec.text)
         return try_out(spec, limit, is_second=is_second)
 
     monkeypatch.setattr(processes, "try_out", noting)
@@ -88,9 +92,9 @@ def test_y03_honest_schemas_are_answered_beside_hostile_ones(
             queued = len(tried)  # what began while it was asked for had its turn before it
             until_done(honest)
             assert honest.grammar is not None, honest.error
-            # One of each client at the most, and those that have had their moment before.
+            # One of each client at the most.
             between = tried[queued : tried.index(honest.spec.text, before)]
-            assert len(set(between)) <= 2 * tool.NUM_CLIENTS
+            assert len(between) <= tool.NUM_CLIENTS
         until_done(*asked)
         assert not any(each.may_be_later for each in asked if "killed" in each.error)
         for number in range(4, 6):
