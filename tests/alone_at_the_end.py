@@ -48,6 +48,11 @@ class AloneAtTheEnd(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         return ALONE if self._runs_alone(nodeid) else super()._split_scope(nodeid)
 
+    def _reschedule(self, node: WorkerController) -> None:
+        # One that takes the place of another is given work when it has collected.
+        if node in self.registered_collections:
+            super()._reschedule(node)
+
     def _assign_work_unit(self, node: WorkerController) -> None:
         if next(iter(self.workqueue)) == ALONE and len(self.nodes) > 1:
             # A process keeps its last test back until it is told to end or gets more, so the one

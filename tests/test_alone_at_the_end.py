@@ -18,7 +18,16 @@ SCHEDULER = str(Path(__file__).with_name("alone_at_the_end.py"))
 CONFTEST = f"""
 import contextlib, importlib.util, os, pathlib, time
 import pytest
-LATE = os.environ.get("WORK_COMES") == "late"
+LATE = os.environ["CRASH"] == "before work comes"
+IN_PLACES = os.environ["CRASH"] == "while another ends"
+FOLDER = pathlib.Path(__file__).parent
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+
+def wait_for(name):
+    deadline = time.monotonic() + 20.0
+    while not (FOLDER / name).exists():
+        assert time.monotonic() < deadline, name
+        time.sleep(0.001)
 spec = importlib.util.spec_from_file_location("alone_at_the_end", {SCHEDULER!r})
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
@@ -46,18 +55,31 @@ def pytest_configure_node(node):
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.name.endswith("alone"))
+    if IN_PLACES and WORKER == "gw2":  # in the place of the one that crashed
+        (FOLDER / "another collects").touch()
+        wait_for("another has ended")
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish():
+    if IN_PLACES and WORKER in ("gw0", "gw1"):
+        (FOLDER / "another ends").touch()
+        wait_for("another collects")
+
+def pytest_unconfigure():
+    if IN_PLACES and WORKER in ("gw0", "gw1"):
+        (FOLDER / "another has ended").touch()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     began = time.monotonic()
     yield
-    with (pathlib.Path(__file__).parent / "log").open("a") as log:
-        worker = os.environ["PYTEST_XDIST_WORKER"]
-        print(worker, item.path.name, item.name, began, time.monotonic(), file=log)
+    with (FOLDER / "log").open("a") as log:
+        print(WORKER, item.path.name, item.name, began, time.monotonic(), file=log)
 """
 FILE = """
 import os, time
 import pytest
+from conftest import IN_PLACES, wait_for
 
 @pytest.mark.parametrize("number", range(4))
 def test_one(number):
@@ -72,6 +94,8 @@ def test_another_alone():
 
 def test_after():
     if {crashes} == "beside others":
+        if IN_PLACES:
+            wait_for("another ends")
         os._exit(3)
 
 def test_last():
@@ -80,10 +104,11 @@ def test_last():
 
 
 def run(
-    folder: Path, *, crashes: str = "", processes: int = 2, work_comes: str = "in time"
+    folder: Path, *, crashes: str = "", processes: int = 2, when: str = "any time"
 ) -> tuple[int, str, list[list[str]]]:
-    """The exit status, the closing line and what the tests wrote down. `work_comes` "late": the
-    process of the file that crashes gets its next file when it has crashed."""
+    """The exit status, the closing line and what the tests wrote down. `when` one crashes: before
+    its next file comes, or when there is none and another one is about to end, so that what takes
+    its place has not collected yet when that has ended."""
     (folder / "conftest.py").write_text(CONFTEST)
     for number in range(4):
         content = FILE.format(seconds=0.01 * number, crashes=repr(crashes if number == 1 else ""))
@@ -95,8 +120,9 @@ def run(
             folder,
         ],
         cwd=folder, capture_output=True, text=True, timeout=60, check=False,
-        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "WORK_COMES": work_comes},
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CRASH": when},
     )  # fmt: skip
+    print(done.stdout)  # why, where it was no test that failed
     log = (folder / "log").read_text()
     return (
         done.returncode,
@@ -119,11 +145,16 @@ def test_what_runs_alone_runs_when_all_others_have_ended(tmp_path: Path, process
 
 
 @pytest.mark.parametrize(
-    ("place", "work_comes"),
-    [("alone", "in time"), ("beside others", "in time"), ("beside others", "late")],
+    ("place", "when"),
+    [
+        ("alone", "any time"),
+        ("beside others", "any time"),
+        ("beside others", "before work comes"),
+        ("beside others", "while another ends"),
+    ],
 )
 def test_a_test_that_ends_its_process_fails_once_and_all_others_run(
-    tmp_path: Path, place: str, work_comes: str
+    tmp_path: Path, place: str, when: str
 ) -> None:
-    status, closing, _ = run(tmp_path, crashes=place, work_comes=work_comes)
+    status, closing, _ = run(tmp_path, crashes=place, when=when)
     assert status != 0 and closing.startswith("1 failed, 31 passed")

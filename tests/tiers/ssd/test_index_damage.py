@@ -68,7 +68,7 @@ def trials_of(pages: int, rng: random.Random, count: int) -> list[list[int]]:
     """[kind, position]: a page zeroed, the file cut, a bit of a page's structure flipped, a bit
     anywhere, two pages swapped, a page or the whole file as it was earlier, garbage appended."""
     trials = [[ZEROED, page] for page in range(pages)]
-    trials += [[STALE, page] for page in range(0, pages + 1, 1 if count > 100 else 4)]
+    trials += [[STALE, page] for page in range(pages + 1)]
     trials += [[APPENDED, rng.randrange(1, 3 * PAGE)] for _ in range(2)]
     for _ in range(count):
         trials.append([CUT, rng.randrange(pages * PAGE)])
