@@ -22,6 +22,7 @@ from .serve.limits import plot_limits
 from .serve.peer_engines import plot_peer
 from .serve.report import plot_serve
 from .service.command import plot_service
+from .speculation.command import plot_speculation
 from .tiers.command import plot_tiers
 from .trace.command import plot_traces
 from .transfer.command import plot_transfer
@@ -31,7 +32,7 @@ _DRAW = {
     "transfer": plot_transfer, "service": plot_service, "offload": plot_costs, "trace": plot_traces,
     "core": plot_core, "serve": plot_serve, "tiers": plot_tiers, "cluster": plot_cluster,
     "vllm": plot_vllm, "agents": plot_agents, "sampling": plot_sampling,
-    "serve_peer": plot_peer, "serve_limits": plot_limits,
+    "serve_peer": plot_peer, "serve_limits": plot_limits, "speculation": plot_speculation,
 }  # fmt: skip
 
 

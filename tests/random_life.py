@@ -26,6 +26,7 @@ from stratakv.engine.config.engine_config import (
     ModelConfig,
     SchedulerConfig,
 )
+from stratakv.engine.config.speculative_config import SpeculativeConfig
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.executor import ExecutorDied, InProcessExecutor
 from stratakv.engine.core.worker_process.process_executor import ProcessExecutor
@@ -107,6 +108,12 @@ class Life:
         # Drawn apart, so that a seed leads the life that it led before.
         self._apart = random.Random(f"apart {seed}")
         self._depth, self._runs_ahead = self._apart.choice([(1, False), (2, False), (2, True)])
+        self._speculative = SpeculativeConfig(
+            method=self._apart.choice(["none", "ngram", "suffix"]),
+            num_tokens=self._apart.choice([1, 3, 8]),
+            prompt_lookup_min=1,
+            adaptive=self._apart.random() < 0.3,
+        )
         self._overlaps = overlaps
         if overlaps:
             self._depth, self._runs_ahead = 2, True
@@ -286,6 +293,7 @@ class Life:
                 ssd_path=self._path,
                 io_threads=2,
             ),
+            speculative=self._speculative,
             num_threads=1,
             executor="uni" if self._other is None else "mp",
             async_scheduling=self._runs_ahead,

@@ -146,6 +146,7 @@ PAGES: Mapping[str, Page] = {
     "docs/reasoning.md": Page((("serve MODEL", "serve"),)),
     "docs/scheduling.md": Page(installs=True),
     "docs/sglang.md": Page(),
+    "docs/speculation.md": Page(),
     "docs/step-trace.md": Page(
         (("--step-trace", "--kv-offload-cpu-bytes 64MiB --step-trace"), ("/tmp/", "{home}/"))
     ),

@@ -15,7 +15,8 @@
     constructor parameters   of the connector, the hierarchy and the scheduler
     containers by request    the attributes there that are keyed by a request's name
     connector methods     public ones of KVConnectorScheduler
-    product lines         of all modules
+    product lines         of all modules; grows with every feature, and has no limit
+    lines for 1,000 statements    the same for those of Python
     function lines        median, 95th percentile and maximum, from `def` to the last line
 """
 
@@ -35,6 +36,7 @@ PRODUCT = ("connector", "engine", "kernels", "tiers")
 FLOORS = ("connector/", "tiers/hierarchy/", "engine/scheduler/")
 APART = tuple(f"connector/{name}/" for name in ("chunks", "device", "lmcache", "sglang", "vllm"))
 CONTRACT = "KVConnectorScheduler"
+PRODUCT_LINES = "product lines"
 FULL_MODULES = 15
 UNRELATED_CLASSES = 4
 SHORT_WORDS, SHORT_LINES = 9, 3
@@ -107,13 +109,12 @@ def sizes(modules: Sequence[Module]) -> dict[str, int]:
         for module in modules
         for node in module.of_kind(ast.FunctionDef, ast.AsyncFunctionDef)
     )
-    lines = [
-        len(module.text.splitlines())
-        for module in modules
-        if not module.path.endswith("__init__.py")
-    ]
+    written = [module for module in modules if not module.path.endswith("__init__.py")]
+    num_lines = sum(len(module.text.splitlines()) for module in written)
+    num_statements = sum(1 for module in written for _ in module.of_kind(ast.stmt))
     return {
-        "product lines": sum(lines),
+        PRODUCT_LINES: num_lines,
+        "lines for 1,000 statements": round(1000 * num_lines / max(1, num_statements)),
         "median function lines": int(statistics.median(lengths)) if lengths else 0,
         "95th percentile of function lines": lengths[len(lengths) * 95 // 100] if lengths else 0,
         "most function lines": lengths[-1] if lengths else 0,

@@ -260,6 +260,12 @@ class BlockPool:
             self.cache_full_blocks([digest], [block], group_id, computed=True)
             self._add_fresh([block])
 
+    def note_computed(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """The blocks were named when their step had run; `take_fresh` gives them where it gives
+        all."""
+        if self._offers_all:
+            self._add_fresh([block for block in blocks if block.block_hash is not None])
+
     def offer_again(self, keys: Iterable[bytes]) -> None:
         """Give computed blocks to `take_fresh` once more, as far as they are here."""
         for key in block_keys(keys, self.width):

@@ -199,6 +199,15 @@ class KVCacheManager:
         """Name the full blocks among the first `num_tokens`, which the last step made computes."""
         self._cache(request, num_tokens, computed=False)
 
+    def name_accepted(self, request: Request) -> None:
+        """Name the full blocks of tokens that were drafts when a step computed them, which has come
+        back."""
+        tables = self.tables(request.request_id)
+        first = self._num_cached.get(request.request_id, 0)
+        self._cache(request, min(request.num_tokens, request.num_computed_tokens), computed=True)
+        end = self._num_cached.get(request.request_id, 0)
+        self.pool.note_computed([block for table in tables for block in table[first:end]])
+
     def name_tail(self, request: Request) -> None:
         """Name the block that the prompt's end lies in, if it is not a full one. The prompt has
         been computed, and nothing more will be written for the request."""

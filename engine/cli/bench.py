@@ -34,6 +34,7 @@ BENCHMARKS = {
     "service": "...benchmarks.service.command",
     "cluster": "...benchmarks.cluster.command",
     "sampling": "...benchmarks.sampling",
+    "speculation": "...benchmarks.speculation",
     "agents": "...benchmarks.agents.command",
     "vllm": "...benchmarks.vllm.command",
 }

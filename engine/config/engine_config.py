@@ -25,6 +25,7 @@ from ...tiers.settings.values import (
 )
 from .offload_config import OffloadConfig
 from .option_readers import model_mark, processor_names
+from .speculative_config import SpeculativeConfig
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
@@ -279,6 +280,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     num_threads: int | None = setting(
         None, readers.integer, "threads that compute", "N", "the physical cores",
         bounds=(1, MAX_THREADS),

@@ -25,11 +25,13 @@ from ..models.checkpoint.files import check_directory
 from ..models.checkpoint.hub import fetch_model, is_hub_id
 from .engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from .offload_config import OFFLOAD_OPTIONS, OFFLOAD_TIERS
+from .speculative_config import SpeculativeConfig
 from .unsupported_options import explain_not_built
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "models" / "embedded"
 EMBEDDED_NAME = "stratakv-embedded"
 _POOL_SIZES = ("num_blocks", "kv_cache_memory_bytes")
+_OF_SPECULATION = tuple(options_of(SpeculativeConfig, ""))[1:]  # behind the method
 _SHOWN_LATE = ("scheduling_policy", "reserve", "pin_tenant_share")
 
 
@@ -46,6 +48,7 @@ def _engine_options() -> dict[str, Option]:
             name: replace(option, section=f"offload.{option.section}".rstrip("."))
             for name, option in OFFLOAD_OPTIONS.items()
         },
+        **options_of(SpeculativeConfig, "speculative"),
         **own,
         **dict(zip(_SHOWN_LATE, last, strict=True)),
         **files,
@@ -95,6 +98,8 @@ def hides(name: str, value: Any) -> Iterator[str]:
     """The options that mean nothing once `name` has this value."""
     if name in _POOL_SIZES:
         yield from (other for other in _POOL_SIZES if other != name)
+    elif name == "speculative_method" and value == "none":
+        yield from _OF_SPECULATION
     elif name == "kv_offload":
         for tier in (*OFFLOAD_TIERS, REMOTE):
             if not has_tier(value, tier):
@@ -105,6 +110,7 @@ def without_effect(engine: EngineConfig) -> Iterator[str]:
     """The options that mean nothing to this engine."""
     if engine.cache.num_blocks is not None:
         yield from hides("num_blocks", engine.cache.num_blocks)
+    yield from hides("speculative_method", engine.speculative.method)
     offload = engine.offload
     yield from hides("kv_offload", offload.tiers)
     for name, value in (("kv_peers", offload.peers), ("kv_serve", offload.serve_at)):
@@ -187,6 +193,13 @@ def _refuse_contradictions(
                 raise ConfigError(
                     f"{flag_of(name)} is given and {wanted.split()[0]} is not; add {wanted} or "
                     "drop it"
+                )
+    if sections["speculative"].get("method", "none") == "none":
+        for name in _OF_SPECULATION:
+            if name in given:
+                raise ConfigError(
+                    f"{flag_of(name)} is given and no drafts are proposed; add "
+                    "--speculative-method ngram or drop it"
                 )
     if "num_blocks" in given and "kv_cache_memory_bytes" in given:
         raise ConfigError(

@@ -18,11 +18,18 @@ from ...tiers.settings.sizes import MAX_SIZE_BYTES
 from ...tiers.settings.values import GIB, ConfigError
 from ..request.logprobs import MAX_LOGPROBS
 from .engine_config import POOLINGS
+from .speculative_config import METHODS
 
 _ONE_DEVICE = "the engine computes on one device, and models over several are not built"
 _POOLING_TYPES = ("pooling_type", "seq_pooling_type")
 _ALWAYS_ON = ("normalize", "use_activation")
 _MAX_GIB = MAX_SIZE_BYTES // GIB
+_SPECULATIVE_NAMES = {
+    "method": "speculative_method",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "prompt_lookup_min": "prompt_lookup_min",
+    "prompt_lookup_max": "prompt_lookup_max",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +107,7 @@ def _no_log_stats(called: str, value: Any) -> Meaning:
 
 def _pooler_config(called: str, value: Any) -> Meaning:
     """vLLM's object, as far as it says which hidden states are pooled."""
-    given = value
-    if isinstance(value, str):
-        try:
-            given = json.loads(value)
-        except (ValueError, RecursionError):
-            given = None
-    rest = dict(given) if isinstance(given, dict) else {}
+    rest = _object_of(value) or {}
     kinds = {str(rest.pop(name, None)).lower() for name in _POOLING_TYPES if name in rest}
     is_neutral = all(name in _ALWAYS_ON and on is True for name, on in rest.items())
     if len(kinds) != 1 or not kinds <= set(POOLINGS) or not is_neutral:
@@ -115,6 +116,38 @@ def _pooler_config(called: str, value: Any) -> Meaning:
             f"{format_value(value)}; vectors are normalised unless a request wants them not"
         )
     return Meaning({"pooling": kinds.pop()})
+
+
+def _speculative_config(called: str, value: Any) -> Meaning:
+    """vLLM's object, where its drafts come from the texts themselves."""
+    given = _object_of(value)
+    if given is None or "method" not in given:
+        raise ConfigError(
+            f'{called} takes an object such as {{"method": "ngram", "num_speculative_tokens": 8}}, '
+            f"not {format_value(value)}"
+        )
+    known = METHODS[1:]
+    if given["method"] not in known:
+        raise ConfigError(
+            f"{called} takes {' or '.join(known)} as its method here, not "
+            f"{format_value(given['method'])}: drafts of other models are not built"
+        )
+    if others := given.keys() - _SPECULATIVE_NAMES.keys():
+        raise ConfigError(
+            f"{called} takes {', '.join(_SPECULATIVE_NAMES)} here, and no "
+            f"{format_value(min(others, key=str))}"
+        )
+    return Meaning({_SPECULATIVE_NAMES[name]: given[name] for name in given})
+
+
+def _object_of(value: Any) -> dict[str, Any] | None:
+    """An object in JSON, or one that was read; None: it is something else."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    return dict(value) if isinstance(value, dict) else None
 
 
 ALIASES: Mapping[str, Alias] = {
@@ -132,6 +165,7 @@ ALIASES: Mapping[str, Alias] = {
     ),
     "pooler_config": Alias(_pooler_config, "JSON"),
     "override_pooler_config": Alias(_pooler_config, "JSON"),
+    "speculative_config": Alias(_speculative_config, "JSON"),
     "tensor_parallel_size": Alias(_only("1", way=_ONE_DEVICE), "N"),
     "pipeline_parallel_size": Alias(_only("1", way=_ONE_DEVICE), "N"),
     "tokenizer_mode": Alias(

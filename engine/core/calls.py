@@ -55,12 +55,14 @@ class CoreCalls:
         return self._answers[name](argument)
 
     def _stats(self, _argument: str) -> dict[str, Any]:
+        speculation = self._scheduler.speculation
         return {
             "scheduler": self._scheduler.stats(),
             "connector": self._connector.stats() or None,
             "pool": self._scheduler.manager.pool.residency.stats(),
             "core": self._core_stats.stats(),
             "grammar": self.grammars.stats(),
+            "speculation": None if speculation is None else speculation.stats(),
             "handover": {"num_held": len(self._held), **asdict(self._held.counts)},
         }
 

@@ -39,6 +39,8 @@ from ..request.request import BlockHasher, RequestStatus
 from ..sampling.token_mask import TokenMask
 from ..scheduler.output import SchedulerOutput
 from ..scheduler.scheduler import RETRY_SECONDS, Pause, Scheduler
+from ..scheduler.speculation import Speculation
+from ..scheduler.step import Pipelining
 from ..structured.manager import GrammarManager
 from ..trace.step_trace import NO_CONNECTOR, StepTrace
 from ..worker.pool_demand import check_pool_size
@@ -285,6 +287,7 @@ class EngineCore:
         now = time.monotonic()
         began, self._last_ended = max(step.began, self._last_ended), now
         self._stats.note_step(output, result, now - began)
+        self.scheduler.note_step(output, result, now - began)
         outputs = self.scheduler.update_from_output(output, result)
         if in_flight:  # the worker must not have to wait for this
             try:
@@ -371,8 +374,8 @@ class EngineCore:
             eos_token_ids=frozenset(self.spec.eos_token_ids),
             connector=self._connector,
             fails_with_load=config.offload.load_failure == "fail",
-            max_steps_in_flight=self._max_steps_in_flight,
-            runs_ahead=config.async_scheduling and self._max_steps_in_flight > 1,
+            pipelining=Pipelining(self._max_steps_in_flight, config.async_scheduling),
+            speculation=self._make_speculation(),
             observers=self._observers,
         )
         self._held = HeldAnswers(
@@ -421,6 +424,12 @@ class EngineCore:
         told = calibrate(self.executor, budget, self._connector, estimates, savings)
         self._progress(told)
 
+    def _make_speculation(self) -> Speculation | None:
+        config = self.config.speculative
+        if not config.is_on:
+            return None
+        return Speculation(config.num_tokens, is_adaptive=config.adaptive)
+
     def _make_hasher(self, root: bytes) -> BlockHasher | None:
         cache = self.config.cache
         if not cache.enable_prefix_caching:
@@ -428,11 +437,14 @@ class EngineCore:
         return make_block_hasher(root, cache.block_size, cache.block_hash)
 
     def _dispatch(self) -> None:
-        output = self.scheduler.schedule(self._grammars.held())
+        held = self._grammars.held()
+        for request_id in self._grammars.without_drafts():
+            self.scheduler.drop_drafts(request_id)
+        output = self.scheduler.schedule(held)
         if self._in_flight:
             self._sample(self._in_flight[-1])
         elif self._grammars:  # all tokens are known, so masks can be made beside the forward pass
-            self._grammars.begin_masks(self.scheduler.choosing(output))
+            self._grammars.begin_masks(self.scheduler.choosing(output), output.draft_token_ids)
         began = time.monotonic()
         self._in_flight.append(DispatchedStep(self.executor.dispatch(output), began))
 
@@ -445,7 +457,8 @@ class EngineCore:
     def _mask_of(self, output: SchedulerOutput) -> TokenMask | None:
         """Which tokens the grammars of a step allow; requests at the end of theirs end."""
         grammars = self._grammars
-        mask, ended = grammars.masks(() if grammars.has_begun else self.scheduler.choosing(output))
+        choosing = () if grammars.has_begun else self.scheduler.choosing(output)
+        mask, ended = grammars.masks(choosing, output.draft_token_ids)
         for request, error in ended:
             status = RequestStatus.FINISHED_ERROR if error else RequestStatus.FINISHED_STOPPED
             for last in self.scheduler.finish_requests([request.request_id], status, error or None):

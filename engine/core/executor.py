@@ -34,6 +34,7 @@ from ..sampling.token_mask import TokenMask
 from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
 from ..worker.model_runner import BegunStep, ModelRunner
 from ..worker.runtime.placement import Placement
+from ..worker.speculation.proposers import make_proposer
 
 
 class ExecutorDied(RuntimeError):
@@ -141,6 +142,7 @@ def load_runner(
         connector=connector,
         placement=placement,
         processors=processors,
+        proposer=make_proposer(config.speculative),
         progress=progress,
     )
 

@@ -113,6 +113,18 @@ class LoadKind(enum.Enum):
 
 
 @dataclass(slots=True)
+class DraftRecord:
+    """The worth of draft tokens to one request so far."""
+
+    most: int  # drafts that it gets next
+    num_steps: int = 0  # that had drafts of it
+    num_drafts: float = 0.0  # of a step, the newest ones counting most
+    num_accepted: float = 0.0  # of those
+    num_pauses: int = 0  # one after the other
+    resume_at: int = 0  # tokens of the request from which on it gets drafts
+
+
+@dataclass(slots=True)
 class Progress:
     """The scheduler's notes on one request, from arrival to end: what ends it, when it got how
     far, its load, and what it had computed or loaded before. Moments are monotonic; None: not yet.
@@ -131,6 +143,7 @@ class Progress:
     # The leading tokens that were there, or that a tier had promised, and why they may be missing.
     lost_tokens: int = 0
     lost_cause: str = ""
+    drafting: DraftRecord | None = None  # with speculation, once it has decoded
 
     def lose(self, num_tokens: int, cause: str) -> None:
         """The first `num_tokens` tokens may have to be computed again."""
@@ -144,7 +157,7 @@ class Request:
     `num_tokens` counts prompt and verified output, `num_computed_tokens` positions whose K and V
     are written (or promised by a load). The scheduler only ever closes the gap between them, and
     `num_placeholders` beyond it: tokens that steps in flight will choose, behind which the next
-    step may go on.
+    step may go on. `draft_token_ids` may follow the verified ones: the next step computes them too.
     """
 
     __slots__ = (
@@ -157,6 +170,7 @@ class Request:
         "block_hashes",
         "cache_salt",
         "cached_tokens_by_tier",
+        "draft_token_ids",
         "external_load_failed",
         "hands_over",
         "is_last_step",
@@ -242,6 +256,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_external_computed_tokens = 0
         self.num_placeholders = 0
+        self.draft_token_ids: Sequence[int] = ()
         # Of `num_computed_tokens`, as the worker counts them; -1: it does not know.
         self.num_told_tokens = -1
         self.num_cached_tokens = -1  # set once, when first scheduled

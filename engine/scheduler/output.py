@@ -72,6 +72,8 @@ class OutputWriter:
                 token_ids = token_ids[:count]
                 break
         self.num_more += len(token_ids) - 1
+        # Before they are given back, where it has ended.
+        self._states.context.manager.name_accepted(request)
         return self._output_of(request, token_ids, status, now)
 
     def _output_of(
@@ -172,6 +174,7 @@ class NewRequestData:
     # must be in the vocabulary all the same.
     prompt_embeds: EmbedArray | None = None
     pooling: str = ""  # which hidden states of the prompt are wanted: `last`, `mean`, or none
+    cache_salt: bytes = b""  # its tenant's
 
 
 @dataclass(slots=True)
@@ -207,6 +210,11 @@ class SchedulerOutput:
     connector_meta: ConnectorMetadata | None = None
     step_id: int = 0  # grows from step to step
     last_failed_id: int = 0  # of the last step that was known to have failed
+    # Request id → draft tokens, the last of those that the step computes of it.
+    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    # Request id → how many draft tokens are to be proposed, at most, behind the token that it
+    # chooses in this step.
+    wanted_drafts: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -224,6 +232,8 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     # With the first token, for requests that asked: little-endian float64 `[hidden]`.
     embeddings: dict[str, bytes] = field(default_factory=dict)
+    # Proposed for the next step, behind the tokens of this one; requests without any are left out.
+    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def has_figures(self) -> bool:

@@ -129,6 +129,7 @@ class RequestStates:
         request.progress.lose(min(request.num_computed_tokens, request.num_tokens), "preemption")
         request.num_computed_tokens = 0
         request.num_placeholders = 0
+        request.draft_token_ids = ()
         request.num_external_computed_tokens = 0
         request.num_preemptions += 1
         self.preempted_ids.add(request.request_id)

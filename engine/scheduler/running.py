@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..request.request import Request, RequestStatus
 from .pressure import MemoryPressure
 from .request_states import RequestStates
@@ -49,15 +51,23 @@ class RunningRound:
         last_offset = block_size - 1
         decodes: list[Request] = []
         preempted, held = states.preempted_ids, step.held
+        num_left = len(states.running)
         for request in tuple(states.running):  # of which those are taken that must make room
             if step.budget <= len(decodes):
                 break
+            num_left -= 1
             if preempted and request.status is not RequestStatus.RUNNING:
                 continue
             if held and request.request_id in held:
                 continue
             computed = request.num_computed_tokens
             num_tokens = request.num_tokens - computed + request.num_placeholders
+            if request.draft_token_ids:
+                drafts, request.draft_token_ids = request.draft_token_ids, ()
+                if num_tokens == 1 and self._add_drafts(
+                    step, request, drafts, step.budget - len(decodes) - num_left
+                ):
+                    continue
             if any_overlapped:
                 num_tokens = most_tokens(request) + request.num_placeholders
             elif (
@@ -68,7 +78,7 @@ class RunningRound:
                 # In the middle of a block: its slot is there, and the block is not full yet.
                 decodes.append(request)
                 continue
-            if num_tokens == 0:  # it waits for a copy, or for its last token
+            if num_tokens <= 0:  # it waits for a copy, or for tokens under way
                 continue
             num_tokens = min(num_tokens, self._chunk_limit, step.budget - len(decodes))
             added = allocate(request, num_tokens)
@@ -78,6 +88,24 @@ class RunningRound:
                 break
             step.go_on(request, num_tokens, added)
         step.decode(decodes)
+
+    def _add_drafts(
+        self, step: StepBuilder, request: Request, drafts: Sequence[int], budget: int
+    ) -> bool:
+        """The request computes its next token and as many of `drafts` as fit into `budget`. Drafts
+        take no room that others need: False, and nothing has changed, where there is none."""
+        manager = self._states.context.manager
+        # Behind the last token that it may have nothing is computed.
+        most = min(budget, self._chunk_limit, request.max_num_tokens - request.num_tokens) - 1
+        drafts = drafts[: max(0, most)]
+        if not drafts:
+            return False
+        keep = manager.watermark_blocks
+        added = manager.allocate_slots(request, 1 + len(drafts), keep_free_blocks=keep)
+        if added is None:
+            return False
+        step.go_on(request, 1 + len(drafts), added, drafts)
+        return True
 
     def _make_room(self, request: Request, step: StepBuilder, decodes: list[Request]) -> bool:
         """Take blocks from whoever the policy says. False: that is `request` itself, which has been

@@ -53,7 +53,8 @@ from .pressure import MemoryPressure
 from .request_limits import QueueFull, check_config, check_embeds, check_request
 from .request_states import RequestStates
 from .running import RunningRound
-from .step import NO_STEP, EntryKind, StepBuilder, StepInFlight
+from .speculation import Speculation
+from .step import NO_STEP, ONE_STEP, EntryKind, Pipelining, StepBuilder, StepEntry, StepInFlight
 
 # A request that was told to ask the tiers again does so after this time at the latest, so that a
 # lost wake-up costs a moment and not the request.
@@ -73,11 +74,14 @@ class Scheduler:
     `fails_with_load`: a request ends with an error where blocks did not come that a tier had; else
     it computes them.
 
+    `speculation` decides how many draft tokens each request gets; None: no request gets any.
+
     A step is `schedule`, then `update_from_output` or `fail_step` with what became of it, in the
-    order of the steps. Up to `max_steps_in_flight` may be made before the first comes back. A
-    request whose next token is still being computed has no part in those after it, unless it
-    `runs_ahead`: then they go on behind that token, which the worker knows in time. A step
-    without tokens need not come back.
+    order of the steps. Up to `pipelining.depth` may be made before the first comes back. A
+    request whose next token is still being computed has no part in those after it, unless
+    `pipelining.runs_ahead`: then they go on behind that token, which the worker knows in time. It
+    waits all the same where drafts are proposed behind that token. A step without tokens need not
+    come back.
     """
 
     def __init__(
@@ -88,13 +92,13 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         connector: KVConnectorScheduler | None = None,
         fails_with_load: bool = False,
-        max_steps_in_flight: int = 1,
-        runs_ahead: bool = False,
+        pipelining: Pipelining = ONE_STEP,
+        speculation: Speculation | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
         check_config(config, manager.max_model_len)
-        if max_steps_in_flight < 1:
-            raise ValueError(f"at least one step is in flight, not {max_steps_in_flight}")
+        if pipelining.depth < 1:
+            raise ValueError(f"at least one step is in flight, not {pipelining.depth}")
         self.config = config
         self.manager = manager
         self.eos_token_ids = eos_token_ids
@@ -119,8 +123,9 @@ class Scheduler:
         self._admission = Admission(states, pressure)
         self._writer = OutputWriter(states)
         self._exchange = ConnectorExchange(states, self._writer, fails_with_load=fails_with_load)
-        self._max_steps_in_flight = max_steps_in_flight
-        self._runs_ahead = runs_ahead and max_steps_in_flight > 1
+        self._max_steps_in_flight = pipelining.depth
+        self._runs_ahead = pipelining.runs_ahead and pipelining.depth > 1
+        self.speculation = speculation
         self._in_flight: deque[StepInFlight] = deque()  # the oldest first
         self._step_id = 0
         self._paused: Pause | None = None
@@ -279,7 +284,10 @@ class Scheduler:
             self.config.max_num_batched_tokens,
             runs_ahead=self._runs_ahead,
             held=held,
+            speculation=self.speculation,
         )
+        if self.speculation is not None:
+            self.speculation.begin_step(self.num_running)
         num_blocking = len(states.loads.blocking)
         retry = False
         if self._paused is not Pause.ALL:
@@ -337,6 +345,8 @@ class Scheduler:
                 continue
             request_id = request.request_id
             token_ids = sampled.get(request_id)
+            if entry.draft_token_ids:
+                self._take_back(entry, token_ids)
             if token_ids and not (nan_ids and request_id in nan_ids):
                 outputs.append(take(request, token_ids, now))
                 if request.num_placeholders:
@@ -356,8 +366,25 @@ class Scheduler:
         self._context.counts["generated_tokens"] += num_tokens
         if runner_output.has_figures:
             add_figures(outputs, runner_output)
+        for request_id, drafts in runner_output.draft_token_ids.items():
+            proposed = self._states.find_unfinished(request_id)
+            if proposed is not None and proposed.status is running:
+                proposed.draft_token_ids = drafts
         self._states.sweep()
         return outputs
+
+    def drop_drafts(self, request_id: str) -> None:
+        """The next step checks no drafts of this request. An unknown id is ignored."""
+        request = self._states.find_unfinished(request_id)
+        if request is not None:
+            request.draft_token_ids = ()
+
+    def note_step(
+        self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput, seconds: float
+    ) -> None:
+        """A step took the worker so long; before it is taken in."""
+        if self.speculation is not None:
+            self.speculation.note_step(scheduler_output, runner_output, seconds, self.num_running)
 
     def choosing(self, scheduler_output: SchedulerOutput) -> list[Request]:
         """The requests that choose a token in a step in flight and still run, once all steps before
@@ -457,6 +484,18 @@ class Scheduler:
             "pinned_blocks": 0 if pins is None else pins.num_blocks,
             **self._context.counts,
         }
+
+    def _take_back(self, entry: StepEntry, token_ids: list[int] | None) -> None:
+        """The counters go back to the last draft that was accepted, before its tokens are
+        appended: K and V behind it are worth nothing."""
+        assert self.speculation is not None
+        request, num_drafts = entry.request, len(entry.draft_token_ids)
+        num_accepted = max(0, len(token_ids or ()) - 1)
+        request.num_computed_tokens -= num_drafts - num_accepted
+        request.num_told_tokens = request.num_computed_tokens
+        if token_ids:
+            self.speculation.note_accepted(request, num_drafts, num_accepted)
+            self.speculation.judge(request, self.num_running)
 
     def _resolve_placeholder(self, request: Request) -> None:
         """A token that a later step already computes is known."""

@@ -8,7 +8,7 @@ the step is in flight until the worker's answer comes.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -19,6 +19,7 @@ from ..cache.kv_block import BlockIds, GroupBlocks
 from ..cache.kv_cache_manager import KVCacheManager
 from ..request.request import Request, RequestStatus
 from .output import CachedRequestData, NewRequestData, SchedulerOutput
+from .speculation import Speculation
 
 
 class EntryKind(Enum):
@@ -39,6 +40,7 @@ class StepEntry(NamedTuple):
     block_ids: BlockIds | None  # that the worker does not know of; None: none
     kind: EntryKind
     num_placeholders: int  # before the step
+    draft_token_ids: Sequence[int] = ()  # the last of those that it computes
 
     @property
     def is_current(self) -> bool:
@@ -53,6 +55,14 @@ class StepEntry(NamedTuple):
         return self.num_computed_tokens + self.num_tokens
 
 
+class Pipelining(NamedTuple):
+    """Steps that are made before the first of them comes back."""
+
+    depth: int = 1
+    # The next step goes on behind the tokens that one chooses; else it waits for them.
+    runs_ahead: bool = False
+
+
 class StepInFlight(NamedTuple):
     """A step that the worker has, with what its requests were when it was made."""
 
@@ -63,6 +73,7 @@ class StepInFlight(NamedTuple):
 
 NO_STEP = StepInFlight(SchedulerOutput([], CachedRequestData(), {}, 0, set(), set()), [], 0)
 
+ONE_STEP = Pipelining()
 _GOES_ON = EntryKind.GOES_ON
 # From a tuple, at half the price of the class itself.
 _step_entry = partial(tuple.__new__, StepEntry)
@@ -75,35 +86,46 @@ class StepBuilder:
     manager: KVCacheManager
     step_id: int
     budget: int  # tokens that are left
-    # The next step goes on behind the tokens that this one chooses; else it waits for them.
-    runs_ahead: bool = False
+    runs_ahead: bool = False  # as `Pipelining`
     held: Set[str] = frozenset()  # the ids of requests that sit this step out where they are
+    speculation: Speculation | None = None  # who gets drafts
     # Room had to be made for a running request, so no waiting one is let in during this step.
     pressed: bool = False
     entries: list[StepEntry] = field(default_factory=list)  # in batch order
+    wanted_drafts: dict[str, int] = field(default_factory=dict)
     _to_tell: list[StepEntry] = field(default_factory=list)  # those that the worker does not expect
 
     def __contains__(self, request: Request) -> bool:
         return any(entry.request is request for entry in self.entries)
 
-    def go_on(self, request: Request, num_tokens: int, added: GroupBlocks) -> None:
-        """A running request computes `num_tokens` more; `added` are the blocks it got for them."""
+    def go_on(
+        self,
+        request: Request,
+        num_tokens: int,
+        added: GroupBlocks,
+        draft_token_ids: Sequence[int] = (),
+    ) -> None:
+        """A running request computes `num_tokens` more, the last of which are drafts; `added` are
+        the blocks it got for them."""
         block_ids = None
         if added is not self.manager.no_blocks and any(added):
             block_ids = self.manager.page_ids(added)
-        self._grant(request, num_tokens, block_ids, EntryKind.GOES_ON)
+        self._grant(request, num_tokens, block_ids, EntryKind.GOES_ON, draft_token_ids)
 
     def decode(self, requests: list[Request]) -> None:
         """As `go_on` for each, with one token in the blocks that it has, which the worker need not
         be told: most of most steps."""
         entries, runs_ahead = self.entries, self.runs_ahead
+        speculates = self.speculation is not None
         for request in requests:
             computed = request.num_computed_tokens
             entries.append(_step_entry(
                 (request, 1, computed, request.num_preemptions, None, _GOES_ON,
-                 request.num_placeholders)
+                 request.num_placeholders, ())
             ))  # fmt: skip
             request.num_computed_tokens = request.num_told_tokens = computed + 1
+            if speculates and self._wants_drafts(request):
+                continue
             if runs_ahead and computed + 2 < request.max_num_tokens:
                 request.num_placeholders = computed + 2 - request.num_tokens
         self.budget -= len(requests)
@@ -135,6 +157,7 @@ class StepBuilder:
         if entry in self._to_tell:
             self._to_tell.remove(entry)
         request.num_told_tokens = -1
+        self.wanted_drafts.pop(request.request_id, None)
         self.budget += entry.num_tokens
         request.num_placeholders = entry.num_placeholders
         goes_on = entry.kind is EntryKind.GOES_ON
@@ -150,6 +173,10 @@ class StepBuilder:
         """The finished step; the ids are those that the worker has yet to be told."""
         new, cached = self._describe()
         tokens = {entry[0].request_id: entry[1] for entry in self.entries}
+        drafts = {}
+        if self.speculation is not None:
+            with_drafts = [entry for entry in self.entries if entry.draft_token_ids]
+            drafts = {each.request.request_id: list(each.draft_token_ids) for each in with_drafts}
         return SchedulerOutput(
             step_id=self.step_id,
             last_failed_id=last_failed_id,
@@ -160,6 +187,8 @@ class StepBuilder:
             finished_request_ids=finished_ids,
             preempted_request_ids=preempted_ids,
             connector_meta=connector_meta,
+            draft_token_ids=drafts,
+            wanted_drafts=self.wanted_drafts,
         )
 
     def _describe(self) -> tuple[list[NewRequestData], CachedRequestData]:
@@ -180,6 +209,7 @@ class StepBuilder:
                         output_token_ids=list(request.output_token_ids),
                         prompt_embeds=request.prompt_embeds,
                         pooling=request.pooling,
+                        cache_salt=request.cache_salt or b"",
                     )
                 )
                 continue
@@ -192,18 +222,38 @@ class StepBuilder:
         return new, cached
 
     def _grant(
-        self, request: Request, num_tokens: int, block_ids: BlockIds | None, kind: EntryKind
+        self,
+        request: Request,
+        num_tokens: int,
+        block_ids: BlockIds | None,
+        kind: EntryKind,
+        draft_token_ids: Sequence[int] = (),
     ) -> None:
         """The counter runs ahead of the worker: the step was told the old value."""
         computed, placeholders = request.num_computed_tokens, request.num_placeholders
-        entry = _step_entry(
-            (request, num_tokens, computed, request.num_preemptions, block_ids, kind, placeholders)
-        )
+        entry = _step_entry((
+            request, num_tokens, computed, request.num_preemptions, block_ids, kind, placeholders,
+            draft_token_ids,
+        ))  # fmt: skip
         self.entries.append(entry)
         self._to_tell.append(entry)
         self.budget -= num_tokens
         request.num_computed_tokens = request.num_told_tokens = computed = computed + num_tokens
+        is_at_end = computed >= request.num_tokens + placeholders
+        if self.speculation is not None and is_at_end and self._wants_drafts(request):
+            return
+        if draft_token_ids:
+            return  # how many tokens it gets is not known before the step comes back
         # With the token chosen now it may be long enough, and needs no further step.
         if self.runs_ahead and computed + 1 < request.max_num_tokens:
-            if computed == request.num_tokens + placeholders:
+            if is_at_end:
                 request.num_placeholders = placeholders + 1
+
+    def _wants_drafts(self, request: Request) -> bool:
+        """Whether the worker is asked for drafts behind the token that a request chooses in this
+        step. The request does not go on before they are there."""
+        assert self.speculation is not None
+        most = self.speculation.most_drafts_of(request)
+        if most:
+            self.wanted_drafts[request.request_id] = most
+        return most > 0

@@ -242,6 +242,15 @@ class GrammarManager:
                 held.add(name)
         return held
 
+    def without_drafts(self) -> Iterable[str]:
+        """The requests whose masks are made one by one, between steps: draft tokens would need
+        several at once."""
+        return [
+            name
+            for name, each in self._followed.items()
+            if each.follower.row_seconds > SLOW_SECONDS or each.follower.ahead is not None
+        ]
+
     def begin_masks(
         self, requests: Iterable[Request], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
     ) -> None:

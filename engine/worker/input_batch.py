@@ -36,6 +36,7 @@ class WorkerRequest:
     output_token_ids: list[int] = field(default_factory=list)
     has_prompt_tokens: bool = True  # False: embeddings stand for them
     pooling: str = ""  # which hidden states of the prompt are wanted
+    cache_salt: bytes = b""  # its tenant's
 
     @property
     def num_tokens(self) -> int:
@@ -120,15 +121,21 @@ class InputBatch:
         )
         return row
 
-    def expect_tokens(self, rows: IntArray) -> ExpectedTokens:
+    def put_drafts(self, row: int, draft_token_ids: Sequence[int]) -> None:
+        """Draft tokens behind those of a row, for the step that checks them; they do not count."""
+        start = int(self.num_tokens[row])
+        self.token_ids[row, start : start + len(draft_token_ids)] = draft_token_ids
+
+    def expect_tokens(self, rows: IntArray, index: IntArray | None = None) -> ExpectedTokens:
         """One more token in each of these rows, in this order; `take_tokens` says which. Those of
-        one step at a time are expected."""
+        one step at a time are expected. `index`: of each among the tokens that the device chooses,
+        -1 where that is not known before; None: they are in this order."""
         requests = [self.requests[row] for row in rows.tolist()]
         if None in requests:
             raise ValueError(f"row {rows[requests.index(None)]} of the batch is empty")
         positions = self.num_tokens[rows]
         self.num_tokens[rows] += 1
-        self.expected_index[rows] = np.arange(len(rows))
+        self.expected_index[rows] = np.arange(len(rows)) if index is None else index
         return ExpectedTokens(
             cast(list[WorkerRequest], requests), rows, positions, self._num_updates
         )
@@ -156,6 +163,21 @@ class InputBatch:
         for index in lost:
             if (row := self._row_of(requests[index])) is not None:
                 self.num_tokens[row] -= 1
+
+    def take_accepted(
+        self, request: WorkerRequest, token_ids: Sequence[int], num_rejected: int
+    ) -> None:
+        """The tokens of a request behind the one that `take_tokens` was told; of those that were
+        computed the last `num_rejected` are worth nothing."""
+        request.output_token_ids.extend(token_ids)
+        row = self._row_of(request)
+        if row is None:
+            return
+        start = int(self.num_tokens[row])
+        fitting = token_ids[: max(0, self.max_model_len - start)]
+        self.token_ids[row, start : start + len(fitting)] = fitting
+        self.num_tokens[row] += len(token_ids)
+        self.num_computed[row] -= num_rejected
 
     def forget_expected(self) -> None:
         """The tokens that were expected will not come; the requests must leave the batch."""

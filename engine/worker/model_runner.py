@@ -54,6 +54,8 @@ from .runtime.runtimes import (
     open_runtime,
     open_sizer,
 )
+from .speculation.drafted_rows import DraftedRows, masked_rows
+from .speculation.proposer import DraftQuery, Proposer
 from .step_batch import StepBatch
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)
@@ -76,6 +78,7 @@ class BegunStep:
     result: ModelRunnerOutput
     hidden: torch.Tensor | None = None  # [rows, hidden]; None: nobody is at the end of its tokens
     rows: IntArray = field(default_factory=lambda: NO_ROWS)  # of the batch
+    drafted: DraftedRows | None = None  # None: one row of logits for each of them
     sampled: SampledStep | None = None  # None: before `sample`, or nobody gets a token
     error: Exception | None = None  # what went wrong since
 
@@ -85,6 +88,7 @@ class SampledStep(NamedTuple):
 
     choice: Choice
     expected: ExpectedTokens
+    drafted: DraftedRows | None
 
 
 P = ParamSpec("P")
@@ -125,6 +129,7 @@ class ModelRunner:
         placement: Placement = DEFAULT_PLACEMENT,
         runtime: DeviceRuntime | None = None,
         processors: Sequence[LoadedProcessor] = (),
+        proposer: Proposer | None = None,
         progress: Callable[[str], None] = logger.info,
     ) -> None:
         """Load the model under `path` and allocate everything a step needs. Without `num_blocks`
@@ -134,7 +139,8 @@ class ModelRunner:
         Attention reads blocks of `kernel_block_size` tokens, where that is smaller: several of them
         lie one behind the other in each block. No step computes more than `most_step_tokens` of one
         request, nor than `max_num_batched_tokens`.
-        `runtime` is that of the placement's device, `processors` are those of other packages.
+        `runtime` is that of the placement's device, `processors` are those of other packages,
+        `proposer` makes the drafts that steps ask for.
 
         Raises ConfigError where the weights do not fit `spec`, the pool cannot hold one request
         of the length asked for, the layers cannot be split into so many groups, or a processor
@@ -202,6 +208,7 @@ class ModelRunner:
             self._due: BegunStep | None = None  # sampled, and its tokens are not known here
             self._connector = NullConnectorWorker() if connector is None else connector
             self._connector.register_pool(self.pool.tensor)
+            self._proposer = proposer
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         step = self.launch_step(output)
@@ -243,7 +250,7 @@ class ModelRunner:
         self._check_follows(step.output)
         try:
             if step.hidden is not None:
-                step.sampled = self._begin_choice(step.hidden, step.rows, mask)
+                step.sampled = self._begin_choice(step, step.hidden, mask)
                 step.hidden = None
             self._due = step
         except Exception:
@@ -285,6 +292,8 @@ class ModelRunner:
             self._prompt_logprobs.remove_logprobs(request_id)
             self._pooling.remove_pooling(request_id)
             self._prompt_embeds.remove_embeds(request_id)
+            if self._proposer is not None:
+                self._proposer.remove_request(request_id)
         self._steps.apply_step(output, self._sampler.apply_batch_update)
         for new in output.new_requests:
             self._prompt_logprobs.add(self._steps.requests[new.request_id])
@@ -298,13 +307,17 @@ class ModelRunner:
         computed = batch.num_computed[rows]
         positions = ranges(computed, counts)
         token_rows = np.repeat(rows, counts)
+        num_drafts = self._put_drafts(step.output.draft_token_ids, rows)
         late = self._late_tokens(rows, computed, counts)
         tables = batch.tables
         slots = tables.slot_mapping(token_rows, positions)
         token_ids = batch.token_ids[token_rows, positions].astype(np.int64)
         # Only a request that reaches its last known token has something to sample from.
-        ready = computed + counts == batch.num_tokens[rows]
+        ready = computed + counts - num_drafts == batch.num_tokens[rows]
         last = wanted = (np.cumsum(counts) - 1)[ready]
+        if step.output.draft_token_ids:
+            step.drafted = DraftedRows.of(batch, rows[ready], step.output.draft_token_ids)
+            last = wanted = step.drafted.places_of(last)
         prompts = self._prompt_logprobs
         pieces = (
             prompts.plan_prompt_pieces(batch, rows, computed, counts) if prompts.is_active else []
@@ -359,6 +372,17 @@ class ModelRunner:
         order = step_order(rows, counts)
         return rows[order], counts[order]
 
+    def _put_drafts(self, drafts: dict[str, list[int]], rows: IntArray) -> IntArray:
+        """Lay the draft tokens of a step behind those of their rows. How many each row has."""
+        num_drafts = np.zeros(len(rows), np.int64)
+        if drafts:
+            index_of = {row: index for index, row in enumerate(rows.tolist())}
+            for request_id, token_ids in drafts.items():
+                row = self.batch.row_of[request_id]
+                self.batch.put_drafts(row, token_ids)
+                num_drafts[index_of[row]] = len(token_ids)
+        return num_drafts
+
     def _late_tokens(
         self, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> LateTokens | None:
@@ -374,29 +398,27 @@ class ModelRunner:
         )
 
     def _begin_choice(
-        self, hidden: torch.Tensor, rows: IntArray, mask: TokenMask | None
+        self, step: BegunStep, hidden: torch.Tensor, mask: TokenMask | None
     ) -> SampledStep:
+        drafted, offsets, drafts, index = step.drafted, None, None, None
+        rows = step.rows
+        if drafted is not None:
+            rows, offsets, drafts = drafted.rows, drafted.offsets, drafted.draft_token_ids
+            index = drafted.known_index()
         masked: Sequence[int] = ()
         wanted = None  # tokens whose logits are looked at; None: all
         if mask is not None:
-            masked, row_of = rows.tolist(), self.batch.row_of
-            own = [row_of.get(request_id, -1) for request_id in mask.request_ids]
-            if own == masked:  # each row has one, in this order
-                masked = range(len(own))
-            else:
-                index_of = {row: index for index, row in enumerate(masked)}
-                if lost := [row for row in own if row not in index_of]:
-                    name = mask.request_ids[own.index(lost[0])]
-                    raise ValueError(f"the mask names {name}, which chooses no token in this step")
-                masked = [index_of[row] for row in own]
-            if self.model.can_leave_logits_out and len(set(own)) == len(rows):
+            masked = masked_rows(mask, rows, self.batch.row_of)
+            if self.model.can_leave_logits_out and len(set(masked)) == len(rows):
                 if not self._sampler.tells_logprobs(rows):
                     of_any = mask.of_any
                     # Of no logits it would not show whether they are finite.
                     wanted = of_any if of_any.any() else None
         logits = self.model.logits(hidden, wanted)
-        choice = self._sampler.sample_async(logits, rows, mask, masked)
-        return SampledStep(choice, self.batch.expect_tokens(rows))
+        choice = self._sampler.sample_async(
+            logits, rows, mask, masked, offsets=offsets, drafts=drafts
+        )
+        return SampledStep(choice, self.batch.expect_tokens(step.rows, index), drafted)
 
     def _take_tokens(self) -> None:
         """The tokens of the step that was sampled last, to the batch and to its result. What goes
@@ -411,12 +433,17 @@ class ModelRunner:
                 if self._prompt_logprobs.is_active:
                     self._prompt_logprobs.deliver(requests, due.result)
                 self._pooling.deliver(requests, due.result)
+                if due.output.wanted_drafts:
+                    self._propose(due.output.wanted_drafts, due.result)
         except Exception as error:  # noqa: BLE001 - `collect_output` raises it
             due.error = error
             self.batch.forget_expected()
             self._last_failed_id = due.output.step_id
 
     def _take_sampled(self, step: SampledStep, result: ModelRunnerOutput) -> None:
+        if step.drafted is not None:
+            self._take_checked(step, step.drafted, result)
+            return
         sampled = step.choice.wait()
         requests, lost = step.expected.requests, []
         if sampled.failures or not (all(sampled.is_finite) and all(sampled.has_choice)):
@@ -441,6 +468,74 @@ class ModelRunner:
         for index in lost:
             result.sampled_token_ids[ids[index]] = []
             result.logprobs.pop(ids[index], None)
+
+    def _take_checked(
+        self, step: SampledStep, drafted: DraftedRows, result: ModelRunnerOutput
+    ) -> None:
+        """The same where some of the requests have drafts."""
+        sampled = step.choice.wait()
+        lost, firsts = [], []
+        accepted = drafted.accept(sampled)
+        for index, (request, tokens) in enumerate(
+            zip(step.expected.requests, accepted, strict=True)
+        ):
+            firsts.append(tokens[0] if tokens else 0)
+            request_id, place = request.request_id, int(drafted.firsts[index])
+            result.sampled_token_ids[request_id] = tokens
+            if sampled.logprobs is not None and tokens:
+                entries = sampled.logprobs[place : place + len(tokens)]
+                if told := [entry for entry in entries if entry is not None]:
+                    result.logprobs[request_id] = told
+            if tokens:
+                continue
+            lost.append(index)
+            if not sampled.is_finite[place]:
+                result.nan_request_ids.add(request_id)
+            elif place in sampled.failures:
+                result.processor_errors[request_id] = sampled.failures[place]
+            else:
+                result.banned_request_ids.add(request_id)
+        self.batch.take_tokens(step.expected, firsts, lost)
+        for index, (request, tokens) in enumerate(
+            zip(step.expected.requests, accepted, strict=True)
+        ):
+            if num_drafts := int(drafted.counts[index]) - 1:
+                num_rejected = num_drafts - max(0, len(tokens) - 1)
+                self.batch.take_accepted(request, tokens[1:], num_rejected)
+
+    def _propose(self, wanted: dict[str, int], result: ModelRunnerOutput) -> None:
+        """Drafts are proposed behind the tokens that a step has brought."""
+        if self._proposer is None:
+            return
+        batch = self.batch
+        asked = [
+            (request_id, most, batch.row_of[request_id])
+            for request_id, most in wanted.items()
+            if result.sampled_token_ids.get(request_id) and request_id in batch.row_of
+        ]
+        rows = np.array([row for _, _, row in asked], np.int64)
+        queries = [
+            self._query(request_id, row, most)
+            for (request_id, most, row), may in zip(
+                asked, self._sampler.take_drafts(rows).tolist(), strict=True
+            )
+            if may
+        ]
+        if queries:
+            proposed = zip(queries, self._proposer.propose(queries), strict=True)
+            result.draft_token_ids = {
+                query.request_id: drafts for query, drafts in proposed if drafts
+            }
+
+    def _query(self, request_id: str, row: int, most: int) -> DraftQuery:
+        batch, request = self.batch, self._steps.requests[request_id]
+        return DraftQuery(
+            request_id,
+            batch.token_ids[row, : batch.num_tokens[row]],
+            request.output_token_ids,
+            request.cache_salt,
+            most,
+        )
 
     def _note_failures(
         self, failures: dict[int, str], rows: IntArray, result: ModelRunnerOutput

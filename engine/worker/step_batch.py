@@ -50,6 +50,7 @@ class StepBatch:
                 list(new.output_token_ids),
                 new.prompt_embeds is None,
                 new.pooling,
+                new.cache_salt,
             )
             self.batch.add(request, new.block_ids, new.num_computed_tokens)
         self._follow_cached(output.cached_requests)

@@ -69,6 +69,8 @@ class CoreCollector(Collector):
         scheduler, connector = stats["scheduler"], stats["connector"]
         yield from self._scheduler(scheduler)
         yield from self._table(tables.POOL, stats["pool"])
+        if stats["speculation"] is not None:
+            yield from self._speculation(stats["speculation"])
         yield from self._core(stats["core"], () if connector is None else connector["tiers"])
         if connector is not None:
             yield from self._connector(connector, scheduler)
@@ -100,6 +102,12 @@ class CoreCollector(Collector):
             saved = figures["saved_seconds"]
             sources = {source: saved.get(source, 0.0) for source in ("pool", *tiers)}
             yield self._by_label(tables.SAVED, "source", sources)
+
+    def _speculation(self, figures: CoreStats) -> Iterator[Metric]:
+        yield from self._table(tables.SPECULATION, figures)
+        by_place = {str(place): count for place, count in enumerate(figures["accepted_at"])}
+        yield self._by_label(tables.ACCEPTED_BY_PLACE, "position", by_place)
+        yield self._by_label(tables.SPECULATION_GAIN, "requests", figures["gain"])
 
     def _connector(self, figures: CoreStats, scheduler: CoreStats) -> Iterator[Metric]:
         yield from self._table(tables.CONNECTOR, figures)

@@ -91,6 +91,30 @@ WAITING_BY_REASON = _gauge("vllm:num_requests_waiting_by_reason", "Waiting reque
 RECOMPUTES = _counter("stratakv:recomputes", "Times a request computed tokens again.")
 RECOMPUTED_TOKENS = _counter("stratakv:recomputed_tokens", "Tokens computed again.")
 
+# Metrics of draft tokens, where there are any.
+SPECULATION: Table = (
+    (
+        "num_drafts",
+        _counter("vllm:spec_decode_num_drafts", "Times drafts of a request were checked."),
+    ),
+    ("num_draft_tokens", _counter("vllm:spec_decode_num_draft_tokens", "Draft tokens checked.")),
+    (
+        "num_accepted_tokens",
+        _counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
+    ),
+    ("pauses", _counter("stratakv:speculation_pauses", "Requests whose drafts did not pay.")),
+    (
+        "switched_off",
+        _counter("stratakv:speculation_switched_off", "Batch sizes at which drafts did not pay."),
+    ),
+)
+ACCEPTED_BY_PLACE = _counter(
+    "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by their place."
+)
+SPECULATION_GAIN = _gauge(
+    "stratakv:speculation_gain", "Tokens a second with drafts, against those without."
+)
+
 # Metrics of the sampled blocks of the KV pool.
 POOL: Table = (
     (

@@ -335,7 +335,8 @@ def documented() -> dict[str, Row]:
 def test_the_documentation_names_every_metric_with_its_type_and_labels(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    life = Life(tiny_model, tmp_path / "ssd", kv_serve="127.0.0.1:0")
+    more = {"kv_serve": "127.0.0.1:0", "speculative_method": "ngram"}
+    life = Life(tiny_model, tmp_path / "ssd", **more)
     try:
         life.run(PROMPT)
         check_documented(life)

@@ -11,6 +11,7 @@ next token follows from the fingerprint, so what a request says can be computed 
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +29,8 @@ from stratakv.engine.request.request import Request
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from stratakv.engine.scheduler.scheduler import Scheduler
+from stratakv.engine.scheduler.speculation import Speculation
+from stratakv.engine.scheduler.step import Pipelining
 
 from .dict_tiers import SIZE, DictTiers
 
@@ -92,6 +95,33 @@ class WorkerState:
         self.in_batch = True
         self.numbers, self.num_named = [], 0
 
+    def accept(self, num_drafts: int, start: int, end: int) -> list[int]:
+        """What it says where a step has computed the tokens from `start` to `end`, the last of them
+        drafts; those that it does not say are forgotten again, and what was computed of them."""
+        num_verified = len(self.tokens) - num_drafts
+        if end < len(self.tokens):
+            assert num_drafts == 0
+            return []
+        numbers, said = self.fingerprint(), []
+        for place in range(num_verified - 1, end):
+            said.append(next_token(numbers[place]))
+            if place + 1 < end and self.tokens[place + 1] != said[-1]:
+                break
+        num_kept = num_verified + len(said) - 1
+        self.tokens = self.tokens[:num_kept] + said[-1:]
+        self.numbers = numbers[:num_kept]
+        self.num_named = min(self.num_named, num_kept // SIZE)
+        self.end = num_kept
+        return said
+
+    def propose(self, rng: random.Random, most: int) -> list[int]:
+        """Draft tokens, some of which are what it will say."""
+        drafts: list[int] = []
+        for _ in range(rng.randint(0, most)):
+            coming = next_token(fingerprint([*self.tokens, *drafts], self.numbers)[-1])
+            drafts.append(coming if rng.random() < 0.7 else rng.randrange(VOCAB))
+        return drafts
+
     def fingerprint(self) -> list[int]:
         """That of its tokens, to which some may have been added since it was asked last."""
         self.numbers = fingerprint(self.tokens, self.numbers)
@@ -111,6 +141,7 @@ class Engine:
     has_failed: bool = False  # a step failed, so that it may know requests that start anew
     bad: set[str] = field(default_factory=set)  # requests whose logits are not finite
     attention: Sequence[LayerAttention] = (full(),)
+    drafts: random.Random | None = None  # decides what is proposed
 
     @property
     def manager(self) -> KVCacheManager:
@@ -159,18 +190,29 @@ class Engine:
         self.follow(output)
         self._store()
         positions = {}
+        for request_id, drafts in output.draft_token_ids.items():
+            assert 0 < len(drafts) < output.num_scheduled_tokens[request_id]
+            self.states[request_id].tokens += drafts
         for request_id, count in output.num_scheduled_tokens.items():
             computed = self._computed[request_id]
             positions[request_id] = (computed, computed + count)
             self._write(request_id, *positions[request_id])
         sampled = {}
         for request_id, (start, end) in positions.items():
-            state = self._check(request_id, start, end)
-            done = end == len(self.states[request_id].tokens)
-            sampled[request_id] = [next_token(state)] if done else []
-            self.states[request_id].tokens += sampled[request_id]
+            self._check(request_id, start, end)
+            num_drafts = len(output.draft_token_ids.get(request_id, ()))
+            sampled[request_id] = self.states[request_id].accept(num_drafts, start, end)
         self._store_ahead()
-        return ModelRunnerOutput(sampled, nan_request_ids=self.bad & sampled.keys())
+        proposed = {}
+        for request_id, most in output.wanted_drafts.items():
+            assert self.drafts is not None
+            if sampled[request_id]:
+                proposed[request_id] = self.states[request_id].propose(self.drafts, most)
+        return ModelRunnerOutput(
+            sampled,
+            nan_request_ids=self.bad & sampled.keys(),
+            draft_token_ids={name: drafts for name, drafts in proposed.items() if drafts},
+        )
 
     def follow(self, output: SchedulerOutput) -> None:
         """Bring the worker's view of the requests up to date from the differences."""
@@ -199,7 +241,9 @@ class Engine:
                 known = state.tokens[state.num_prompt :]
                 assert known[: len(said)] == said
                 # Of steps that came back after it had been sent back.
-                assert len(known) - len(said) < self.scheduler._max_steps_in_flight
+                speculation = self.scheduler.speculation
+                each = 1 if speculation is None else 1 + speculation.most_drafts
+                assert len(known) - len(said) <= each * (self.scheduler._max_steps_in_flight - 1)
                 state.start_again(said, ids)
             elif ids is not None:
                 for table, more in zip(state.tables, ids, strict=True):
@@ -250,7 +294,7 @@ class Engine:
                 assert block not in busy, "written while a load is writing to it"
                 self.slots[block, position % SIZE] = salted(states[position], group)
 
-    def _check(self, request_id: str, start: int, end: int) -> int:
+    def _check(self, request_id: str, start: int, end: int) -> None:
         """Of each group what the tokens from `start` to `end` see of those before them."""
         state = self.states[request_id]
         expected = state.fingerprint()[:end]
@@ -260,7 +304,6 @@ class Engine:
             wanted = [salted(expected[p], group) for p in seen]
             assert held == wanted, f"{request_id} would read what is not its own"
         self.name_blocks(state, end)
-        return expected[-1]
 
     def name_blocks(self, state: WorkerState, end: int) -> None:
         """Write down what the full blocks up to `end` hold."""
@@ -300,6 +343,8 @@ def build_engine(
     observer: Observer | None = None,
     more_observers: Sequence[Observer] = (),
     attention: Sequence[LayerAttention] = (full(),),
+    most_drafts: int = 0,
+    is_adaptive: bool = False,
     **options: object,
 ) -> Engine:
     """An engine: `num_blocks` of 4 tokens, options of SchedulerConfig."""
@@ -327,11 +372,11 @@ def build_engine(
         eos_token_ids=frozenset({EOS}),
         connector=tiers,
         fails_with_load=fails_with_load,
-        max_steps_in_flight=max_steps_in_flight,
-        runs_ahead=runs_ahead,
+        pipelining=Pipelining(max_steps_in_flight, runs_ahead),
+        speculation=Speculation(most_drafts, is_adaptive=is_adaptive) if most_drafts else None,
         observers=[*([] if observer is None else [observer]), *more_observers],
     )
-    engine = Engine(scheduler, tiers, attention=attention)
+    engine = Engine(scheduler, tiers, attention=attention, drafts=random.Random(most_drafts))
     if tiers is not None:
         tiers.slots = engine.slots
     return engine

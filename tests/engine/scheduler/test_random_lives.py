@@ -74,6 +74,7 @@ def check_life(rng: random.Random, make_engine: Any, tiers: Any, faults: bool, s
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=threshold,
         reserve=rng.choice(["none", "prompt", "full"]),
+        most_drafts=rng.choice([0, 0, 1, 3, 6]),
         **rng.choice(PRESSURES),
     )
     prompts: dict[str, tuple[list[int], int]] = {}

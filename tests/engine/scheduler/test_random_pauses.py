@@ -41,6 +41,7 @@ def check_life(rng: random.Random, make_engine: Any, tiers: Any, say: Any) -> No
         max_num_batched_tokens=budget if chunked else max(budget, max_model_len),
         max_num_seqs=max_num_seqs,
         enable_chunked_prefill=chunked,
+        most_drafts=rng.choice([0, 0, 3]),
         **rng.choice(PRESSURES),
     )
     scheduler = engine.scheduler

@@ -294,6 +294,8 @@ def check_life(
         observer=recorder,
         more_observers=[trace] if trace else [],
         reserve=rng.choice(["none", "full"]),
+        most_drafts=rng.choice([0, 0, 2, 5]),
+        is_adaptive=rng.random() < 0.5,
     )
     line = Pipeline(engine)
     stems = [prompt(SIZE * 4, i) for i in range(3)]

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stratakv bench speculation`: decodes whose steps check draft tokens, against those that do not.
+
+On the CPU, of the embedded model, one request and sixteen at once. Two engines that differ by
+`--speculative-method` alone have the same prompts and are run in turn; prompts are found in the KV
+pool, so that decoding is what takes the time. A ratio is the median of the ratios within a round,
+of processor seconds of all threads, with one that computes; the same by the clock stands beside it.
+
+speedup_repetitive_1, _16   Greedy answers that quote a text, or edit code: tokens a second, over
+    those without drafts. `texts.py` says how so small a model is had to quote.
+speedup_where_it_does_not_pay   The least ratio of answers that are drawn behind words without an
+    order, of one request and of sixteen.
+"""

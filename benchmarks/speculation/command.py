@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs `stratakv bench speculation`; the package says what that measures."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...engine.config.engine_options import EMBEDDED_MODEL, engine_config
+from ...engine.core.engine_core import EngineCore
+from ...engine.request.core_messages import AddRequest
+from ...engine.request.request import pack_token_ids
+from ...engine.request.sampling_params import SamplingParams
+from ...engine.text.tokenizer import Tokenizer
+from ..harness.comparison import Comparison, Gate, Outcome, WrongWork, take_rounds
+from ..harness.plots import caption, draw_bars, new_figure, save_figure
+from ..harness.report import Report, median, print_table, ratios, run_and_tell
+from ..sampling.timer import Timer
+from .texts import ANSWER, QUOTE, UNIQUE, Asked, Quotes, repetitive, unique
+
+GATES = {
+    "speedup_repetitive_1": Gate(least=1.8),
+    "speedup_repetitive_16": Gate(least=1.3),
+    "speedup_where_it_does_not_pay": Gate(least=0.98),
+}
+METHODS = ("ngram", "suffix")
+NOT_PAYING = "speedup_where_it_does_not_pay"
+
+
+AskedWith = tuple[Asked, SamplingParams]
+_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is done."""
+
+    rounds: int
+    sizes: tuple[int, ...]  # requests at once
+    answer: int  # tokens
+    warm_rounds: int  # before anything is counted, in which speculation learns what pays
+
+
+FULL = Scale(15, (1, 16), ANSWER, 3)
+QUICK = Scale(3, (1, 4), 32, 1)
+
+
+@dataclass(slots=True)
+class Answers:
+    """An engine that answers other prompts in each round."""
+
+    core: EngineCore
+    rounds: Sequence[Sequence[AskedWith]]
+    timer: Timer
+    texts: dict[str, list[int]] = field(default_factory=dict)
+    num_rounds: int = 0
+
+    def run(self) -> float:
+        """One round; tokens in a processor second of all threads."""
+        asked = self.rounds[self.num_rounds]
+        self._answer("prompt", [(each, _ONE_TOKEN) for each, _ in asked])
+
+        def work() -> None:
+            self.texts |= self._answer("answer", asked)
+
+        rate = self.timer.rate_of(work)
+        self.num_rounds += 1
+        return rate
+
+    def _answer(self, what: str, asked: Sequence[AskedWith]) -> dict[str, list[int]]:
+        """Raises WrongWork where a request does not come to its end."""
+        texts: dict[str, list[int]] = {}
+        for number, (each, params) in enumerate(asked):
+            name = f"{what} {self.num_rounds}/{number}"
+            texts[name] = []
+            if self.core.add(AddRequest(name, pack_token_ids(each.prompt), params)):
+                raise WrongWork(f"request {name} was refused")
+        left = len(texts)
+        while left:
+            for output in self.core.step():
+                texts[output.request_id] += output.new_token_ids
+                left -= output.finish_reason is not None
+                if output.error:
+                    raise WrongWork(f"request {output.request_id} failed: {output.error}")
+        return texts
+
+
+def params_of(asked: Asked, number: int, length: int, *, is_drawn: bool) -> SamplingParams:
+    """Of a request that answers with `length` tokens, or as many as are quoted."""
+    if is_drawn:
+        return SamplingParams(max_tokens=length, temperature=1.0, seed=number, ignore_eos=True)
+    quote = asked.quote[:length]
+    return SamplingParams(
+        max_tokens=length, temperature=0.0, ignore_eos=True, extra_args={QUOTE: quote}
+    )
+
+
+@contextmanager
+def answers(rounds: Sequence[Sequence[AskedWith]], method: str) -> Iterator[Answers]:
+    """With the proposer `method`."""
+    count, length = len(rounds[0]), UNIQUE + ANSWER + 64
+    config = engine_config(EMBEDDED_MODEL, {
+        "dtype": "float32", "num_threads": 1, "max_num_seqs": count, "block_size": 16,
+        "num_blocks": (count + 1) * (length // 16 + 2) * 3, "max_model_len": length,
+        "max_num_batched_tokens": 2048, "speculative_method": method,
+        "logits_processors": f"{Quotes.__module__}:{Quotes.__name__}",
+    })  # fmt: skip
+    core = EngineCore(config, max_steps_in_flight=1)
+    try:
+        yield Answers(core, rounds, Timer(sum(each.max_tokens for _, each in rounds[0])))
+    finally:
+        core.shutdown(5.0)
+
+
+def compare(
+    report: Report, name: str, scale: Scale, count: int, method: str, *, is_drawn: bool
+) -> Outcome:
+    """`count` requests at once, with the proposer `method` and without. Raises WrongWork where the
+    two do not say the same."""
+    tokenizer = Tokenizer.load(EMBEDDED_MODEL)
+    num_rounds = scale.warm_rounds + 1 + scale.rounds
+    asked = (unique if is_drawn else repetitive)(tokenizer, count * num_rounds)
+    with_params = [
+        (each, params_of(each, number, scale.answer, is_drawn=is_drawn))
+        for number, each in enumerate(asked)
+    ]
+    rounds = [with_params[at : at + count] for at in range(0, len(with_params), count)]
+    with ExitStack() as stack:
+        ours = stack.enter_context(answers(rounds, method))
+        plain = stack.enter_context(answers(rounds, "none"))
+        for _ in range(scale.warm_rounds):
+            ours.run()
+            plain.run()
+        comparison = Comparison(
+            name, "tokens in a processor second", "without drafts", ours.run, plain.run
+        )
+        outcome = take_rounds(comparison, scale.rounds)
+        same = sum(ours.texts[key] == plain.texts[key] for key in plain.texts)
+        speculation = ours.core.scheduler.speculation
+        assert speculation is not None
+        report.figures["cases"][name] = {
+            "requests": count,
+            "answers": len(plain.texts),
+            "method": method,
+            "ratio": outcome.ratio,
+            "by_clock": median(ratios(ours.timer.by_clock[-scale.rounds :],
+                                      plain.timer.by_clock[-scale.rounds :])),
+            "same_answers": same,
+            "speculation": speculation.stats(),
+        }  # fmt: skip
+    # Rounding may differ between steps of one token and of several, where two tokens are as likely.
+    if (differ := len(plain.texts) - same) > len(plain.texts) // 8:
+        raise WrongWork(f"{name}: {differ} of {len(plain.texts)} answers differ from those without")
+    return outcome
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Take all figures; 0, or 1 with the reason on the terminal."""
+    report = Report("speculation", "stratakv bench speculation" + " --quick" * arguments.quick)
+    work = partial(measure, report, QUICK if arguments.quick else FULL)
+    return run_and_tell(report, arguments.out, work, print_speculation, plot_speculation, WrongWork)
+
+
+def measure(report: Report, scale: Scale) -> None:
+    """Fill the report: of each figure the worst of all methods."""
+    report.figures |= {"plan": {"rounds": scale.rounds}, "cases": {}, "contests": {}, "spreads": {}}
+    few, many = scale.sizes
+    for size, name in ((few, "speedup_repetitive_1"), (many, "speedup_repetitive_16")):
+        taken = [
+            compare(report, f"{name}_{method}", scale, size, method, is_drawn=False)
+            for method in METHODS
+        ]
+        _add_worst(report, name, taken)
+    taken = [
+        compare(report, f"{NOT_PAYING}_{size}_{method}", scale, size, method, is_drawn=True)
+        for size in scale.sizes
+        for method in METHODS
+    ]
+    _add_worst(report, NOT_PAYING, taken)
+
+
+def _add_worst(report: Report, name: str, taken: Sequence[Outcome]) -> None:
+    for outcome in taken:
+        outcome.add_to(report)
+        del report.ratios[outcome.comparison.name]
+    worst = min(taken, key=lambda outcome: outcome.ratio)
+    report.ratios[name] = worst.ratio
+    report.figures["spreads"][name] = report.figures["spreads"][worst.comparison.name]
+
+
+def print_speculation(report: Report) -> None:
+    """What a person reads."""
+    rows = []
+    for name, case in report.figures["cases"].items():
+        counts, compared = case["speculation"], report.figures["contests"][name]
+        drafts = counts["num_draft_tokens"]
+        accepted = f"{counts['num_accepted_tokens'] / drafts:.2f}" if drafts else ""
+        spread = "{:.2f} to {:.2f}".format(*report.figures["spreads"][name])
+        rates = [f"{compared[side]:,.0f}" for side in ("median", "limit_median")]
+        rows.append([
+            name, *rates, f"{case['ratio']:.3f}", spread, f"{case['by_clock']:.3f}", accepted,
+            f"{case['same_answers']} of {case['answers']}",
+        ])  # fmt: skip
+    columns = [
+        "what", "tokens/s", "without", "ratio", "quartiles", "by the clock", "accepted", "the same",
+    ]  # fmt: skip
+    print_table("Answers with and without drafts, in turn; processor seconds", columns, rows)
+    verdicts = [
+        [name, f"{report.ratios[name]:.3f}", f"{gate.wanted} {gate.verdict(report.ratios[name])}"]
+        for name, gate in GATES.items()
+    ]
+    print_table("The worst of the methods", ["what", "ratio", "gate"], verdicts)
+
+
+def plot_speculation(report: Report, path: Path) -> Path:
+    """A bar for each case."""
+    figure, [[axes]] = new_figure(1, 1, 3.8)
+    cases: dict[str, Any] = report.figures["cases"]
+    names = [f"{each['method']}, {each['requests']}\n{_kind(name)}" for name, each in cases.items()]
+    draw_bars(axes, names, {"": [each["ratio"] for each in cases.values()]}, fmt="%.2f", size=7)
+    caption(axes, "Tokens a second with drafts, over those without", "", "ratio")
+    return save_figure(figure, report.environment, path)
+
+
+def _kind(name: str) -> str:
+    return "unique" if name.startswith(NOT_PAYING) else "quoting"

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of speculation: who proposes draft tokens, and how many of them a step checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...tiers.settings import readers
+from ...tiers.settings.option import check_options, options_of, setting
+from ...tiers.settings.values import ConfigError
+
+METHODS = ("none", "ngram", "suffix")
+MAX_DRAFTS = 64
+_MAX_LOOKUP = 256  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """Draft tokens change how many steps an answer takes, and none of its tokens."""
+
+    method: str = setting(
+        "none", readers.one_of(*METHODS),
+        "who proposes tokens that a step checks beside the next one. ngram: what followed the last "
+        "tokens where the request had them before. suffix: what most often followed them there and "
+        "in the tenant's answers before", "NAME", name="speculative_method",
+    )  # fmt: skip
+    num_tokens: int = setting(
+        16, readers.integer, "draft tokens of one request that a step checks, at most", "N",
+        name="num_speculative_tokens", bounds=(1, MAX_DRAFTS),
+    )  # fmt: skip
+    prompt_lookup_min: int = setting(
+        3, readers.integer, "tokens that must be found again for a draft", "N",
+        bounds=(1, _MAX_LOOKUP),
+    )  # fmt: skip
+    prompt_lookup_max: int = setting(
+        16, readers.integer, "tokens that are compared to choose among places, at most", "N",
+        bounds=(1, _MAX_LOOKUP),
+    )  # fmt: skip
+    adaptive: bool = setting(
+        True, readers.switch,
+        "propose less, or nothing, where checking takes longer than accepted drafts save",
+        name="speculative_adaptive",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check_options(options_of(SpeculativeConfig, ""), self)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"--prompt-lookup-min {self.prompt_lookup_min} is more than --prompt-lookup-max "
+                f"{self.prompt_lookup_max}; lower the first or raise the second"
+            )
+
+    @property
+    def is_on(self) -> bool:
+        return self.method != "none"

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SuffixProposer: what most often followed the last tokens of a request, in it and in the answers
+that its tenant had before.
+
+Pays where answers are like each other: agents that call tools, forms that are filled in. The more
+tokens are found again, and the more places agree on what follows, the more drafts there are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ...request.request import TokenArray
+from .ngram import TokenRuns, common_length
+from .proposer import DraftQuery, Proposer
+
+_BORDER = -1  # between answers; no token
+_MOST_MEMORIES = 64  # tenants
+_MEMORY_TOKENS = 1 << 15  # of a tenant's newest answers, twice at the most
+_MOST_PLACES = 6  # of each text that are looked at, the newest first
+_DRAFTS_PER_TOKEN = 2  # that was found again
+_LEAST_SHARE = 0.3  # of the places where the tokens were found, that agree on all drafts
+
+
+class _Place(NamedTuple):
+    """A place where the last tokens of a request were found."""
+
+    token_ids: TokenArray
+    last: int
+    length: int  # tokens that are equal, up to those that are compared
+
+
+class _Text:
+    """Tokens that grow, and their runs."""
+
+    def __init__(self, size: int, room: int) -> None:
+        self.runs = TokenRuns(size)
+        self._tokens = np.empty(room, np.int32)
+        self.num_tokens = 0
+
+    @property
+    def token_ids(self) -> TokenArray:
+        return self._tokens[: self.num_tokens]
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        end = self.num_tokens + len(token_ids)
+        self._tokens[self.num_tokens : end] = token_ids
+        self.num_tokens = end
+        self.runs.extend(self.token_ids)
+
+
+class _Memory:
+    """The newest answers of a tenant: the older half goes when the newer one is full."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.texts: list[_Text] = [_Text(size, _MEMORY_TOKENS)]  # the newer first
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        kept = token_ids[-(_MEMORY_TOKENS - 1) :]
+        if self.texts[0].num_tokens + len(kept) + 1 > _MEMORY_TOKENS:
+            self.texts = [_Text(self._size, _MEMORY_TOKENS), self.texts[0]]
+        self.texts[0].append([*kept, _BORDER])
+
+
+class SuffixProposer(Proposer):
+    """Finds the last tokens of a request again, `least` of them, at least, and compares up to
+    `most`."""
+
+    def __init__(self, least: int, most: int) -> None:
+        self._least, self._most = least, most
+        self._runs: dict[str, TokenRuns] = {}
+        self._outputs: dict[str, tuple[bytes, Sequence[int]]] = {}  # with the tenant of each
+        self._memories: OrderedDict[bytes, _Memory] = OrderedDict()
+
+    def propose(self, queries: Sequence[DraftQuery]) -> list[list[int]]:
+        return [self._propose(query) for query in queries]
+
+    def remove_request(self, request_id: str) -> None:
+        self._runs.pop(request_id, None)
+        tenant, output = self._outputs.pop(request_id, (b"", ()))
+        if len(output) >= self._least:
+            self._memory_of(tenant).append(output)
+
+    def _propose(self, query: DraftQuery) -> list[int]:
+        runs, token_ids = self._runs.get(query.request_id), query.token_ids
+        if runs is None or len(runs) > len(token_ids):
+            runs = self._runs[query.request_id] = TokenRuns(self._least)
+        runs.extend(token_ids)
+        self._outputs[query.request_id] = query.cache_salt, query.output_token_ids
+        ending = token_ids[max(0, len(token_ids) - self._most) :][::-1]
+        places = [self._place_of(ending, token_ids, last) for last in runs.places(_MOST_PLACES)]
+        if len(token_ids) >= self._least:
+            for text in self._memory_of(query.cache_salt).texts:
+                found = text.runs.places_of(token_ids, _MOST_PLACES)
+                places += [self._place_of(ending, text.token_ids, last) for last in found]
+        longest = max((place.length for place in places), default=0)
+        if longest < self._least:
+            return []
+        best = [place for place in places if place.length == longest]
+        return agreed(best, min(query.most, _DRAFTS_PER_TOKEN * longest))
+
+    def _place_of(self, ending: TokenArray, token_ids: TokenArray, last: int) -> _Place:
+        before = token_ids[max(0, last + 1 - self._most) : last + 1][::-1]
+        return _Place(token_ids, last, common_length(ending, before))
+
+    def _memory_of(self, tenant: bytes) -> _Memory:
+        memory = self._memories.get(tenant)
+        if memory is None:
+            memory = self._memories[tenant] = _Memory(self._least)
+            if len(self._memories) > _MOST_MEMORIES:
+                self._memories.popitem(last=False)
+        self._memories.move_to_end(tenant)
+        return memory
+
+
+def agreed(places: Sequence[_Place], most: int) -> list[int]:
+    """The tokens behind the places, one by one those that most places have that agree so far; the
+    first place decides between equals. It ends where too few agree."""
+    left = [place.token_ids[place.last + 1 : place.last + 1 + most].tolist() for place in places]
+    least = _LEAST_SHARE * len(left)
+    drafts: list[int] = []
+    while len(drafts) < most:
+        at = len(drafts)
+        following = [said[at] if at < len(said) else _BORDER for said in left]
+        token, count = following[0], len(left)
+        if following.count(token) < count:
+            [(token, count)] = Counter(following).most_common(1)
+            left = [said for said, one in zip(left, following, strict=True) if one == token]
+        if token == _BORDER or count < least:
+            break
+        drafts.append(token)
+    return drafts

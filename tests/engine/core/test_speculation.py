@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculation changes how many steps an answer takes, and none of its tokens."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.request.core_messages import AddRequest, TokenOutput
+from stratakv.engine.request.structured_params import StructuredOutputsParams
+
+from .conftest import VOCAB, config_of, prompt_of, request, run
+
+END = VOCAB - 1
+SPECULATION = {
+    "prompt_lookup_min": 1, "speculative_adaptive": False,
+    "num_speculative_tokens": 5,
+}  # fmt: skip
+START_MARK, END_MARK = 1, (2, 3)
+REGEX = "[a-f]{5,9}-[0-9]{2}"
+
+
+def requests(rng: random.Random, count: int) -> list[AddRequest]:
+    """Of every kind whose next token depends on those before it, with prompts that repeat."""
+    thinks = {
+        "reasoning_start_token_ids": (START_MARK,), "reasoning_end_token_ids": END_MARK,
+        "thinking_token_budget": 6, "logit_bias": {START_MARK: 6.0, END_MARK[0]: -3.0},
+    }  # fmt: skip
+    follows = {"structured_outputs": StructuredOutputsParams(regex=REGEX), "ignore_eos": False}
+    wishes: list[dict[str, Any]] = [
+        {}, {}, thinks, {"min_tokens": 9, "ignore_eos": False, "logit_bias": {END: 90.0}}, follows,
+        {"repetition_penalty": 1.6, "frequency_penalty": 0.7, "bad_words_token_ids": ((9, 9),)},
+        {"logprobs": 3}, {**follows, "min_tokens": 7, "stop_token_ids": [80]},
+        {"stop_token_ids": list(range(0, 250, 9))}, {**thinks, "repetition_penalty": 1.3},
+    ]  # fmt: skip
+    made = []
+    for number in range(count):
+        part = prompt_of(rng.randint(2, 12), number)
+        prompt = part * rng.randint(1, 5)
+        draws = {"temperature": 0.9, "seed": number} if number % 3 == 2 else {}
+        wish = wishes[number % len(wishes)]
+        most = rng.choice([10, 40, 60] if "min_tokens" in wish else [1, 2, 3, 40, 60])
+        fields = {"max_tokens": most, **wish, **draws}
+        made.append(request(f"r{number}", prompt, **fields))
+    return made
+
+
+def told(outputs: dict[str, TokenOutput]) -> dict[str, Any]:
+    return {
+        name: (each.new_token_ids, each.finish_reason, each.stop_reason, each.error)
+        for name, each in outputs.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("method", "steps", "blocks"),
+    [("ngram", 1, 80), ("suffix", 2, 80), ("ngram", 2, 26), ("suffix", 1, 26)],
+)
+def test_answers_are_those_without_drafts(
+    tiny_model: Path, method: str, steps: int, blocks: int, seed: int
+) -> None:
+    rng = random.Random(seed + steps + blocks)
+    asked = requests(rng, 30)
+    options = {"num_blocks": blocks, "max_num_seqs": 6, "max_model_len": 160}
+    plain = EngineCore(config_of(tiny_model, **options))
+    expected = told(run(plain, *asked))
+    plain.shutdown(5.0)
+    core = EngineCore(
+        config_of(tiny_model, **options, **SPECULATION, speculative_method=method),
+        max_steps_in_flight=steps,
+    )
+    assert told(run(core, *asked)) == expected
+    figures = core.scheduler.speculation.stats()
+    core.shutdown(5.0)
+    assert figures["num_accepted_tokens"] > 30, figures
