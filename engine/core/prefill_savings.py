@@ -53,6 +53,8 @@ class PrefillSavings:
         """A step took so long to compute. What its prompts took, where that can be told."""
         num_rows = len(step.num_scheduled_tokens)
         num_tokens = step.total_num_scheduled_tokens
+        if step.draft_token_ids:
+            return None  # tokens that are checked are no prompt, and take longer than a decode
         if num_tokens == num_rows:
             if num_rows:
                 self._measure_rows(num_rows, seconds)

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ...request.request import TokenArray
-from .ngram import TokenRuns, common_length
 from .proposer import DraftQuery, Proposer
+from .token_runs import RequestRuns, TokenRuns, common_length
 
 _BORDER = -1  # between answers; no token
 _MOST_MEMORIES = 64  # tenants
@@ -73,7 +73,7 @@ class SuffixProposer(Proposer):
 
     def __init__(self, least: int, most: int) -> None:
         self._least, self._most = least, most
-        self._runs: dict[str, TokenRuns] = {}
+        self._runs = RequestRuns(least)
         self._outputs: dict[str, tuple[bytes, Sequence[int]]] = {}  # with the tenant of each
         self._memories: OrderedDict[bytes, _Memory] = OrderedDict()
 
@@ -81,16 +81,15 @@ class SuffixProposer(Proposer):
         return [self._propose(query) for query in queries]
 
     def remove_request(self, request_id: str) -> None:
-        self._runs.pop(request_id, None)
+        self._runs.remove(request_id)
         tenant, output = self._outputs.pop(request_id, (b"", ()))
         if len(output) >= self._least:
             self._memory_of(tenant).append(output)
 
     def _propose(self, query: DraftQuery) -> list[int]:
-        runs, token_ids = self._runs.get(query.request_id), query.token_ids
-        if runs is None or len(runs) > len(token_ids):
-            runs = self._runs[query.request_id] = TokenRuns(self._least)
-        runs.extend(token_ids)
+        runs, token_ids = self._runs.update(query), query.token_ids
+        if runs is None:
+            return []
         self._outputs[query.request_id] = query.cache_salt, query.output_token_ids
         ending = token_ids[max(0, len(token_ids) - self._most) :][::-1]
         places = [self._place_of(ending, token_ids, last) for last in runs.places(_MOST_PLACES)]

@@ -53,6 +53,15 @@ def test_steps_with_few_prompt_tokens_say_nothing_of_them(counts: tuple[int, ...
     assert savings.seconds_per_token is None
 
 
+def test_drafts_are_no_prompt() -> None:
+    savings = PrefillSavings()
+    checked = step(9, 9, 9, 9, 9, 9)
+    checked.draft_token_ids = {str(i): [1] * 8 for i in range(6)}
+    assert sum(checked.num_scheduled_tokens.values()) > MIN_PROMPT_TOKENS
+    assert savings.measure(checked, 1.0) is None
+    assert savings.seconds_per_token is None
+
+
 def test_rows_that_only_go_on_are_not_counted_as_prompts() -> None:
     savings = PrefillSavings()
     mixed = step(1, 1, 100, 1)

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from stratakv.engine.worker.speculation.ngram import NgramProposer, TokenRuns
+from stratakv.engine.worker.speculation.ngram import NgramProposer
 from stratakv.engine.worker.speculation.proposer import DraftQuery, Proposer
 from stratakv.engine.worker.speculation.suffix import _MEMORY_TOKENS, SuffixProposer
+from stratakv.engine.worker.speculation.token_runs import RequestRuns, TokenRuns
 
 KINDS = [NgramProposer, SuffixProposer]
 
@@ -108,3 +109,21 @@ def test_the_oldest_answers_are_forgotten() -> None:
         proposer.remove_request("a")
         assert ask(proposer, [5, number, 999], name="b", most=2) == said[2:4]
     assert ask(proposer, [5, 0, 999], name="c", most=2) == []
+
+
+def test_requests_beyond_the_room_get_no_drafts_until_others_have_ended() -> None:
+    runs = RequestRuns(2, most_tokens=30)
+
+    def query(name: str, count: int) -> DraftQuery:
+        return DraftQuery(name, np.arange(count, dtype=np.int32), [], b"", 4)
+
+    assert runs.update(query("a", 20)) is not None
+    assert runs.update(query("b", 11)) is None
+    assert runs.update(query("a", 40)) is not None  # who has room keeps it
+    assert runs.update(query("b", 1)) is None
+    runs.remove("a")
+    runs.remove("a")
+    assert runs.update(query("b", 30)) is not None
+    assert runs.update(query("b", 10)) is not None  # it was sent back
+    assert runs.update(query("c", 20)) is not None
+    assert runs.update(query("d", 1)) is None
