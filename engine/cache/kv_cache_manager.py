@@ -208,6 +208,14 @@ class KVCacheManager:
         end = self._num_cached.get(request.request_id, 0)
         self.pool.note_computed([block for table in tables for block in table[first:end]])
 
+    def trim(self, request: Request) -> None:
+        """Blocks behind the tokens of a request, which rejected drafts were given, are free."""
+        num_blocks = -(-request.num_tokens // self.block_size)
+        for table in self.tables(request.request_id):
+            if len(table) > num_blocks:
+                self.pool.free_blocks(table[: num_blocks - 1 : -1])
+                del table[num_blocks:]
+
     def name_tail(self, request: Request) -> None:
         """Name the block that the prompt's end lies in, if it is not a full one. The prompt has
         been computed, and nothing more will be written for the request."""

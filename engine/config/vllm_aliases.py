@@ -137,7 +137,10 @@ def _speculative_config(called: str, value: Any) -> Meaning:
             f"{called} takes {', '.join(_SPECULATIVE_NAMES)} here, and no "
             f"{format_value(min(others, key=str))}"
         )
-    return Meaning({_SPECULATIVE_NAMES[name]: given[name] for name in given})
+    bounds = [name for name in ("prompt_lookup_min", "prompt_lookup_max") if name in given]
+    if len(bounds) == 1:  # as there, both are the one that is given
+        given |= dict.fromkeys(("prompt_lookup_min", "prompt_lookup_max"), given[bounds[0]])
+    return Meaning({_SPECULATIVE_NAMES[name]: value for name, value in given.items()})
 
 
 def _object_of(value: Any) -> dict[str, Any] | None:

@@ -36,6 +36,7 @@ class MemoryPressure:
         self._manager = manager = context.manager
         config = context.config
         self._usable = manager.pool.num_usable
+        self._most_requests = config.max_num_seqs
         self._admit_blocks = config.admit_below * self._usable
         self._preempt_blocks = config.preempt_above * self._usable
 
@@ -48,6 +49,14 @@ class MemoryPressure:
     def demands_preemption(self) -> bool:
         """Whether so much is held that somebody should go."""
         return self._num_held > self._preempt_blocks
+
+    @property
+    def num_kept_from_drafts(self) -> int:
+        """The free blocks that drafts leave to others: those beyond `preempt_above`, and one in
+        each group for every request of a full batch."""
+        manager = self._manager
+        limit = self._usable - int(self._preempt_blocks)
+        return max(limit, manager.watermark_blocks, self._most_requests * manager.num_groups)
 
     def has_room_for(
         self, request: Request, hits: GroupBlocks | None, running: Iterable[Request]

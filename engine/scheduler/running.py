@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..request.request import Request, RequestStatus
 from .pressure import MemoryPressure
 from .request_states import RequestStates
@@ -30,6 +28,27 @@ class RunningRound:
         self._relieve(step)
         self._go_on(step)
 
+    def add_drafts(self, step: StepBuilder) -> None:
+        """The drafts of requests that decode in this step join it, as far as it has tokens left
+        when all others have theirs. They take no block that others may need soon."""
+        manager, keep = self._states.context.manager, self._pressure.num_kept_from_drafts
+        for index, entry in enumerate(step.entries):
+            request, drafts = entry.request, entry.request.draft_token_ids
+            if not drafts:
+                continue
+            request.draft_token_ids = ()
+            # Behind the last token that it may have nothing is computed.
+            room = request.max_num_tokens - request.num_tokens - 1
+            drafts = drafts[: max(0, min(step.budget, self._chunk_limit - 1, room))]
+            is_at_end = entry.end == request.num_tokens and not entry.num_placeholders
+            if not drafts or step.pressed or entry.num_tokens != 1 or not is_at_end:
+                continue
+            request.num_computed_tokens = entry.num_computed_tokens  # what its window begins at
+            added = manager.allocate_slots(request, 1 + len(drafts), keep_free_blocks=keep)
+            request.num_computed_tokens = entry.end
+            if added is not None:
+                step.add_drafts(index, drafts, added)
+
     def _relieve(self, step: StepBuilder) -> None:
         """Send back whom the policy says while too much of the pool is held; never the only one."""
         states = self._states
@@ -51,23 +70,15 @@ class RunningRound:
         last_offset = block_size - 1
         decodes: list[Request] = []
         preempted, held = states.preempted_ids, step.held
-        num_left = len(states.running)
         for request in tuple(states.running):  # of which those are taken that must make room
             if step.budget <= len(decodes):
                 break
-            num_left -= 1
             if preempted and request.status is not RequestStatus.RUNNING:
                 continue
             if held and request.request_id in held:
                 continue
             computed = request.num_computed_tokens
             num_tokens = request.num_tokens - computed + request.num_placeholders
-            if request.draft_token_ids:
-                drafts, request.draft_token_ids = request.draft_token_ids, ()
-                if num_tokens == 1 and self._add_drafts(
-                    step, request, drafts, step.budget - len(decodes) - num_left
-                ):
-                    continue
             if any_overlapped:
                 num_tokens = most_tokens(request) + request.num_placeholders
             elif (
@@ -88,24 +99,6 @@ class RunningRound:
                 break
             step.go_on(request, num_tokens, added)
         step.decode(decodes)
-
-    def _add_drafts(
-        self, step: StepBuilder, request: Request, drafts: Sequence[int], budget: int
-    ) -> bool:
-        """The request computes its next token and as many of `drafts` as fit into `budget`. Drafts
-        take no room that others need: False, and nothing has changed, where there is none."""
-        manager = self._states.context.manager
-        # Behind the last token that it may have nothing is computed.
-        most = min(budget, self._chunk_limit, request.max_num_tokens - request.num_tokens) - 1
-        drafts = drafts[: max(0, most)]
-        if not drafts:
-            return False
-        keep = manager.watermark_blocks
-        added = manager.allocate_slots(request, 1 + len(drafts), keep_free_blocks=keep)
-        if added is None:
-            return False
-        step.go_on(request, 1 + len(drafts), added, drafts)
-        return True
 
     def _make_room(self, request: Request, step: StepBuilder, decodes: list[Request]) -> bool:
         """Take blocks from whoever the policy says. False: that is `request` itself, which has been

@@ -295,6 +295,8 @@ class Scheduler:
             if not step.pressed:
                 only_known = self._paused is Pause.NEW
                 retry = self._admission.admit(step, now, only_known=only_known)
+            if self.speculation is not None:
+                self._running.add_drafts(step)
         meta = self._exchange.build_meta(pool.take_evicted())
         output = step.build_output(
             states.finished_ids, states.preempted_ids, meta, self._last_failed_id
@@ -330,6 +332,7 @@ class Scheduler:
             self.manager.pool.commit_step(scheduler_output.step_id)
         all_current = num_departed == self._states.num_departed
         sampled, nan_ids = runner_output.sampled_token_ids, runner_output.nan_request_ids
+        proposed = runner_output.draft_token_ids
         take = self._writer.append_tokens
         running = RequestStatus.RUNNING
         for entry in entries:
@@ -347,8 +350,14 @@ class Scheduler:
             token_ids = sampled.get(request_id)
             if entry.draft_token_ids:
                 self._take_back(entry, token_ids)
+                if not token_ids:
+                    continue
             if token_ids and not (nan_ids and request_id in nan_ids):
                 outputs.append(take(request, token_ids, now))
+                if request_id in proposed and request.status is running:
+                    request.draft_token_ids = proposed[request_id]
+                if entry.draft_token_ids and request.status is running:
+                    self.manager.trim(request)
                 if request.num_placeholders:
                     self._resolve_placeholder(request)
             elif error := fault_of(request, entry.end, runner_output):
@@ -366,10 +375,6 @@ class Scheduler:
         self._context.counts["generated_tokens"] += num_tokens
         if runner_output.has_figures:
             add_figures(outputs, runner_output)
-        for request_id, drafts in runner_output.draft_token_ids.items():
-            proposed = self._states.find_unfinished(request_id)
-            if proposed is not None and proposed.status is running:
-                proposed.draft_token_ids = drafts
         self._states.sweep()
         return outputs
 
@@ -487,15 +492,19 @@ class Scheduler:
 
     def _take_back(self, entry: StepEntry, token_ids: list[int] | None) -> None:
         """The counters go back to the last draft that was accepted, before its tokens are
-        appended: K and V behind it are worth nothing."""
+        appended: K and V behind it are worth nothing. Without any token the request computes the
+        last one again, alone: what was wrong may have been a draft's K and V."""
         assert self.speculation is not None
         request, num_drafts = entry.request, len(entry.draft_token_ids)
         num_accepted = max(0, len(token_ids or ()) - 1)
         request.num_computed_tokens -= num_drafts - num_accepted
+        if not token_ids:
+            request.num_computed_tokens = entry.num_computed_tokens
+            self._states.drop_blocks(request, NOT_FINITE)
+            self.manager.trim(request)
         request.num_told_tokens = request.num_computed_tokens
-        if token_ids:
-            self.speculation.note_accepted(request, num_drafts, num_accepted)
-            self.speculation.judge(request, self.num_running)
+        self.speculation.note_accepted(request, num_drafts, num_accepted)
+        self.speculation.judge(request, self.num_running)
 
     def _resolve_placeholder(self, request: Request) -> None:
         """A token that a later step already computes is known."""

@@ -93,24 +93,14 @@ class StepBuilder:
     pressed: bool = False
     entries: list[StepEntry] = field(default_factory=list)  # in batch order
     wanted_drafts: dict[str, int] = field(default_factory=dict)
-    _to_tell: list[StepEntry] = field(default_factory=list)  # those that the worker does not expect
+    _to_tell: dict[str, StepEntry] = field(default_factory=dict)  # that the worker does not expect
 
     def __contains__(self, request: Request) -> bool:
         return any(entry.request is request for entry in self.entries)
 
-    def go_on(
-        self,
-        request: Request,
-        num_tokens: int,
-        added: GroupBlocks,
-        draft_token_ids: Sequence[int] = (),
-    ) -> None:
-        """A running request computes `num_tokens` more, the last of which are drafts; `added` are
-        the blocks it got for them."""
-        block_ids = None
-        if added is not self.manager.no_blocks and any(added):
-            block_ids = self.manager.page_ids(added)
-        self._grant(request, num_tokens, block_ids, EntryKind.GOES_ON, draft_token_ids)
+    def go_on(self, request: Request, num_tokens: int, added: GroupBlocks) -> None:
+        """A running request computes `num_tokens` more; `added` are the blocks it got for them."""
+        self._grant(request, num_tokens, self._ids_of(added), EntryKind.GOES_ON)
 
     def decode(self, requests: list[Request]) -> None:
         """As `go_on` for each, with one token in the blocks that it has, which the worker need not
@@ -124,11 +114,29 @@ class StepBuilder:
                  request.num_placeholders, ())
             ))  # fmt: skip
             request.num_computed_tokens = request.num_told_tokens = computed + 1
-            if speculates and self._wants_drafts(request):
+            if speculates and self._waits_for_drafts(request):
                 continue
             if runs_ahead and computed + 2 < request.max_num_tokens:
                 request.num_placeholders = computed + 2 - request.num_tokens
         self.budget -= len(requests)
+
+    def add_drafts(self, index: int, drafts: Sequence[int], added: GroupBlocks) -> None:
+        """The entry at `index` computes drafts too, behind its one token; `added` are the blocks
+        it got for them."""
+        entry, block_ids = self.entries[index], self._ids_of(added)
+        if block_ids is not None and entry.block_ids is not None:
+            both = zip(entry.block_ids, block_ids, strict=True)
+            block_ids = tuple([[*first, *more] for first, more in both])
+        request, count = entry.request, len(drafts)
+        entry = self.entries[index] = entry._replace(
+            num_tokens=entry.num_tokens + count,
+            block_ids=block_ids or entry.block_ids,
+            draft_token_ids=drafts,
+        )
+        if entry.block_ids is not None or request.request_id in self._to_tell:
+            self._to_tell[request.request_id] = entry
+        self.budget -= count
+        request.num_computed_tokens = request.num_told_tokens = entry.end
 
     def start(self, request: Request, num_tokens: int) -> None:
         """A request that the worker has not seen runs, after `num_computed_tokens` found or
@@ -154,8 +162,7 @@ class StepBuilder:
             raise KeyError(request.request_id)
         self.manager.revoke(request, entry.num_computed_tokens, entry.block_ids)
         self.entries.remove(entry)
-        if entry in self._to_tell:
-            self._to_tell.remove(entry)
+        self._to_tell.pop(request.request_id, None)
         request.num_told_tokens = -1
         self.wanted_drafts.pop(request.request_id, None)
         self.budget += entry.num_tokens
@@ -194,7 +201,7 @@ class StepBuilder:
     def _describe(self) -> tuple[list[NewRequestData], CachedRequestData]:
         """The requests that the worker has not seen, and the changes of others."""
         new, cached = [], CachedRequestData()
-        for entry in self._to_tell:
+        for entry in self._to_tell.values():
             request = entry.request
             request_id = request.request_id
             if entry.kind is EntryKind.STARTS:
@@ -227,33 +234,34 @@ class StepBuilder:
         num_tokens: int,
         block_ids: BlockIds | None,
         kind: EntryKind,
-        draft_token_ids: Sequence[int] = (),
     ) -> None:
         """The counter runs ahead of the worker: the step was told the old value."""
         computed, placeholders = request.num_computed_tokens, request.num_placeholders
         entry = _step_entry((
             request, num_tokens, computed, request.num_preemptions, block_ids, kind, placeholders,
-            draft_token_ids,
+            (),
         ))  # fmt: skip
         self.entries.append(entry)
-        self._to_tell.append(entry)
+        self._to_tell[request.request_id] = entry
         self.budget -= num_tokens
         request.num_computed_tokens = request.num_told_tokens = computed = computed + num_tokens
         is_at_end = computed >= request.num_tokens + placeholders
-        if self.speculation is not None and is_at_end and self._wants_drafts(request):
+        if self.speculation is not None and is_at_end and self._waits_for_drafts(request):
             return
-        if draft_token_ids:
-            return  # how many tokens it gets is not known before the step comes back
         # With the token chosen now it may be long enough, and needs no further step.
         if self.runs_ahead and computed + 1 < request.max_num_tokens:
             if is_at_end:
                 request.num_placeholders = placeholders + 1
 
-    def _wants_drafts(self, request: Request) -> bool:
-        """Whether the worker is asked for drafts behind the token that a request chooses in this
-        step. The request does not go on before they are there."""
+    def _waits_for_drafts(self, request: Request) -> bool:
+        """Whether a request does not go on before this step has come back: the worker is asked for
+        drafts behind the token that it chooses, or drafts of it are to join the step."""
         assert self.speculation is not None
         most = self.speculation.most_drafts_of(request)
         if most:
             self.wanted_drafts[request.request_id] = most
-        return most > 0
+        return most > 0 or bool(request.draft_token_ids)
+
+    def _ids_of(self, added: GroupBlocks) -> BlockIds | None:
+        is_nothing = added is self.manager.no_blocks or not any(added)
+        return None if is_nothing else self.manager.page_ids(added)

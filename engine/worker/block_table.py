@@ -39,6 +39,7 @@ class BlockTable:
     ) -> None:
         """`block_size` is in tokens, `kernel_block_size` a divisor of it: the tokens of an entry,
         where that is fewer. Raises ValueError for one that does not divide it."""
+        self.given_size = block_size  # tokens of a block
         self.block_size = kernel_block_size or block_size  # tokens of an entry
         self._entries_per_block, rest = divmod(block_size, self.block_size)
         if rest:
@@ -79,6 +80,12 @@ class BlockTable:
         self.array[target, :count] = self.array[source, :count]
         self.num_entries[target] = count
         self._changed[target] = 0
+
+    def trim_row(self, row: int, num_blocks: int) -> None:
+        """Drop the blocks of a row behind its first `num_blocks`."""
+        most = num_blocks * self._entries_per_block
+        if self.num_entries[row] > most:
+            self.num_entries[row] = most
 
     def take_changes(self) -> tuple[IntArray, IntArray, BlockArray]:
         """The entries that changed since the last call: row, place in the row, and block. For
@@ -130,6 +137,11 @@ class MultiGroupBlockTable:
     def move_row(self, source: int, target: int) -> None:
         for table in self.tables:
             table.move_row(source, target)
+
+    def trim_row(self, row: int, num_tokens: int) -> None:
+        """Drop the blocks of a row behind those of its first `num_tokens`."""
+        for table in self.tables:
+            table.trim_row(row, -(-num_tokens // table.given_size))
 
     def block_ids(self, row: int) -> BlockIds:
         return tuple([table.block_ids(row) for table in self.tables])

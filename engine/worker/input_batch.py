@@ -153,7 +153,7 @@ class InputBatch:
         ids = np.asarray(token_ids, np.int32)
         self.expected_index.fill(_KNOWN)
         if num_updates != self._num_updates:
-            here = [self._row_of(request) for request in requests]
+            here = [self.row_of_request(request) for request in requests]
             kept = np.flatnonzero(np.asarray([row is not None for row in here], np.bool_))
             rows = np.asarray([row for row in here if row is not None], np.int64)
             positions, ids = positions[kept], ids[kept]
@@ -161,16 +161,16 @@ class InputBatch:
         fits = positions < self.max_model_len
         self.token_ids[rows[fits], positions[fits]] = ids[fits]
         for index in lost:
-            if (row := self._row_of(requests[index])) is not None:
+            if (row := self.row_of_request(requests[index])) is not None:
                 self.num_tokens[row] -= 1
 
     def take_accepted(
         self, request: WorkerRequest, token_ids: Sequence[int], num_rejected: int
     ) -> None:
-        """The tokens of a request behind the one that `take_tokens` was told; of those that were
-        computed the last `num_rejected` are worth nothing."""
+        """The tokens of a request behind the one that `take_tokens` was told, if any; of those that
+        were computed the last `num_rejected` are worth nothing, and neither are their blocks."""
         request.output_token_ids.extend(token_ids)
-        row = self._row_of(request)
+        row = self.row_of_request(request)
         if row is None:
             return
         start = int(self.num_tokens[row])
@@ -178,6 +178,7 @@ class InputBatch:
         self.token_ids[row, start : start + len(fitting)] = fitting
         self.num_tokens[row] += len(token_ids)
         self.num_computed[row] -= num_rejected
+        self.tables.trim_row(row, int(self.num_tokens[row]))
 
     def forget_expected(self) -> None:
         """The tokens that were expected will not come; the requests must leave the batch."""
@@ -221,8 +222,8 @@ class InputBatch:
         for request, block_ids, num_computed in held:
             self.add(request, block_ids, num_computed)
 
-    def _row_of(self, request: WorkerRequest) -> int | None:
-        """Its row; another request may have its id."""
+    def row_of_request(self, request: WorkerRequest) -> int | None:
+        """The row of this request; another request may have its id by now."""
         row = self.row_of.get(request.request_id)
         return row if row is not None and self.requests[row] is request else None
 

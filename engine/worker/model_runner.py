@@ -38,7 +38,7 @@ from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
 from .block_table import BlockTable, MultiGroupBlockTable
 from .forward.attention_metadata import ranges
 from .forward.forward import LateTokens, StepInputs, step_order
-from .input_batch import ExpectedTokens, InputBatch, PromptEmbeds
+from .input_batch import ExpectedTokens, InputBatch, PromptEmbeds, WorkerRequest
 from .kv_pool import KvPool
 from .pool_demand import PoolDemand, check_pool_size
 from .pooling_collector import PoolingCollector
@@ -400,11 +400,9 @@ class ModelRunner:
     def _begin_choice(
         self, step: BegunStep, hidden: torch.Tensor, mask: TokenMask | None
     ) -> SampledStep:
-        drafted, offsets, drafts, index = step.drafted, None, None, None
-        rows = step.rows
+        drafted, rows, index = step.drafted, step.rows, None
         if drafted is not None:
-            rows, offsets, drafts = drafted.rows, drafted.offsets, drafted.draft_token_ids
-            index = drafted.known_index()
+            rows, index = drafted.rows, drafted.known_index()
         masked: Sequence[int] = ()
         wanted = None  # tokens whose logits are looked at; None: all
         if mask is not None:
@@ -415,9 +413,17 @@ class ModelRunner:
                     # Of no logits it would not show whether they are finite.
                     wanted = of_any if of_any.any() else None
         logits = self.model.logits(hidden, wanted)
-        choice = self._sampler.sample_async(
-            logits, rows, mask, masked, offsets=offsets, drafts=drafts
-        )
+        if drafted is None:
+            choice = self._sampler.sample_async(logits, rows, mask, masked)
+        else:
+            choice = self._sampler.sample_async(
+                logits,
+                rows,
+                mask,
+                masked,
+                offsets=drafted.offsets,
+                drafts=drafted.draft_token_ids,
+            )
         return SampledStep(choice, self.batch.expect_tokens(step.rows, index), drafted)
 
     def _take_tokens(self) -> None:
@@ -434,7 +440,7 @@ class ModelRunner:
                     self._prompt_logprobs.deliver(requests, due.result)
                 self._pooling.deliver(requests, due.result)
                 if due.output.wanted_drafts:
-                    self._propose(due.output.wanted_drafts, due.result)
+                    self._propose(due.output.wanted_drafts, requests, due.result)
         except Exception as error:  # noqa: BLE001 - `collect_output` raises it
             due.error = error
             self.batch.forget_expected()
@@ -489,6 +495,8 @@ class ModelRunner:
             if tokens:
                 continue
             lost.append(index)
+            if drafted.counts[index] > 1:
+                continue  # it is computed again without drafts, which may be what is wrong
             if not sampled.is_finite[place]:
                 result.nan_request_ids.add(request_id)
             elif place in sampled.failures:
@@ -500,18 +508,23 @@ class ModelRunner:
             zip(step.expected.requests, accepted, strict=True)
         ):
             if num_drafts := int(drafted.counts[index]) - 1:
-                num_rejected = num_drafts - max(0, len(tokens) - 1)
+                num_rejected = num_drafts + 1 - len(tokens)
                 self.batch.take_accepted(request, tokens[1:], num_rejected)
 
-    def _propose(self, wanted: dict[str, int], result: ModelRunnerOutput) -> None:
-        """Drafts are proposed behind the tokens that a step has brought."""
+    def _propose(
+        self, wanted: dict[str, int], requests: Sequence[WorkerRequest], result: ModelRunnerOutput
+    ) -> None:
+        """Drafts are proposed behind the tokens that a step has brought its requests. One that has
+        left the batch gets none, even where another has its id."""
         if self._proposer is None:
             return
         batch = self.batch
         asked = [
-            (request_id, most, batch.row_of[request_id])
-            for request_id, most in wanted.items()
-            if result.sampled_token_ids.get(request_id) and request_id in batch.row_of
+            (request_id, wanted[request_id], row)
+            for request in requests
+            if (request_id := request.request_id) in wanted
+            and result.sampled_token_ids.get(request_id)
+            and (row := batch.row_of_request(request)) is not None
         ]
         rows = np.array([row for _, _, row in asked], np.int64)
         queries = [

@@ -82,8 +82,8 @@ class DraftedRows:
 
 def masked_rows(mask: TokenMask, rows: IntArray, row_of: Mapping[str, int]) -> Sequence[int]:
     """The row of logits of each row of a mask, where the rows of logits belong to `rows` of the
-    batch; those of one request stand in both one after the other. Raises ValueError for a request
-    that has none, or fewer."""
+    batch; those of one request stand in both one after the other, and what the mask has more of
+    restricts its last one. Raises ValueError for a request that has no row of logits."""
     choosing = rows.tolist()
     own = [row_of.get(request_id, -1) for request_id in mask.request_ids]
     if own == choosing:  # each row has one, in this order
@@ -98,5 +98,5 @@ def masked_rows(mask: TokenMask, rows: IntArray, row_of: Mapping[str, int]) -> S
         left = places.get(row, [])
         if not left:
             raise ValueError(f"the mask names {request_id}, which chooses no token in this step")
-        masked.append(left.pop())
+        masked.append(left.pop() if len(left) > 1 else left[0])
     return masked

@@ -27,7 +27,7 @@ class NgramProposer(Proposer):
         return [self._propose(query) for query in queries]
 
     def remove_request(self, request_id: str) -> None:
-        self._runs.remove(request_id)
+        self._runs.remove_request(request_id)
 
     def _propose(self, query: DraftQuery) -> list[int]:
         runs, token_ids = self._runs.update(query), query.token_ids

@@ -19,8 +19,8 @@ from .proposer import DraftQuery, Proposer
 from .token_runs import RequestRuns, TokenRuns, common_length
 
 _BORDER = -1  # between answers; no token
-_MOST_MEMORIES = 64  # tenants
 _MEMORY_TOKENS = 1 << 15  # of a tenant's newest answers, twice at the most
+_ALL_TOKENS = 1 << 19  # of all tenants together, which take some 70 MB
 _MOST_PLACES = 6  # of each text that are looked at, the newest first
 _DRAFTS_PER_TOKEN = 2  # that was found again
 _LEAST_SHARE = 0.3  # of the places where the tokens were found, that agree on all drafts
@@ -60,6 +60,11 @@ class _Memory:
         self._size = size
         self.texts: list[_Text] = [_Text(size, _MEMORY_TOKENS)]  # the newer first
 
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all its texts, borders included."""
+        return sum(text.num_tokens for text in self.texts)
+
     def append(self, token_ids: Sequence[int]) -> None:
         kept = token_ids[-(_MEMORY_TOKENS - 1) :]
         if self.texts[0].num_tokens + len(kept) + 1 > _MEMORY_TOKENS:
@@ -81,10 +86,13 @@ class SuffixProposer(Proposer):
         return [self._propose(query) for query in queries]
 
     def remove_request(self, request_id: str) -> None:
-        self._runs.remove(request_id)
+        self._runs.remove_request(request_id)
         tenant, output = self._outputs.pop(request_id, (b"", ()))
         if len(output) >= self._least:
             self._memory_of(tenant).append(output)
+            left = sum(memory.num_tokens for memory in self._memories.values())
+            while left > _ALL_TOKENS:  # the tenant that asked last goes last
+                left -= self._memories.popitem(last=False)[1].num_tokens
 
     def _propose(self, query: DraftQuery) -> list[int]:
         runs, token_ids = self._runs.update(query), query.token_ids
@@ -93,8 +101,10 @@ class SuffixProposer(Proposer):
         self._outputs[query.request_id] = query.cache_salt, query.output_token_ids
         ending = token_ids[max(0, len(token_ids) - self._most) :][::-1]
         places = [self._place_of(ending, token_ids, last) for last in runs.places(_MOST_PLACES)]
-        if len(token_ids) >= self._least:
-            for text in self._memory_of(query.cache_salt).texts:
+        memory = self._memories.get(query.cache_salt)
+        if memory is not None and len(token_ids) >= self._least:
+            self._memories.move_to_end(query.cache_salt)
+            for text in memory.texts:
                 found = text.runs.places_of(token_ids, _MOST_PLACES)
                 places += [self._place_of(ending, text.token_ids, last) for last in found]
         longest = max((place.length for place in places), default=0)
@@ -111,8 +121,6 @@ class SuffixProposer(Proposer):
         memory = self._memories.get(tenant)
         if memory is None:
             memory = self._memories[tenant] = _Memory(self._least)
-            if len(self._memories) > _MOST_MEMORIES:
-                self._memories.popitem(last=False)
         self._memories.move_to_end(tenant)
         return memory
 

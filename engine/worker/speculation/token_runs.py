@@ -83,7 +83,7 @@ class RequestRuns:
         """The runs of a request, with all tokens that it has now; None: there is no room."""
         runs, token_ids = self._runs.get(query.request_id), query.token_ids
         if runs is not None and len(runs) > len(token_ids):
-            self.remove(query.request_id)
+            self.remove_request(query.request_id)
             runs = None
         if runs is None:
             if self._num_tokens + len(token_ids) > self._most_tokens:
@@ -93,7 +93,7 @@ class RequestRuns:
         runs.extend(token_ids)
         return runs
 
-    def remove(self, request_id: str) -> None:
+    def remove_request(self, request_id: str) -> None:
         """Forget the runs of a request; an unknown id is ignored."""
         runs = self._runs.pop(request_id, None)
         if runs is not None:

@@ -179,6 +179,7 @@ def offload_stats() -> dict[str, Any]:
         "connector": connector,
         "pool": BlockPool(9).residency.stats(),
         "core": CoreStats(config, layout, 9).stats(),
+        "speculation": None,
         "handover": {"num_held": 1, **asdict(HandOverCounts(5, 2, 0.5))},
     }
 

@@ -30,6 +30,8 @@ TAKEN: list[tuple[str, Any, dict[str, Any]]] = [
      {"speculative_method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4,
       "prompt_lookup_min": 2}),
     ("speculative_config", {"method": "suffix"}, {"speculative_method": "suffix"}),
+    ("speculative_config", {"method": "ngram", "prompt_lookup_max": 2},
+     {"speculative_method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 2}),
     ("tensor_parallel_size", "1", {}),
     ("tensor_parallel_size", 1, {}),
     ("pipeline_parallel_size", "1", {}),

@@ -52,8 +52,8 @@ WISHES: list[dict[str, Any]] = [
 def no_token_before_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     real = InputBatch.expect_tokens
 
-    def expect_tokens(self: InputBatch, rows: np.ndarray) -> ExpectedTokens:
-        expected = real(self, rows)
+    def expect_tokens(self: InputBatch, rows: np.ndarray, *index: Any) -> ExpectedTokens:
+        expected = real(self, rows, *index)
         fits = expected.positions < self.max_model_len
         self.token_ids[rows[fits], expected.positions[fits]] = NO_TOKEN
         return expected

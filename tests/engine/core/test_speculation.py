@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.request.core_messages import AddRequest, TokenOutput
 from stratakv.engine.request.structured_params import StructuredOutputsParams
+from stratakv.engine.worker.speculation.ngram import NgramProposer
 
 from .conftest import VOCAB, config_of, prompt_of, request, run
 
@@ -77,3 +80,50 @@ def test_answers_are_those_without_drafts(
     figures = core.scheduler.speculation.stats()
     core.shutdown(5.0)
     assert figures["num_accepted_tokens"] > 30, figures
+
+
+def test_a_draft_whose_numbers_are_not_finite_ends_nobody(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is computed of it stands beside what the request reads, and it may spoil that: then the
+    step gave nothing, and the next one computes the same token without drafts."""
+    broken = tmp_path / "model"
+    shutil.copytree(tiny_model, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.embed_tokens.weight"][END] = float("nan")
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    wishes = {"max_tokens": 20, "logit_bias": {END: -90.0}}
+    asked = [request(f"r{number}", prompt_of(9, number), **wishes) for number in range(3)]
+    options = {"num_blocks": 30, "max_model_len": 80, "max_num_seqs": 2}
+    plain = EngineCore(config_of(broken, **options))
+    expected = told(run(plain, *asked))
+    plain.shutdown(5.0)
+    monkeypatch.setattr(
+        NgramProposer, "propose", lambda _, queries: [[END] * min(4, q.most) for q in queries]
+    )
+    core = EngineCore(config_of(broken, **options, **SPECULATION, speculative_method="ngram"))
+    assert told(run(core, *asked)) == expected
+    speculation = core.scheduler.speculation
+    assert speculation is not None and speculation.num_draft_tokens > 20
+    core.shutdown(5.0)
+
+
+def test_an_id_that_is_used_again_at_once_gets_no_drafts_of_the_one_before(
+    tiny_model: Path,
+) -> None:
+    prompts = [prompt_of(3, number) * 3 for number in range(4)]
+    plain = EngineCore(config_of(tiny_model))
+    outputs = run(plain, *(request(str(i), each, max_tokens=2) for i, each in enumerate(prompts)))
+    plain.shutdown(5.0)
+    core = EngineCore(
+        config_of(tiny_model, **SPECULATION, speculative_method="ngram"), max_steps_in_flight=2
+    )
+    for num_steps in range(1, 6):
+        for number, prompt in enumerate(prompts):
+            core.add(request("x", prompts[number - 1], max_tokens=40))
+            for _ in range(num_steps):
+                core.step()
+            core.abort_requests(["x"])
+            found = run(core, request("x", prompt, max_tokens=2))
+            assert found["x"].new_token_ids == outputs[str(number)].new_token_ids
+    core.shutdown(5.0)

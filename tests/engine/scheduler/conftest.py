@@ -112,6 +112,9 @@ class WorkerState:
         self.numbers = numbers[:num_kept]
         self.num_named = min(self.num_named, num_kept // SIZE)
         self.end = num_kept
+        if num_drafts:
+            for table in self.tables:
+                del table[-(-len(self.tokens) // SIZE) :]
         return said
 
     def propose(self, rng: random.Random, most: int) -> list[int]:
@@ -141,7 +144,7 @@ class Engine:
     has_failed: bool = False  # a step failed, so that it may know requests that start anew
     bad: set[str] = field(default_factory=set)  # requests whose logits are not finite
     attention: Sequence[LayerAttention] = (full(),)
-    drafts: random.Random | None = None  # decides what is proposed
+    drafts: random.Random = field(default_factory=lambda: random.Random(0))  # for `propose`
 
     @property
     def manager(self) -> KVCacheManager:
@@ -205,14 +208,17 @@ class Engine:
         self._store_ahead()
         proposed = {}
         for request_id, most in output.wanted_drafts.items():
-            assert self.drafts is not None
             if sampled[request_id]:
-                proposed[request_id] = self.states[request_id].propose(self.drafts, most)
+                proposed[request_id] = self.propose(self.states[request_id], most)
         return ModelRunnerOutput(
             sampled,
             nan_request_ids=self.bad & sampled.keys(),
             draft_token_ids={name: drafts for name, drafts in proposed.items() if drafts},
         )
+
+    def propose(self, state: WorkerState, most: int) -> list[int]:
+        """Draft tokens; a test may put its own in this place."""
+        return state.propose(self.drafts, most)
 
     def follow(self, output: SchedulerOutput) -> None:
         """Bring the worker's view of the requests up to date from the differences."""

@@ -4,6 +4,7 @@ take of a step and of the pool."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -17,7 +18,7 @@ from stratakv.engine.scheduler.output import (
 )
 from stratakv.engine.scheduler.speculation import Speculation
 
-from .conftest import MakeEngine, reference
+from .conftest import VOCAB, MakeEngine, WorkerState, fingerprint, next_token, reference
 from .dict_tiers import SIZE
 
 
@@ -204,3 +205,70 @@ def test_drafts_may_be_dropped_before_the_step_that_would_check_them(
         engine.scheduler.drop_drafts("nobody")
         assert engine.step().draft_token_ids == {}
     assert engine.said("a") == reference([7, 8, 9], 30, ignore_eos=True)
+
+
+def test_drafts_wait_for_prompts(make_engine: MakeEngine) -> None:
+    """What a step has goes to those who decode, then to prompts, then to drafts."""
+    engine = make_engine(most_drafts=12, max_num_batched_tokens=24, max_num_seqs=8)
+    for number in range(4):
+        engine.add(f"r{number}", [1 + number, 2, 3], max_tokens=100, ignore_eos=True)
+    for _ in range(4):
+        engine.step()
+    engine.add("late", list(range(1, 41)), max_tokens=4, ignore_eos=True)
+    first, second = engine.step(), engine.step()
+    assert (first.num_scheduled_tokens["late"], second.num_scheduled_tokens["late"]) == (20, 20)
+    assert first.draft_token_ids == {}
+    engine.run_all()
+    assert engine.said("late") == reference(list(range(1, 41)), 4, ignore_eos=True)
+
+
+@pytest.mark.parametrize("thresholds", [(1.0, 1.0), (0.8, 0.95)])
+def test_rejected_drafts_send_nobody_back(
+    make_engine: MakeEngine, thresholds: tuple[float, float]
+) -> None:
+    """In pools that are about to be full: who is sent back with drafts is so without."""
+    admit_below, preempt_above = thresholds
+    preempted = []
+    for most_drafts in (0, 16):
+        rng, count = random.Random(5), 0
+        for _ in range(60):
+            engine = make_engine(
+                rng.randint(11, 30), most_drafts=most_drafts, max_num_seqs=3, max_model_len=40,
+                admit_below=admit_below, preempt_above=preempt_above,
+            )  # fmt: skip
+            engine.propose = wrong
+            for name in "abc":
+                prompt = rng.choices(range(1, 50), k=rng.randint(1, 12))
+                engine.add(name, prompt, max_tokens=rng.randint(1, 25), ignore_eos=True)
+            engine.run_all()
+            count += engine.scheduler.counts["preemptions"]
+        preempted.append(count)
+    assert preempted[0] == preempted[1] > 0
+
+
+def wrong(state: WorkerState, most: int) -> list[int]:
+    """Drafts none of which is accepted."""
+    coming = next_token(fingerprint(state.tokens, state.numbers)[-1])
+    return [(coming + 1) % VOCAB] * most
+
+
+def test_drafts_of_another_request_of_the_same_id_are_nobodys(make_engine: MakeEngine) -> None:
+    engine = make_engine(most_drafts=4, max_steps_in_flight=2, runs_ahead=True)
+    engine.add("x", [1, 2, 3], max_tokens=30, ignore_eos=True)
+    first = engine.scheduler.schedule()
+    of_first = engine.run(first)
+    engine.take(engine.scheduler.finish_requests(["x"]))
+    engine.outputs.clear()
+    engine.has_failed = True  # it may know the id
+    engine.add("x", [7, 8, 9], max_tokens=2, ignore_eos=True)
+    second = engine.scheduler.schedule()
+    of_second = engine.run(second)
+    of_first.draft_token_ids["x"] = [11, 12]
+    engine.take(engine.scheduler.update_from_output(first, of_first))
+    third = engine.scheduler.schedule()
+    assert third.draft_token_ids == {}
+    of_third = engine.run(third)
+    engine.take(engine.scheduler.update_from_output(second, of_second))
+    engine.take(engine.scheduler.update_from_output(third, of_third))
+    engine.run_all()
+    assert engine.said("x") == reference([7, 8, 9], 2, ignore_eos=True)

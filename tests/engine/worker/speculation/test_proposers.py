@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from stratakv.engine.worker.speculation import suffix
 from stratakv.engine.worker.speculation.ngram import NgramProposer
 from stratakv.engine.worker.speculation.proposer import DraftQuery, Proposer
 from stratakv.engine.worker.speculation.suffix import _MEMORY_TOKENS, SuffixProposer
@@ -92,6 +93,21 @@ def test_answers_of_a_tenant_are_remembered_for_that_tenant() -> None:
     assert ask(proposer, [70, 24, 25], name="e", salt=b"us") == []
 
 
+def test_of_many_tenants_those_are_forgotten_that_ask_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(suffix, "_ALL_TOKENS", 100)
+    proposer = SuffixProposer(2, 8)
+    for number in range(40):
+        said = [number, 500, *range(1000 + 10 * number, 1010 + 10 * number)]
+        ask(proposer, [1, *said], name="a", salt=b"%d" % number, output=said)
+        proposer.remove_request("a")
+        assert ask(proposer, [7, 0, 500], name="b", salt=b"0", most=1) == [1000]
+        assert ask(proposer, [7, number, 500], name="c", salt=b"%d" % number, most=1) == said[2:3]
+    assert ask(proposer, [7, 20, 500], name="d", salt=b"20") == []
+    assert sum(memory.num_tokens for memory in proposer._memories.values()) <= 100
+
+
 def test_what_most_places_say_is_proposed_until_too_few_agree() -> None:
     proposer = SuffixProposer(2, 2)
     for number, behind in enumerate([[3, 4, 5], [3, 4, 6], [3, 7, 8], [9, 9, 9]]):
@@ -121,8 +137,8 @@ def test_requests_beyond_the_room_get_no_drafts_until_others_have_ended() -> Non
     assert runs.update(query("b", 11)) is None
     assert runs.update(query("a", 40)) is not None  # who has room keeps it
     assert runs.update(query("b", 1)) is None
-    runs.remove("a")
-    runs.remove("a")
+    runs.remove_request("a")
+    runs.remove_request("a")
     assert runs.update(query("b", 30)) is not None
     assert runs.update(query("b", 10)) is not None  # it was sent back
     assert runs.update(query("c", 20)) is not None
