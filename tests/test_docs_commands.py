@@ -196,7 +196,8 @@ def _check_meaning(name: str, here: str) -> None:
     elif flags and here.startswith("`--"):
         option = OPTIONS.get(flags[0][2:].replace("-", "_"))
         values = {"num_blocks": "9", "block_hash": "sha256", "structured_outputs_backend": "auto",
-                  "pooling": '{"pooling_type": "MEAN"}'}  # fmt: skip
+                  "pooling": '{"pooling_type": "MEAN"}',
+                  "method": '{"method": "ngram"}'}  # fmt: skip
         value = values.get(
             option.field if option else "", "true" if name.startswith("disable") else "info"
         )
