@@ -22,9 +22,9 @@ from ...engine.sampling.sampler import Sampler
 from ..harness.comparison import Comparison, Gate, WrongWork, take_rounds
 from ..harness.plots import caption, draw_bars, new_figure, save_figure
 from ..harness.report import Report, median, print_table, ratios, run_and_tell
+from ..harness.timer import Timer
 from .grammar_step import grammar_step
 from .hostile import hostile_beside
-from .timer import Timer
 
 GREEDY, FEATURES, PROCESSORS, GRAMMAR, HOSTILE = (
     "greedy_over_argmax", "all_features_over_argmax_softmax", "processors_over_transformers",

@@ -25,7 +25,7 @@ from ...engine.request.structured_params import StructuredOutputsParams
 from ...engine.text.tokenizer import Tokenizer
 from ..harness.comparison import Comparison, Outcome, WrongWork, take_rounds
 from ..harness.report import Report, median, ratios
-from .timer import Timer
+from ..harness.timer import Timer
 
 PROMPT = 64  # tokens
 STEPS_FIRST = 8  # before anything is counted: prompts are computed, the first masks made

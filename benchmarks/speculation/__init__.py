@@ -7,7 +7,7 @@ pool, so that decoding is what takes the time. A ratio is the median of the rati
 of processor seconds of all threads, with one that computes; the same by the clock stands beside it.
 
 speedup_repetitive_1, _16   Greedy answers that quote a text, or edit code: tokens a second, over
-    those without drafts. `texts.py` says how so small a model is had to quote.
+    those without drafts. `quotes.py` says how so small a model is had to quote.
 speedup_where_it_does_not_pay   The least ratio of answers that are drawn behind words without an
     order, of one request and of sixteen.
 """

@@ -20,8 +20,9 @@ from ...engine.text.tokenizer import Tokenizer
 from ..harness.comparison import Comparison, Gate, Outcome, WrongWork, take_rounds
 from ..harness.plots import caption, draw_bars, new_figure, save_figure
 from ..harness.report import Report, median, print_table, ratios, run_and_tell
-from ..sampling.timer import Timer
-from .texts import ANSWER, QUOTE, UNIQUE, Asked, Quotes, repetitive, unique
+from ..harness.timer import Timer
+from .quotes import QUOTE, Quotes
+from .texts import ANSWER, UNIQUE, Asked, repetitive, unique
 
 GATES = {
     "speedup_repetitive_1": Gate(least=1.8),
@@ -38,7 +39,7 @@ _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is done."""
+    """The amount of work of a run."""
 
     rounds: int
     sizes: tuple[int, ...]  # requests at once
@@ -61,7 +62,7 @@ class Answers:
     num_rounds: int = 0
 
     def run(self) -> float:
-        """One round; tokens in a processor second of all threads."""
+        """The rate of one round: tokens in a processor second of all threads."""
         asked = self.rounds[self.num_rounds]
         self._answer("prompt", [(each, _ONE_TOKEN) for each, _ in asked])
 
@@ -91,7 +92,7 @@ class Answers:
 
 
 def params_of(asked: Asked, number: int, length: int, *, is_drawn: bool) -> SamplingParams:
-    """Of a request that answers with `length` tokens, or as many as are quoted."""
+    """The parameters of a request that answers with `length` tokens."""
     if is_drawn:
         return SamplingParams(max_tokens=length, temperature=1.0, seed=number, ignore_eos=True)
     quote = asked.quote[:length]
@@ -102,7 +103,7 @@ def params_of(asked: Asked, number: int, length: int, *, is_drawn: bool) -> Samp
 
 @contextmanager
 def answers(rounds: Sequence[Sequence[AskedWith]], method: str) -> Iterator[Answers]:
-    """With the proposer `method`."""
+    """An engine with the proposer `method`."""
     count, length = len(rounds[0]), UNIQUE + ANSWER + 64
     config = engine_config(EMBEDDED_MODEL, {
         "dtype": "float32", "num_threads": 1, "max_num_seqs": count, "block_size": 16,
@@ -194,7 +195,7 @@ def _add_worst(report: Report, name: str, taken: Sequence[Outcome]) -> None:
 
 
 def print_speculation(report: Report) -> None:
-    """What a person reads."""
+    """The tables on the terminal."""
     rows = []
     for name, case in report.figures["cases"].items():
         counts, compared = case["speculation"], report.figures["contests"][name]

@@ -1,33 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with answers that quote them, and prompts that nobody quotes.
-
-The embedded model is too small to quote on its own. So a logits processor has it say a text, as a
-model of use says it by itself: `Quotes` raises the token that is next in `extra_args["quote"]`.
-Both engines of a comparison have it.
-"""
+"""Prompts with the answers that quote them, and prompts without an order."""
 
 from __future__ import annotations
 
 import inspect
 import random
 import textwrap
-from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
-import numpy as np
-from torch import Tensor
-
-from ...engine.batch.batch_update import AddedRow, IntArray
-from ...engine.request.sampling_params import SamplingParams
-from ...engine.sampling.processors.base import Drafts, StatefulProcessor
 from ...engine.text.tokenizer import Tokenizer
 from ..harness.workloads import documents
 
 ANSWER = 128  # tokens
 UNIQUE = 200
-QUOTE = "quote"  # in `extra_args`
-_RAISED = 1e4  # above every logit
 
 
 class Asked(NamedTuple):
@@ -37,42 +23,8 @@ class Asked(NamedTuple):
     quote: list[int]
 
 
-class _Quoted(NamedTuple):
-    token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
-
-
-class Quotes(StatefulProcessor[_Quoted]):
-    """See there."""
-
-    @classmethod
-    def applies_to(cls, params: SamplingParams) -> bool:
-        return QUOTE in (params.extra_args or {})
-
-    def _state_of(self, added: AddedRow) -> _Quoted | None:
-        if not self.applies_to(added.params) or added.params.extra_args is None:
-            return None
-        return _Quoted(added.params.extra_args[QUOTE], added.output_token_ids)
-
-    def apply(
-        self,
-        logits: Tensor,
-        rows: IntArray,
-        offsets: IntArray | None = None,
-        drafts: Drafts | None = None,
-    ) -> Tensor:
-        places, tokens = [], []
-        for index, state in self._states.of(rows):
-            at = len(state.output_token_ids) + (0 if offsets is None else int(offsets[index]))
-            if at < len(state.token_ids):
-                places.append(index)
-                tokens.append(state.token_ids[at])
-        logits[np.array(places, np.int64), np.array(tokens, np.int64)] = _RAISED
-        return logits
-
-
 def repetitive(tokenizer: Tokenizer, count: int) -> list[Asked]:
-    """In turn a passage that is quoted, and a function that is written again under other names."""
+    """Passages that are quoted, and functions that are written again under other names, in turn."""
     passages = documents(tokenizer.encode, count, ANSWER)
     functions = _functions()
     asked = []

@@ -287,7 +287,8 @@ class EngineCore:
         now = time.monotonic()
         began, self._last_ended = max(step.began, self._last_ended), now
         self._stats.note_step(output, result, now - began)
-        self.scheduler.note_step(output, result, now - began)
+        if (speculation := self.scheduler.speculation) is not None:
+            speculation.note_step(output, result, now - began)
         outputs = self.scheduler.update_from_output(output, result)
         if in_flight:  # the worker must not have to wait for this
             try:
@@ -438,8 +439,9 @@ class EngineCore:
 
     def _dispatch(self) -> None:
         held = self._grammars.held()
-        for request_id in self._grammars.without_drafts():
-            self.scheduler.drop_drafts(request_id)
+        if self.scheduler.speculation is not None:
+            for request_id in self._grammars.without_drafts():
+                self.scheduler.drop_drafts(request_id)
         output = self.scheduler.schedule(held)
         if self._in_flight:
             self._sample(self._in_flight[-1])

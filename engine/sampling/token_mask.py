@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.cpu.library import CpuLibrary, cpu_library
+from ..batch.batch_update import IntArray
 from .copies import address_of, to_device
 
 _WORD = np.dtype("<u4")
@@ -31,6 +32,27 @@ class TokenMask:
         """`[words]`: the tokens that any of the requests may choose."""
         words: npt.NDArray[np.uint32] = np.bitwise_or.reduce(self.allowed, axis=0)
         return words
+
+    def places_among(self, rows: IntArray, row_of: Mapping[str, int]) -> Sequence[int]:
+        """The index of the row of logits that each row of the mask is for. `rows` are the rows of
+        the batch that the rows of logits belong to. Those of one request stand one after the other
+        in both; what the mask has more of restricts the last one. Raises ValueError for a request
+        without any."""
+        choosing = rows.tolist()
+        own = [row_of.get(request_id, -1) for request_id in self.request_ids]
+        if own == choosing:  # each row has one, in this order
+            return range(len(own))
+        left: dict[int, list[int]] = {}
+        for place in range(len(choosing) - 1, -1, -1):
+            left.setdefault(choosing[place], []).append(place)
+        places = []
+        for request_id, row in zip(self.request_ids, own, strict=True):
+            if (of_row := left.get(row)) is None:
+                raise ValueError(
+                    f"the mask names {request_id}, which chooses no token in this step"
+                )
+            places.append(of_row.pop() if len(of_row) > 1 else of_row[0])
+        return places
 
     def apply(self, logits: Tensor, indices: Sequence[int]) -> None:
         """Ban what is not allowed, in place: row `indices[i]` of `logits` `[rows, vocab]` is that

@@ -384,13 +384,6 @@ class Scheduler:
         if request is not None:
             request.draft_token_ids = ()
 
-    def note_step(
-        self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput, seconds: float
-    ) -> None:
-        """A step took the worker so long; before it is taken in."""
-        if self.speculation is not None:
-            self.speculation.note_step(scheduler_output, runner_output, seconds, self.num_running)
-
     def choosing(self, scheduler_output: SchedulerOutput) -> list[Request]:
         """The requests that choose a token in a step in flight and still run, once all steps before
         it have come back."""
@@ -504,7 +497,6 @@ class Scheduler:
             self.manager.trim(request)
         request.num_told_tokens = request.num_computed_tokens
         self.speculation.note_accepted(request, num_drafts, num_accepted)
-        self.speculation.judge(request, self.num_running)
 
     def _resolve_placeholder(self, request: Request) -> None:
         """A token that a later step already computes is known."""

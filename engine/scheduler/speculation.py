@@ -95,6 +95,7 @@ class Speculation:
     num_pauses: int = 0
     num_switched_off: int = 0
     _paces: dict[int, _Pace] = field(default_factory=dict)
+    _num_running: int = 1
     _is_on: bool = True
 
     def __post_init__(self) -> None:
@@ -104,9 +105,10 @@ class Speculation:
 
     def begin_step(self, num_running: int) -> None:
         """A step of so many requests is about to be made."""
+        self._num_running = num_running
         if not self.is_adaptive:
             return
-        pace = self._pace_of(num_running)
+        pace = self._pace
         self._is_on = pace.plain_left == 0
         if pace.plain_left:
             pace.plain_left -= 1
@@ -146,13 +148,12 @@ class Speculation:
                 record.most = min(2 * record.most, self.most_drafts)
         else:
             record.most = min(max(num_accepted + 1, _LEAST_DRAFTS), self.most_drafts)
+        if record.num_steps >= _STEPS_JUDGED:
+            self._judge(request, record)
 
-    def judge(self, request: Request, num_running: int) -> None:
-        """A request whose drafts do not pay pauses. Asked after each step that had some of it."""
-        record = request.progress.drafting
-        if record is None or record.num_steps < _STEPS_JUDGED:
-            return
-        break_even = self._pace_of(num_running).break_even(num_running)
+    def _judge(self, request: Request, record: DraftRecord) -> None:
+        """A request whose drafts do not pay pauses."""
+        break_even = self._pace.break_even(self._num_running)
         if record.num_accepted >= break_even * record.num_drafts:
             record.num_pauses = 0
             return
@@ -161,17 +162,15 @@ class Speculation:
         record.num_steps, record.most = _STEPS_JUDGED // 2, min(_FIRST_DRAFTS, self.most_drafts)
         self.num_pauses += 1
 
-    def note_step(
-        self, output: SchedulerOutput, result: ModelRunnerOutput, seconds: float, num_running: int
-    ) -> None:
-        """A step took so long. Counts only where it did nothing but decode."""
+    def note_step(self, output: SchedulerOutput, result: ModelRunnerOutput, seconds: float) -> None:
+        """The worker took `seconds` for a step. Only steps that did nothing but decode count."""
         if not self.is_adaptive:
             return
         num_requests = len(output.num_scheduled_tokens)
         num_drafts = sum(map(len, output.draft_token_ids.values()))
         if not num_requests or output.total_num_scheduled_tokens != num_requests + num_drafts:
             return
-        pace = self._pace_of(num_running)
+        pace = self._pace
         if not output.wanted_drafts and not num_drafts:
             pace.plain_seconds.add(seconds)
             if pace.plain_seconds.count == _PLAIN_STEPS:
@@ -208,8 +207,10 @@ class Speculation:
             "gain": {str(1 << size): pace.gain for size, pace in self._paces.items()},
         }
 
-    def _pace_of(self, num_running: int) -> _Pace:
-        size = max(num_running - 1, 0).bit_length()
+    @property
+    def _pace(self) -> _Pace:
+        """The pace of as many requests as run now."""
+        size = max(self._num_running - 1, 0).bit_length()
         pace = self._paces.get(size)
         if pace is None:
             pace = self._paces[size] = _Pace()

@@ -88,7 +88,7 @@ class StepBuilder:
     budget: int  # tokens that are left
     runs_ahead: bool = False  # as `Pipelining`
     held: Set[str] = frozenset()  # the ids of requests that sit this step out where they are
-    speculation: Speculation | None = None  # who gets drafts
+    speculation: Speculation | None = None  # None: no drafts
     # Room had to be made for a running request, so no waiting one is let in during this step.
     pressed: bool = False
     entries: list[StepEntry] = field(default_factory=list)  # in batch order
@@ -229,11 +229,7 @@ class StepBuilder:
         return new, cached
 
     def _grant(
-        self,
-        request: Request,
-        num_tokens: int,
-        block_ids: BlockIds | None,
-        kind: EntryKind,
+        self, request: Request, num_tokens: int, block_ids: BlockIds | None, kind: EntryKind
     ) -> None:
         """The counter runs ahead of the worker: the step was told the old value."""
         computed, placeholders = request.num_computed_tokens, request.num_placeholders
@@ -245,13 +241,13 @@ class StepBuilder:
         self._to_tell[request.request_id] = entry
         self.budget -= num_tokens
         request.num_computed_tokens = request.num_told_tokens = computed = computed + num_tokens
-        is_at_end = computed >= request.num_tokens + placeholders
-        if self.speculation is not None and is_at_end and self._waits_for_drafts(request):
+        if computed != request.num_tokens + placeholders:
+            return  # in the middle of its prompt
+        if self.speculation is not None and self._waits_for_drafts(request):
             return
         # With the token chosen now it may be long enough, and needs no further step.
         if self.runs_ahead and computed + 1 < request.max_num_tokens:
-            if is_at_end:
-                request.num_placeholders = placeholders + 1
+            request.num_placeholders = placeholders + 1
 
     def _waits_for_drafts(self, request: Request) -> bool:
         """Whether a request does not go on before this step has come back: the worker is asked for

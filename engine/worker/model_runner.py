@@ -32,13 +32,13 @@ from ..models.decoder import Decoder
 from ..models.dtypes import compute_dtype, kv_dtype_name
 from ..models.model_spec import ModelSpec
 from ..sampling.processor_loading import LoadedProcessor
-from ..sampling.sampler import Choice, Sampler
+from ..sampling.sampler import Choice, Sampled, Sampler
 from ..sampling.token_mask import TokenMask
 from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
 from .block_table import BlockTable, MultiGroupBlockTable
 from .forward.attention_metadata import ranges
 from .forward.forward import LateTokens, StepInputs, step_order
-from .input_batch import ExpectedTokens, InputBatch, PromptEmbeds, WorkerRequest
+from .input_batch import ExpectedTokens, InputBatch, PromptEmbeds
 from .kv_pool import KvPool
 from .pool_demand import PoolDemand, check_pool_size
 from .pooling_collector import PoolingCollector
@@ -54,8 +54,9 @@ from .runtime.runtimes import (
     open_runtime,
     open_sizer,
 )
-from .speculation.drafted_rows import DraftedRows, masked_rows
-from .speculation.proposer import DraftQuery, Proposer
+from .speculation.drafted_rows import DraftedRows
+from .speculation.proposer import Proposer
+from .speculation.step_drafts import StepDrafts
 from .step_batch import StepBatch
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)
@@ -189,6 +190,7 @@ class ModelRunner:
             ]
             self.batch = InputBatch(max_num_seqs, max_model_len, MultiGroupBlockTable(tables))
             self._steps = StepBatch(self.batch)
+            self._drafts = StepDrafts(self.batch, self._sampler, proposer)
             self._forward = make_forward(
                 runtime,
                 self.model,
@@ -208,7 +210,6 @@ class ModelRunner:
             self._due: BegunStep | None = None  # sampled, and its tokens are not known here
             self._connector = NullConnectorWorker() if connector is None else connector
             self._connector.register_pool(self.pool.tensor)
-            self._proposer = proposer
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         step = self.launch_step(output)
@@ -292,8 +293,7 @@ class ModelRunner:
             self._prompt_logprobs.remove_logprobs(request_id)
             self._pooling.remove_pooling(request_id)
             self._prompt_embeds.remove_embeds(request_id)
-            if self._proposer is not None:
-                self._proposer.remove_request(request_id)
+            self._drafts.remove_request(request_id)
         self._steps.apply_step(output, self._sampler.apply_batch_update)
         for new in output.new_requests:
             self._prompt_logprobs.add(self._steps.requests[new.request_id])
@@ -307,7 +307,7 @@ class ModelRunner:
         computed = batch.num_computed[rows]
         positions = ranges(computed, counts)
         token_rows = np.repeat(rows, counts)
-        num_drafts = self._put_drafts(step.output.draft_token_ids, rows)
+        num_drafts = self._drafts.put_drafts(step.output.draft_token_ids, rows)
         late = self._late_tokens(rows, computed, counts)
         tables = batch.tables
         slots = tables.slot_mapping(token_rows, positions)
@@ -349,7 +349,7 @@ class ModelRunner:
         self._connector.wait_before_forward()
         hidden = launch()
         batch.num_computed[rows] += counts
-        if len(last) < len(rows):
+        if not ready.all():
             step.result.sampled_token_ids = {request_id: [] for request_id in scheduled}
             # Told now, so that the rest of a prompt need not be computed.
             self._note_failures(self._sampler.failures(rows), rows, step.result)
@@ -371,17 +371,6 @@ class ModelRunner:
             )
         order = step_order(rows, counts)
         return rows[order], counts[order]
-
-    def _put_drafts(self, drafts: dict[str, list[int]], rows: IntArray) -> IntArray:
-        """Lay the draft tokens of a step behind those of their rows. How many each row has."""
-        num_drafts = np.zeros(len(rows), np.int64)
-        if drafts:
-            index_of = {row: index for index, row in enumerate(rows.tolist())}
-            for request_id, token_ids in drafts.items():
-                row = self.batch.row_of[request_id]
-                self.batch.put_drafts(row, token_ids)
-                num_drafts[index_of[row]] = len(token_ids)
-        return num_drafts
 
     def _late_tokens(
         self, rows: IntArray, computed: IntArray, counts: IntArray
@@ -406,7 +395,7 @@ class ModelRunner:
         masked: Sequence[int] = ()
         wanted = None  # tokens whose logits are looked at; None: all
         if mask is not None:
-            masked = masked_rows(mask, rows, self.batch.row_of)
+            masked = mask.places_among(rows, self.batch.row_of)
             if self.model.can_leave_logits_out and len(set(masked)) == len(rows):
                 if not self._sampler.tells_logprobs(rows):
                     of_any = mask.of_any
@@ -440,7 +429,7 @@ class ModelRunner:
                     self._prompt_logprobs.deliver(requests, due.result)
                 self._pooling.deliver(requests, due.result)
                 if due.output.wanted_drafts:
-                    self._propose(due.output.wanted_drafts, requests, due.result)
+                    self._drafts.propose(due.output.wanted_drafts, requests, due.result)
         except Exception as error:  # noqa: BLE001 - `collect_output` raises it
             due.error = error
             self.batch.forget_expected()
@@ -454,15 +443,8 @@ class ModelRunner:
         requests, lost = step.expected.requests, []
         if sampled.failures or not (all(sampled.is_finite) and all(sampled.has_choice)):
             for index, request in enumerate(requests):
-                if not sampled.is_finite[index]:
-                    result.nan_request_ids.add(request.request_id)
-                elif index in sampled.failures:
-                    result.processor_errors[request.request_id] = sampled.failures[index]
-                elif not sampled.has_choice[index]:
-                    result.banned_request_ids.add(request.request_id)
-                else:
-                    continue
-                lost.append(index)
+                if _note_lost(request.request_id, index, sampled, result):
+                    lost.append(index)
         self.batch.take_tokens(step.expected, sampled.token_ids, lost)
         ids = [request.request_id for request in requests]
         result.sampled_token_ids.update(
@@ -478,77 +460,10 @@ class ModelRunner:
     def _take_checked(
         self, step: SampledStep, drafted: DraftedRows, result: ModelRunnerOutput
     ) -> None:
-        """The same where some of the requests have drafts."""
+        """The tokens of a step in which some requests have drafts go to the batch and the result."""
         sampled = step.choice.wait()
-        lost, firsts = [], []
-        accepted = drafted.accept(sampled)
-        for index, (request, tokens) in enumerate(
-            zip(step.expected.requests, accepted, strict=True)
-        ):
-            firsts.append(tokens[0] if tokens else 0)
-            request_id, place = request.request_id, int(drafted.firsts[index])
-            result.sampled_token_ids[request_id] = tokens
-            if sampled.logprobs is not None and tokens:
-                entries = sampled.logprobs[place : place + len(tokens)]
-                if told := [entry for entry in entries if entry is not None]:
-                    result.logprobs[request_id] = told
-            if tokens:
-                continue
-            lost.append(index)
-            if drafted.counts[index] > 1:
-                continue  # it is computed again without drafts, which may be what is wrong
-            if not sampled.is_finite[place]:
-                result.nan_request_ids.add(request_id)
-            elif place in sampled.failures:
-                result.processor_errors[request_id] = sampled.failures[place]
-            else:
-                result.banned_request_ids.add(request_id)
-        self.batch.take_tokens(step.expected, firsts, lost)
-        for index, (request, tokens) in enumerate(
-            zip(step.expected.requests, accepted, strict=True)
-        ):
-            if num_drafts := int(drafted.counts[index]) - 1:
-                num_rejected = num_drafts + 1 - len(tokens)
-                self.batch.take_accepted(request, tokens[1:], num_rejected)
-
-    def _propose(
-        self, wanted: dict[str, int], requests: Sequence[WorkerRequest], result: ModelRunnerOutput
-    ) -> None:
-        """Drafts are proposed behind the tokens that a step has brought its requests. One that has
-        left the batch gets none, even where another has its id."""
-        if self._proposer is None:
-            return
-        batch = self.batch
-        asked = [
-            (request_id, wanted[request_id], row)
-            for request in requests
-            if (request_id := request.request_id) in wanted
-            and result.sampled_token_ids.get(request_id)
-            and (row := batch.row_of_request(request)) is not None
-        ]
-        rows = np.array([row for _, _, row in asked], np.int64)
-        queries = [
-            self._query(request_id, row, most)
-            for (request_id, most, row), may in zip(
-                asked, self._sampler.take_drafts(rows).tolist(), strict=True
-            )
-            if may
-        ]
-        if queries:
-            proposed = zip(queries, self._proposer.propose(queries), strict=True)
-            result.draft_token_ids = {
-                query.request_id: drafts for query, drafts in proposed if drafts
-            }
-
-    def _query(self, request_id: str, row: int, most: int) -> DraftQuery:
-        batch, request = self.batch, self._steps.requests[request_id]
-        return DraftQuery(
-            request_id,
-            batch.token_ids[row, : batch.num_tokens[row]],
-            request.output_token_ids,
-            request.cache_salt,
-            most,
-        )
+        for request, place in self._drafts.take_checked(step.expected, drafted, sampled, result):
+            _note_lost(request.request_id, place, sampled, result)
 
     def _note_failures(
         self, failures: dict[int, str], rows: IntArray, result: ModelRunnerOutput
@@ -564,3 +479,16 @@ class ModelRunner:
                 f"step {output.step_id} was made before it was known that step "
                 f"{self._last_failed_id} had failed"
             )
+
+
+def _note_lost(request_id: str, place: int, sampled: Sampled, result: ModelRunnerOutput) -> bool:
+    """The result says why a request gets no token in the row of logits `place`. False: it does."""
+    if not sampled.is_finite[place]:
+        result.nan_request_ids.add(request_id)
+    elif place in sampled.failures:
+        result.processor_errors[request_id] = sampled.failures[place]
+    elif not sampled.has_choice[place]:
+        result.banned_request_ids.add(request_id)
+    else:
+        return False
+    return True

@@ -20,7 +20,6 @@ import numpy as np
 
 from ...batch.batch_update import IntArray
 from ...sampling.sampler import Sampled
-from ...sampling.token_mask import TokenMask
 from ..input_batch import InputBatch
 
 _UNKNOWN = -1
@@ -63,7 +62,7 @@ class DraftedRows:
         return np.where(self.counts == 1, self.firsts, _UNKNOWN)
 
     def accept(self, sampled: Sampled) -> list[list[int]]:
-        """Each request gets the drafts that were confirmed, and the token behind them. It gets none
+        """A request gets the drafts that were confirmed, and the token behind them. It gets none
         where its first row has no token, and those before where a later one has none."""
         tokens, is_finite, has_choice = sampled.token_ids, sampled.is_finite, sampled.has_choice
         accepted = []
@@ -78,25 +77,3 @@ class DraftedRows:
                     break
             accepted.append(own)
         return accepted
-
-
-def masked_rows(mask: TokenMask, rows: IntArray, row_of: Mapping[str, int]) -> Sequence[int]:
-    """The row of logits of each row of a mask, where the rows of logits belong to `rows` of the
-    batch; those of one request stand in both one after the other, and what the mask has more of
-    restricts its last one. Raises ValueError for a request that has no row of logits."""
-    choosing = rows.tolist()
-    own = [row_of.get(request_id, -1) for request_id in mask.request_ids]
-    if own == choosing:  # each row has one, in this order
-        return range(len(own))
-    places: dict[int, list[int]] = {}
-    for place, row in enumerate(choosing):
-        places.setdefault(row, []).append(place)
-    for left in places.values():
-        left.reverse()
-    masked = []
-    for request_id, row in zip(mask.request_ids, own, strict=True):
-        left = places.get(row, [])
-        if not left:
-            raise ValueError(f"the mask names {request_id}, which chooses no token in this step")
-        masked.append(left.pop() if len(left) > 1 else left[0])
-    return masked

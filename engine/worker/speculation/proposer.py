@@ -20,9 +20,7 @@ class DraftQuery(NamedTuple):
     """A request whose next tokens are to be guessed."""
 
     request_id: str
-    token_ids: (
-        TokenArray  # int32 [num_tokens]: prompt and output, a view that is valid for the call
-    )
+    token_ids: TokenArray  # int32 [num_tokens]: prompt and output, a view valid for the call
     output_token_ids: Sequence[int]  # its own list, which grows
     cache_salt: bytes  # equal for requests that may be given what the others have said
     most: int  # drafts, 1 at least
@@ -33,7 +31,7 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self, queries: Sequence[DraftQuery]) -> list[list[int]]:
-        """Each query gets up to `most` draft tokens, in order; none where there is nothing to guess
+        """A query gets up to `most` draft tokens, in order; none where there is nothing to guess
         by. A request that was sent back may be asked for again with fewer tokens."""
 
     def remove_request(self, request_id: str) -> None:  # noqa: B027 - most keep nothing

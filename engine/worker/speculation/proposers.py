@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which proposer the settings name."""
+"""`make_proposer`: the settings name a proposer, here it is made."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where runs of tokens stand in a sequence that grows, and in those of many requests."""
+"""TokenRuns: the places of runs of tokens in a sequence; RequestRuns: in those of requests."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def begin(speculation: Speculation, num_running: int, seconds: float) -> None:
     for _ in range(4):
         speculation.begin_step(num_running)
         assert speculation.most_drafts_of(request_of()) == 0
-        speculation.note_step(*step_of([1] * num_running, 0, wanted=False), seconds, num_running)
+        speculation.note_step(*step_of([1] * num_running, 0, wanted=False), seconds)
     speculation.begin_step(num_running)
 
 
@@ -56,7 +56,6 @@ def test_a_request_whose_drafts_are_all_accepted_gets_more_of_them() -> None:
     for _ in range(4):
         got.append(speculation.most_drafts_of(request))
         speculation.note_accepted(request, got[-1], got[-1])
-        speculation.judge(request, 1)
     assert got == [4, 8, 16, 16]
     speculation.note_accepted(request, 16, 2)
     assert speculation.most_drafts_of(request) == 3
@@ -73,7 +72,6 @@ def test_a_request_whose_drafts_are_not_accepted_pauses_longer_each_time() -> No
             if not speculation.most_drafts_of(request):
                 break
             speculation.note_accepted(request, 4, 0)
-            speculation.judge(request, 1)
         assert speculation.most_drafts_of(request) == 0
         record = request.progress.drafting
         assert record is not None
@@ -85,7 +83,6 @@ def test_a_request_whose_drafts_are_not_accepted_pauses_longer_each_time() -> No
     assert pauses == [16, 32, 64, 128]
     for _ in range(8):
         speculation.note_accepted(request, 4, 4)
-        speculation.judge(request, 1)
     record = request.progress.drafting
     assert record is not None and record.num_pauses == 0
 
@@ -95,7 +92,7 @@ def test_a_batch_size_at_which_drafts_do_not_pay_gets_none_for_a_while() -> None
     begin(speculation, 16, 1.0)
     for _ in range(16):
         assert speculation.most_drafts_of(request) > 0
-        speculation.note_step(*step_of([2] + [1] * 15, 4), 1.5, 16)
+        speculation.note_step(*step_of([2] + [1] * 15, 4), 1.5)
         speculation.begin_step(16)
     assert speculation.most_drafts_of(request) == 0 and speculation.num_switched_off == 1
     # Others go on, and it is tried again.
@@ -113,7 +110,7 @@ def test_where_they_pay_they_stay() -> None:
     begin(speculation, 2, 1.0)
     for _ in range(400):
         assert speculation.most_drafts_of(request) > 0
-        speculation.note_step(*step_of([4, 1], 4), 1.5, 2)
+        speculation.note_step(*step_of([4, 1], 4), 1.5)
         speculation.begin_step(2)
     assert speculation.num_switched_off == 0
     assert speculation.stats()["gain"]["2"] == pytest.approx(2.5 / 1.5)
@@ -125,7 +122,7 @@ def test_steps_with_prompts_say_nothing() -> None:
     output, result = step_of([1, 1], 4)
     output.total_num_scheduled_tokens += 100
     for _ in range(40):
-        speculation.note_step(output, result, 50.0, 2)
+        speculation.note_step(output, result, 50.0)
     assert speculation.stats()["gain"]["2"] == 1.0
 
 
@@ -144,7 +141,6 @@ def test_without_measuring_everybody_gets_all() -> None:
         speculation.begin_step(1)
         assert speculation.most_drafts_of(request) == 7
         speculation.note_accepted(request, 7, 0)
-        speculation.judge(request, 1)
 
 
 def test_no_draft_stands_where_nothing_is_computed() -> None:

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StepDrafts: the draft tokens of a worker's steps, put, checked and proposed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ...batch.batch_update import IntArray
+from ...sampling.sampler import Sampled, Sampler
+from ...scheduler.output import ModelRunnerOutput
+from ..input_batch import ExpectedTokens, InputBatch, WorkerRequest
+from .drafted_rows import DraftedRows
+from .proposer import DraftQuery, Proposer
+
+
+class StepDrafts:
+    """The worker's thread calls it. Without a `proposer` no drafts are made, and steps check those
+    that they bring all the same."""
+
+    def __init__(self, batch: InputBatch, sampler: Sampler, proposer: Proposer | None) -> None:
+        self._batch, self._sampler, self._proposer = batch, sampler, proposer
+
+    def remove_request(self, request_id: str) -> None:
+        """The proposer forgets a request that has ended. An unknown id is ignored."""
+        if self._proposer is not None:
+            self._proposer.remove_request(request_id)
+
+    def put_drafts(self, drafts: Mapping[str, Sequence[int]], rows: IntArray) -> IntArray:
+        """The draft tokens of a step lie behind the tokens of their rows from now on. `[rows]` how
+        many each row has."""
+        num_drafts = np.zeros(len(rows), np.int64)
+        if drafts:
+            index_of = {row: index for index, row in enumerate(rows.tolist())}
+            for request_id, token_ids in drafts.items():
+                row = self._batch.row_of[request_id]
+                self._batch.put_drafts(row, token_ids)
+                num_drafts[index_of[row]] = len(token_ids)
+        return num_drafts
+
+    def take_checked(
+        self,
+        expected: ExpectedTokens,
+        drafted: DraftedRows,
+        sampled: Sampled,
+        result: ModelRunnerOutput,
+    ) -> list[tuple[WorkerRequest, int]]:
+        """The tokens that a step brought go to the batch and to its result. Requests without a
+        token are returned, with their rows of logits; but for those with drafts, which compute the
+        token again alone: a draft may be what is wrong."""
+        accepted, firsts = drafted.accept(sampled), drafted.firsts.tolist()
+        checked = list(zip(expected.requests, accepted, firsts, strict=True))
+        for request, tokens, place in checked:
+            result.sampled_token_ids[request.request_id] = tokens
+            if sampled.logprobs is not None:
+                entries = sampled.logprobs[place : place + len(tokens)]
+                if told := [entry for entry in entries if entry is not None]:
+                    result.logprobs[request.request_id] = told
+        lost = [index for index, tokens in enumerate(accepted) if not tokens]
+        self._batch.take_tokens(expected, [tokens[0] if tokens else 0 for tokens in accepted], lost)
+        counts = drafted.counts.tolist()
+        for (request, tokens, _), count in zip(checked, counts, strict=True):
+            if count > 1:
+                self._batch.take_accepted(request, tokens[1:], count - len(tokens))
+        return [(checked[index][0], firsts[index]) for index in lost if counts[index] == 1]
+
+    def propose(
+        self,
+        wanted: Mapping[str, int],
+        requests: Sequence[WorkerRequest],
+        result: ModelRunnerOutput,
+    ) -> None:
+        """The proposer makes drafts behind the tokens that a step has brought its requests. One
+        that has left the batch gets none, even where another has its id."""
+        if self._proposer is None:
+            return
+        batch = self._batch
+        asked = [
+            (request, row)
+            for request in requests
+            if request.request_id in wanted
+            and result.sampled_token_ids.get(request.request_id)
+            and (row := batch.row_of_request(request)) is not None
+        ]
+        may = self._sampler.take_drafts(np.array([row for _, row in asked], np.int64))
+        queries = [
+            DraftQuery(
+                request.request_id,
+                batch.token_ids[row, : batch.num_tokens[row]],
+                request.output_token_ids,
+                request.cache_salt,
+                wanted[request.request_id],
+            )
+            for (request, row), follows in zip(asked, may.tolist(), strict=True)
+            if follows
+        ]
+        if queries:
+            proposed = zip(queries, self._proposer.propose(queries), strict=True)
+            result.draft_token_ids = {
+                query.request_id: drafts for query, drafts in proposed if drafts
+            }
