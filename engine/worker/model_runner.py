@@ -460,7 +460,7 @@ class ModelRunner:
     def _take_checked(
         self, step: SampledStep, drafted: DraftedRows, result: ModelRunnerOutput
     ) -> None:
-        """The tokens of a step in which some requests have drafts go to the batch and the result."""
+        """The tokens of a step in which some requests have drafts, to the batch and the result."""
         sampled = step.choice.wait()
         for request, place in self._drafts.take_checked(step.expected, drafted, sampled, result):
             _note_lost(request.request_id, place, sampled, result)

@@ -20,6 +20,7 @@ from stratakv.engine.scheduler.speculation import Speculation
 
 from .conftest import VOCAB, MakeEngine, WorkerState, fingerprint, next_token, reference
 from .dict_tiers import SIZE
+from .test_steps_in_flight import DEPTH, Pipeline
 
 
 def request_of(num_tokens: int = 8, max_tokens: int = 1000) -> Request:
@@ -219,10 +220,12 @@ def test_drafts_wait_for_prompts(make_engine: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("thresholds", [(1.0, 1.0), (0.8, 0.95)])
+@pytest.mark.parametrize("depth", [1, DEPTH])
 def test_rejected_drafts_send_nobody_back(
-    make_engine: MakeEngine, thresholds: tuple[float, float]
+    make_engine: MakeEngine, depth: int, thresholds: tuple[float, float]
 ) -> None:
-    """In pools that are about to be full: who is sent back with drafts is so without."""
+    """In pools that are about to be full: who is sent back with drafts is so without. With steps in
+    flight, one is made while drafts of another hold blocks."""
     admit_below, preempt_above = thresholds
     preempted = []
     for most_drafts in (0, 16):
@@ -230,13 +233,13 @@ def test_rejected_drafts_send_nobody_back(
         for _ in range(60):
             engine = make_engine(
                 rng.randint(11, 30), most_drafts=most_drafts, max_num_seqs=3, max_model_len=40,
-                admit_below=admit_below, preempt_above=preempt_above,
+                admit_below=admit_below, preempt_above=preempt_above, max_steps_in_flight=depth,
             )  # fmt: skip
             engine.propose = wrong
             for name in "abc":
                 prompt = rng.choices(range(1, 50), k=rng.randint(1, 12))
                 engine.add(name, prompt, max_tokens=rng.randint(1, 25), ignore_eos=True)
-            engine.run_all()
+            (engine if depth == 1 else Pipeline(engine)).run_all()
             count += engine.scheduler.counts["preemptions"]
         preempted.append(count)
     assert preempted[0] == preempted[1] > 0
