@@ -16,6 +16,7 @@ from stratakv.engine.request.core_messages import AddRequest, TokenOutput
 from stratakv.engine.request.structured_params import StructuredOutputsParams
 from stratakv.engine.worker.speculation.ngram import NgramProposer
 
+from ...processor_package import MODULE, SOURCE, packages_in
 from .conftest import VOCAB, config_of, prompt_of, request, run
 
 END = VOCAB - 1
@@ -127,3 +128,38 @@ def test_an_id_that_is_used_again_at_once_gets_no_drafts_of_the_one_before(
             found = run(core, request("x", prompt, max_tokens=2))
             assert found["x"].new_token_ids == outputs[str(number)].new_token_ids
     core.shutdown(5.0)
+
+
+def test_a_processor_that_fails_ends_its_request_in_the_middle_of_its_prompt(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Also in a step in which others have drafts."""
+    (tmp_path / f"{MODULE}.py").write_text(SOURCE)
+    chunks: list[int] = []
+    with packages_in(tmp_path):
+        core = EngineCore(
+            config_of(
+                tiny_model, logits_processors=f"{MODULE}:Only", long_prefill_token_threshold=16,
+                **SPECULATION, speculative_method="ngram",
+            )
+        )  # fmt: skip
+        for number in range(3):
+            core.add(request(f"r{number}", prompt_of(3, number) * 6, max_tokens=60))
+        while core.scheduler.speculation.num_drafts < 3:  # type: ignore[union-attr]
+            core.step()
+        fails = {"only": 5, "boom": "update"}
+        core.add(request("late", prompt_of(150, 9), max_tokens=4, extra_args=fails))
+        schedule = core.scheduler.schedule
+
+        def noted(*held: Any) -> Any:
+            output = schedule(*held)
+            if "late" in output.num_scheduled_tokens and output.draft_token_ids:
+                chunks.append(output.num_scheduled_tokens["late"])
+            return output
+
+        core.scheduler.schedule = noted  # type: ignore[method-assign]
+        outputs: dict[str, TokenOutput] = {}
+        while "late" not in outputs:
+            outputs |= {each.request_id: each for each in core.step()}
+        assert outputs["late"].finish_reason == "error" and chunks == [16]
+        core.shutdown(5.0)
