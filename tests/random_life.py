@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from stratakv.engine.config.engine_config import (
@@ -30,7 +31,7 @@ from stratakv.engine.config.speculative_config import SpeculativeConfig
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.executor import ExecutorDied, InProcessExecutor
 from stratakv.engine.core.worker_process.process_executor import ProcessExecutor
-from stratakv.engine.request.core_messages import AddRequest, TokenOutput
+from stratakv.engine.request.core_messages import AddRequest, TokenOutput, share_prompt
 from stratakv.engine.request.logprobs import PositionLogprobs, PromptLogprobs
 from stratakv.engine.request.request import pack_token_ids
 from stratakv.engine.request.sampling_params import SamplingParams
@@ -361,17 +362,25 @@ class Life:
         self._number += 1
         self._asked[name] = asked
         self._known[asked.salt].append((*prompt, *expected))
-        self._take(
-            self.core.add(
-                AddRequest(
-                    name,
-                    pack_token_ids(prompt),
-                    params,
-                    cache_salt=asked.salt,
-                    skip_reading_prefix_cache=asked.skips,
-                )
+        family = [
+            AddRequest(
+                name,
+                pack_token_ids(prompt),
+                params,
+                cache_salt=asked.salt,
+                skip_reading_prefix_cache=asked.skips,
             )
-        )
+        ]
+        for number in range(self._apart.choice([0, 0, 0, 1, 3])):
+            own, answer = draw_params(self._world, prompt, self._apart)
+            fork = f"{name}-fork{number}"
+            if fork in self._asked or fork in self.core.scheduler._states.requests:
+                continue
+            self._asked[fork] = Asked(prompt, own, answer, asked.salt, asked.skips)
+            self._known[asked.salt].append((*prompt, *answer))
+            family.append(msgspec.structs.replace(family[0], request_id=fork, sampling_params=own))
+        share_prompt(family)
+        self._take(self.core.add(family[0]))
 
     def _abort(self) -> None:
         names = self._open()

@@ -14,9 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # The ids of a request's blocks: one list for each cache group.
 BlockIds = tuple[list[int], ...]
+
+
+class BlockCopy(NamedTuple):
+    """A page of a request, and the copy that takes its place before the request writes to it."""
+
+    request_id: str
+    group_id: int
+    place: int  # of the page in the request's table
+    source: int
+    target: int
 
 
 @dataclass(slots=True, eq=False)

@@ -10,6 +10,9 @@ The tokens of one request, as `allocate_slots` sees them:
 `computed` is `request.num_computed_tokens`; `external` tokens will come from a tier. Full blocks
 are named; tokens beyond `request.num_tokens` get a place but no name.
 
+Requests that were forked share all blocks, the last one too, which need not be full
+(`shared_tails.py`).
+
 The cache groups of a model are treated as one. Groups that share blocks
 (`group_spec.pages_per_block`) have one group manager, and count as one but for the ids of their
 pages.
@@ -28,6 +31,7 @@ from .group_manager import FullAttentionManager, GroupManager, LocalAttentionMan
 from .group_spec import pages_per_block
 from .kv_block import BlockIds, GroupBlocks, KVCacheBlock, page_ids, page_tables
 from .prefix_finder import HybridPrefixFinder, UnitaryPrefixFinder
+from .shared_tails import SharedTails
 
 
 class KVCacheManager:
@@ -94,6 +98,7 @@ class KVCacheManager:
         self.no_blocks: GroupBlocks = tuple([] for _ in self._groups)
         self._tables: dict[str, GroupBlocks] = {}
         self._num_cached: dict[str, int] = {}  # leading blocks that have had their names
+        self.shared_tails = SharedTails(self.pool, self._groups)
 
     def tables(self, request_id: str) -> GroupBlocks:
         """The blocks of a request; not to be changed."""
@@ -116,13 +121,16 @@ class KVCacheManager:
     def num_reserved(self, wanted: Mapping[str, int]) -> int:
         """Free blocks that requests by these ids take, at most, until each has had so many tokens
         computed; also where they share blocks, and one of them gives its own back."""
-        return self._width * sum(
+        num_blocks = sum(
             [
                 group.num_reserved(table, num_tokens)
                 for request_id, num_tokens in wanted.items()
                 for group, table in zip(self._groups, self.tables(request_id), strict=True)
             ]
         )
+        if self.shared_tails:
+            num_blocks += self.shared_tails.num_to_copy(wanted)
+        return self._width * num_blocks
 
     def num_to_reserve(self, num_tokens: int, hits: GroupBlocks | None = None) -> int:
         """By how many blocks `num_reserved` and what is held become more if a request begins, with
@@ -161,6 +169,8 @@ class KVCacheManager:
         `delay_cache_blocks`: then `cache_blocks` gives them when the load has ended.
         """
         computed = request.num_computed_tokens
+        if self.shared_tails and not self._own_tail(request, num_new_tokens, keep_free_blocks):
+            return None
         more = new_computed_blocks or num_external_computed_tokens
         if num_new_tokens == 1 and not more and (offset := computed % self.block_size):
             # A decode in a block that the request has.
@@ -181,6 +191,20 @@ class KVCacheManager:
         if not delay_cache_blocks:
             self._cache(request, min(num_tokens, request.num_tokens), computed=False)
         return added
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """`child`, which holds no blocks, holds those of `parent`'s tokens, as far as it has these
+        tokens too."""
+        num_full, rest = divmod(child.num_tokens, self.block_size)
+        num_blocks = num_full + (rest > 0)
+        tables = tuple([table[:num_blocks] for table in self._tables[parent.request_id]])
+        for table in tables:
+            self.pool.touch([block for block in table if not block.is_null])
+        self._tables[child.request_id] = tables
+        num_cached = self._num_cached.get(parent.request_id, 0)
+        self._num_cached[child.request_id] = min(num_cached, num_full)
+        if rest:
+            self.shared_tails.add_fork(parent.request_id, child.request_id)
 
     def can_go_on(self, request: Request, num_computed_tokens: int) -> bool:
         """Whether the request holds all that is read behind its first `num_computed_tokens`."""
@@ -268,6 +292,7 @@ class KVCacheManager:
     def pin(self, request: Request, holder: str) -> None:
         """The blocks of a request that has ended are `holder`'s until `unpin`, who runs no more."""
         request_id = request.request_id
+        self.shared_tails.remove_request(request_id)
         if request_id in self._tables:
             self._tables[holder] = self._tables.pop(request_id)
         if request_id in self._num_cached:
@@ -343,6 +368,20 @@ class KVCacheManager:
             table += part
             added.append(part)
         return tuple(added)
+
+    def _own_tail(self, request: Request, num_new_tokens: int, keep_free_blocks: int) -> bool:
+        """A forked request is about to write, and gets a copy of its last block where others hold
+        that. False where there is no room for a copy, and nothing has changed."""
+        request_id, computed = request.request_id, request.num_computed_tokens
+        if request_id not in self.shared_tails:
+            return True
+        tables = self._tables[request_id]
+        num_slots = min(computed + num_new_tokens, self.max_model_len)
+        more = max(0, -(-num_slots // self.block_size) - len(tables[0])) * len(tables)
+        num_spare = self.pool.free_queue.num_free - -(-keep_free_blocks // self._width)
+        return self.shared_tails.own_block(
+            request_id, tables, computed // self.block_size, more, num_spare
+        )
 
     def _num_taken(
         self, tables: GroupBlocks, num_blocks: int, num_computed: int, hits: GroupBlocks | None
@@ -430,6 +469,7 @@ class KVCacheManager:
         """Give all blocks of a request back: of all groups the last ones first, since a hit needs
         every group."""
         self._num_cached.pop(request_id, None)
+        self.shared_tails.remove_request(request_id)
         tables = self._tables.pop(request_id, None)
         if tables is None:
             return

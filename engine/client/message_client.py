@@ -48,6 +48,11 @@ class MessageClient(EngineClient):
 
     def __init__(self) -> None:
         self._mailboxes: dict[str, Mailbox] = {}
+        # Forks that their first request brings to the core, until their outputs are read: whether
+        # that request has been sent.
+        self._brought: dict[str, asyncio.Future[bool]] = {}
+        # Of forks whose outputs were not asked for in time.
+        self._aborts: dict[str, asyncio.Task[None]] = {}
         self._stopped: set[str] = set()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count(1)
@@ -68,15 +73,20 @@ class MessageClient(EngineClient):
     async def generate(self, request: AddRequest) -> AsyncGenerator[TokenOutput, None]:
         """See `EngineClient.generate`. Raises ValueError for an id that is already running."""
         request_id = request.request_id
-        mailbox = self._open_mailbox(request_id)
+        brought = self._brought.pop(request_id, None)
+        mailbox = self._open_mailbox(request_id) if brought is None else self._mailboxes[request_id]
         finished = False
         try:
-            await self._send_to_core(request)
+            if (abort := self._aborts.get(request_id)) is not None:
+                await asyncio.wait([abort])  # it must not end this one
+            if brought is None or not await brought:
+                await self._send_with_forks(request)
             while not finished:
                 output = await mailbox.get()
                 finished = output.finish_reason is not None
                 yield output
         finally:
+            self._drop_unread_forks(request)
             del self._mailboxes[request_id]
             reason = STOPPED if request_id in self._stopped else ABORTED
             self._stopped.discard(request_id)
@@ -159,6 +169,30 @@ class MessageClient(EngineClient):
         if self._death is not None:
             raise EngineDead(str(self._death))
 
+    async def _send_with_forks(self, request: AddRequest) -> None:
+        """Send a request; the outputs of its forks are kept until they are read."""
+        sent: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        try:
+            for request_id in _forks_of(request):
+                self._open_mailbox(request_id)
+                self._brought[request_id] = sent
+            await self._send_to_core(request)
+            sent.set_result(True)
+        finally:
+            if not sent.done():
+                sent.set_result(False)
+
+    def _drop_unread_forks(self, request: AddRequest) -> None:
+        """A request has ended: its forks whose outputs were never asked for are aborted. A
+        later reader sends them as requests of their own."""
+        unread = [each for each in _forks_of(request) if self._brought.pop(each, None) is not None]
+        for request_id in unread:
+            del self._mailboxes[request_id]
+        if unread and self.is_alive:
+            abort = self._send_soon(AbortRequests(unread, ABORTED))
+            self._aborts |= dict.fromkeys(unread, abort)
+            abort.add_done_callback(lambda _: [self._aborts.pop(each, None) for each in unread])
+
     def _open_mailbox(self, request_id: str) -> Mailbox:
         self._raise_if_dead()
         if request_id in self._mailboxes:
@@ -175,11 +209,12 @@ class MessageClient(EngineClient):
         else:
             answer.set_result(json.loads(reply.result))
 
-    def _send_soon(self, message: ToCore) -> None:
+    def _send_soon(self, message: ToCore) -> asyncio.Task[None]:
         """Send from where nothing may be awaited, such as a generator that is being closed."""
         task = asyncio.ensure_future(self._send_to_core(message))
         self._sends.add(task)
         task.add_done_callback(self._sent)
+        return task
 
     def _sent(self, task: asyncio.Task[None]) -> None:
         self._sends.discard(task)
@@ -240,6 +275,10 @@ class Mailbox:
         if self._error is None:
             raise RuntimeError("a mailbox has one reader only")
         raise self._error
+
+
+def _forks_of(request: AddRequest) -> list[str]:
+    return [] if request.extras is None else [fork.request_id for fork in request.extras.forks]
 
 
 def _merge(first: TokenOutput, later: TokenOutput) -> None:

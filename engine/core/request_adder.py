@@ -11,9 +11,17 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
+
 from ...connector.base import KVConnectorScheduler
 from ...connector.messages import Elsewhere
-from ..request.core_messages import INVALID_GRAMMAR, OVERLOADED, AddRequest, TokenOutput
+from ..request.core_messages import (
+    INVALID_GRAMMAR,
+    NO_EXTRAS,
+    OVERLOADED,
+    AddRequest,
+    TokenOutput,
+)
 from ..request.handover_ticket import Ticket
 from ..request.request import Request
 from ..scheduler.request_limits import QueueFull
@@ -50,9 +58,28 @@ class RequestAdder:
         self._max_steps_in_flight = max_steps_in_flight
 
     def add(self, request: AddRequest) -> list[TokenOutput]:
-        """Queue a request, or have it wait for its grammar. One that cannot run ends here: its only
-        output is returned."""
-        return _refusing(request, partial(self._add, request))
+        """Queue a request and its forks, or have them wait for their grammars. One that cannot run
+        ends here: its only output is returned."""
+        first: Request | None = None
+
+        def add_one(each: AddRequest) -> list[TokenOutput]:
+            nonlocal first
+            self._check_free(each.request_id)
+            built, ticket = self._builder.build_with_ticket(each, first)
+            first = first or built
+            return self._add(each, built, ticket)
+
+        outputs = _refusing(request, partial(add_one, request))
+        extras = request.extras
+        for fork in () if extras is None else extras.forks:
+            own = msgspec.structs.replace(
+                request,
+                request_id=fork.request_id,
+                sampling_params=fork.sampling_params,
+                extras=msgspec.structs.replace(extras or NO_EXTRAS, forks=[]),
+            )
+            outputs += _refusing(own, partial(add_one, own))
+        return outputs
 
     def add_compiled(self) -> list[TokenOutput]:
         """Queue the requests that wait no more; the outputs of those that end."""
@@ -62,11 +89,13 @@ class RequestAdder:
             for output in _refusing(waiting.message, partial(self._queue_compiled, waiting))
         ]
 
-    def _add(self, request: AddRequest) -> list[TokenOutput]:
+    def _check_free(self, request_id: str) -> None:
+        """Raise before a request is built where it cannot be queued."""
         self._scheduler.check_queue()
-        if request.request_id in self.grammars:
-            raise ValueError(f"request id {request.request_id!r} is in use; give each its own")
-        built, ticket = self._builder.build_with_ticket(request)
+        if request_id in self.grammars:
+            raise ValueError(f"request id {request_id!r} is in use; give each its own")
+
+    def _add(self, request: AddRequest, built: Request, ticket: Ticket | None) -> list[TokenOutput]:
         if built.sampling_params.structured_outputs is None:
             return self._queue(request, built, ticket)
         if self._max_steps_in_flight > MOST_STEPS_WITH_GRAMMAR:
@@ -102,7 +131,7 @@ class RequestAdder:
             elsewhere = self._builder.elsewhere(request)
             side = self._connector.prompts_elsewhere
             is_elsewhere = elsewhere is not Elsewhere.NO and not built.skip_reading_prefix_cache
-            if is_elsewhere and side is not None:
+            if is_elsewhere and not built.fork_of and side is not None:
                 side.await_prefill(built.request_id, elsewhere)
             return []
         if ticket is not None and ticket.logprobs is not None:

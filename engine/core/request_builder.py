@@ -51,10 +51,12 @@ class RequestBuilder:
         self._takes_priority = takes_priority
         self._largest_embedding = largest_embedding
 
-    def build_with_ticket(self, request: AddRequest) -> tuple[Request, Ticket | None]:
+    def build_with_ticket(
+        self, request: AddRequest, fork_of: Request | None = None
+    ) -> tuple[Request, Ticket | None]:
         """The request, and its ticket where that is of this prompt and these parameters. Raises as
         `make_request`."""
-        built = self.make_request(request)
+        built = self.make_request(request, fork_of)
         ticket = None if request.extras is None else request.extras.ticket
         if ticket is None or not is_possible(ticket, self._vocab_size):
             return built, None
@@ -68,15 +70,19 @@ class RequestBuilder:
             logger.info("request %s has a ticket that does not fit", request.request_id)
         return built, ticket if is_good else None
 
-    def make_request(self, request: AddRequest) -> Request:
-        """Raises ValueError for tokens that cannot be, and for what is not done yet."""
+    def make_request(self, request: AddRequest, fork_of: Request | None = None) -> Request:
+        """`fork_of` was made of the same message, but for its id and its parameters. Raises
+        ValueError for tokens that cannot be, and for what is not done yet."""
         check_priority(request.priority, self._takes_priority)
         if request.sampling_params.n != 1:
             raise ValueError(
                 f"n must be 1, got {request.sampling_params.n}: each answer is a request of its own"
             )
-        tokens = self._check_tokens(request.prompt_token_ids)
-        embeds = self._check_embeds(request, len(tokens))
+        if fork_of is None:
+            tokens = self._check_tokens(request.prompt_token_ids)
+            embeds = self._check_embeds(request, len(tokens))
+        else:
+            tokens, embeds = fork_of.prompt_token_ids, fork_of.prompt_embeds
         params, extras = request.sampling_params, request.extras or NO_EXTRAS
         _check_vocabulary(params, self._vocab_size)
         most = self._max_model_len - len(tokens)
@@ -101,6 +107,7 @@ class RequestBuilder:
             job_id=extras.session,
             is_last_step=extras.is_last_step,
             tenant=request.tenant,
+            fork_of=fork_of,
         )
 
     def job_of(self, called: ToolCalled) -> bytes:

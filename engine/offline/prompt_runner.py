@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts of the Python API on their way: a request for each choice, all of them at once.
 
-What fails alone ends alone. Belongs to the event loop that runs it.
+The choices of a prompt begin together, so that it is computed once. What fails alone ends alone.
+Belongs to the event loop that runs it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
@@ -15,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..client.base import EngineClient, EngineDead
-from ..request.core_messages import AddRequest
+from ..request.core_messages import AddRequest, share_prompt
 from ..request.request import unpack_token_ids
 from ..request.sampling_params import child_params
 from ..text.output_processor import generate_text
@@ -42,6 +44,7 @@ class Run(NamedTuple):
     answer: RequestOutput
     child: int  # among the choices of its answer
     thoughts: Thoughts | None
+    may_begin: asyncio.Event  # of all that begin together
 
 
 class PromptRunner:
@@ -69,6 +72,7 @@ class PromptRunner:
         line = ProgressLine.create_for_terminal(len(answers), len(runs)) if use_tqdm else None
         places = asyncio.Semaphore(self._max_at_once)  # the core refuses more than it may queue
         tasks = [asyncio.ensure_future(self._run_one(run, places, line)) for run in runs]
+        tasks.append(asyncio.ensure_future(_begin_in_turn(runs, places)))
         showing = [] if line is None else [asyncio.ensure_future(line.keep_redrawing())]
         try:
             await asyncio.gather(*tasks)
@@ -104,35 +108,53 @@ class PromptRunner:
     def _runs_of(self, prompt: CheckedPrompt, answer: RequestOutput) -> Iterator[Run]:
         """A request of its own for each choice."""
         request, params = prompt.request, prompt.request.sampling_params
-        for child in range(params.n):
-            own = request
-            if params.n > 1:
-                own = msgspec.structs.replace(
+        requests = [request]
+        if params.n > 1:
+            requests = [
+                msgspec.structs.replace(
                     request,
                     request_id=f"{request.request_id}-{child}",
                     sampling_params=child_params(params, child, with_prompt=child == 0),
                 )
-            thoughts = None
-            if self._marks is not None and prompt.is_inside is not None:
-                thoughts = Thoughts(self._marks, is_inside=prompt.is_inside)
-            yield Run(own, answer, child, thoughts)
+                for child in range(params.n)
+            ]
+        for first in range(0, len(requests), self._max_at_once):
+            together, may_begin = requests[first : first + self._max_at_once], asyncio.Event()
+            share_prompt(together)
+            for child, own in enumerate(together, start=first):
+                thoughts = None
+                if self._marks is not None and prompt.is_inside is not None:
+                    thoughts = Thoughts(self._marks, is_inside=prompt.is_inside)
+                yield Run(own, answer, child, thoughts, may_begin)
 
     async def _run_one(
         self, run: Run, places: asyncio.Semaphore, line: ProgressLine | None
     ) -> None:
-        request, answer, child, thoughts = run
+        request, answer, child, thoughts, may_begin = run
+        await may_begin.wait()
         try:
-            async with places:
-                parts = generate_text(self._client, request, self._tokenizer, thoughts)
-                async with aclosing(parts):
-                    async for part in parts:
-                        answer.add(child, part)
-                        if line is not None:
-                            line.count_new_tokens(len(part.token_ids))
+            parts = generate_text(self._client, request, self._tokenizer, thoughts)
+            async with aclosing(parts):
+                async for part in parts:
+                    answer.add(child, part)
+                    if line is not None:
+                        line.count_new_tokens(len(part.token_ids))
         except EngineDead:
             raise
         except Exception as error:  # such as a panic of the tokenizer
             logger.exception("request %s failed", request.request_id)
             answer.outputs[child].fail(str(error) or type(error).__name__)
+        finally:
+            places.release()
         if line is not None:
             line.count_answer()
+
+
+async def _begin_in_turn(runs: Sequence[Run], places: asyncio.Semaphore) -> None:
+    """Let runs begin as places become free; those that begin together when there is one for each of
+    them."""
+    for _, together in itertools.groupby(runs, key=lambda run: id(run.may_begin)):
+        group = list(together)
+        for _ in group:
+            await places.acquire()
+        group[0].may_begin.set()

@@ -8,6 +8,7 @@ encoding them. Messages are arrays on the wire, so new fields go to the end and 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -33,6 +34,13 @@ OVERLOADED = "overloaded"  # the engine was full and did not take the request; t
 MAX_PRIORITY = 2**31
 
 
+class Fork(msgspec.Struct, array_like=True, frozen=True):
+    """Another answer to the prompt of a request, which is computed once for both."""
+
+    request_id: str
+    sampling_params: SamplingParams
+
+
 class RequestExtras(
     msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, frozen=True
 ):
@@ -52,6 +60,7 @@ class RequestExtras(
     prompt_embeds: bytes = b""
     # `last` or `mean`: the prompt's embedding is wanted, which comes with the first token.
     pooling: str = ""
+    forks: list[Fork] = []  # what else is queued with this request; each is like it but for these
 
 
 NO_EXTRAS = RequestExtras()
@@ -68,6 +77,15 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True):
     priority: int = 0
     skip_reading_prefix_cache: bool = False
     extras: RequestExtras | None = None
+
+
+def share_prompt(requests: Sequence[AddRequest]) -> None:
+    """The first of these requests brings the others to the core, which computes their prompt once.
+    They differ in ids and parameters alone."""
+    if len(requests) > 1:
+        first = requests[0]
+        forks = [Fork(each.request_id, each.sampling_params) for each in requests[1:]]
+        first.extras = msgspec.structs.replace(first.extras or NO_EXTRAS, forks=forks)
 
 
 class AbortRequests(msgspec.Struct, tag="abort", array_like=True):

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ...tiers.base import RequestContext
 from .logprobs import PromptLogprobs
 from .sampling_params import SamplingParams
 
@@ -144,6 +145,8 @@ class Progress:
     lost_tokens: int = 0
     lost_cause: str = ""
     drafting: DraftRecord | None = None  # with speculation, once it has decoded
+    # Requests that wait for its prompt, and what the tiers may know of each.
+    forks: dict[Request, RequestContext] = field(default_factory=dict)
 
     def lose(self, num_tokens: int, cause: str) -> None:
         """The first `num_tokens` tokens may have to be computed again."""
@@ -172,6 +175,7 @@ class Request:
         "cached_tokens_by_tier",
         "draft_token_ids",
         "external_load_failed",
+        "fork_of",
         "hands_over",
         "is_last_step",
         "job",
@@ -221,7 +225,9 @@ class Request:
         job_id: str = "",
         is_last_step: bool = False,
         tenant: str = "",
+        fork_of: Request | None = None,
     ) -> None:
+        """`fork_of` has the same prompt, and so the same names for its blocks."""
         if len(prompt_token_ids) == 0:
             raise ValueError("a request needs at least one prompt token")
         self.request_id = request_id
@@ -238,6 +244,8 @@ class Request:
         self.job = job_key(cache_salt, job_id) if job_id else b""
         self.job_id = job_id
         self.tenant = tenant  # "": everybody
+        # The id of a request with the same prompt, with whose first token this one's is chosen.
+        self.fork_of = "" if fork_of is None else fork_of.request_id
         self.is_last_step = is_last_step
         self.number = next(_numbers)  # of all requests of this process, in their order
 
@@ -271,6 +279,9 @@ class Request:
 
         self._block_hasher = block_hasher
         self.block_hashes: list[bytes] = []
+        if fork_of is not None and block_hasher is not None:
+            num_full = self.num_prompt_tokens // block_hasher.block_size
+            self.block_hashes = fork_of.block_hashes[:num_full]
         self._hash_at: float = math.inf  # tokens with which the next block is full
         self._extend_hashes()
         # Others are to load the blocks of its prompt.

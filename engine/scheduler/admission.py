@@ -73,6 +73,49 @@ class Admission:
             states.deferred.add_all(later)
         return len(states.deferred) > 0
 
+    def admit_forks(self, step: StepBuilder, now: float, *, may_start: bool) -> None:
+        """Start the forks of running requests; see `_admit_forks_of`."""
+        if self._reservations is not None:
+            self._reservations.recount()
+        for parent in tuple(self._states.running):
+            if parent.progress.forks:
+                self._admit_forks_of(parent, step, now, may_start=may_start)
+
+    def _admit_forks_of(
+        self, parent: Request, step: StepBuilder, now: float, *, may_start: bool
+    ) -> None:
+        """Start the requests that wait for the prompt of `parent`, where it ends in this step: they
+        go on behind it in its blocks. Those without room, or all unless they `may_start`, wait for
+        their own turns, and find the blocks that are full."""
+        states, alone = self._states, {}
+        for child, context in states.take_forks(parent).items():
+            if not (may_start and self._may_fork(parent, child, step)):
+                alone[child] = context
+                continue
+            self._manager.fork(parent, child)
+            self._commit_reserved()
+            self._start_fork(parent, child, step, now)
+        states.queue_forks(alone, at_head=True)
+
+    def _may_fork(self, parent: Request, child: Request, step: StepBuilder) -> bool:
+        """Whether there is room for one more request, and for the copy that it may need of the
+        last block of the prompt."""
+        manager = self._manager
+        if len(self._states.running) >= self._max_running or child.request_id in step.held:
+            return False
+        num_spare = manager.pool.num_free - manager.shared_tails.num_to_copy() * manager.pool.width
+        if num_spare - manager.num_groups < self._keep_free():
+            return False
+        if self._pressure.forbids_admission:
+            return False
+        if self._reservations is None:
+            return True
+        num_blocks = -(-child.num_prompt_tokens // manager.block_size)
+        tables = manager.tables(parent.request_id)
+        hits = tuple([table[:num_blocks] for table in tables])
+        num_copied = manager.num_groups if child.num_prompt_tokens % manager.block_size else 0
+        return self._reservations.has_room_for(child, hits, num_copied)
+
     def _admit_from(
         self,
         queues: Sequence[RequestQueue],
@@ -98,6 +141,8 @@ class Admission:
             queue.remove_request(request)
             if verdict is Verdict.LATER:
                 later.append(request)
+            elif request.progress.forks:
+                self._admit_forks_of(request, step, now, may_start=not only_known)
         return True
 
     def _obstacle(self, request: Request, step: StepBuilder) -> Obstacle | None:
@@ -317,6 +362,19 @@ class Admission:
         else:
             progress.is_known = True
             step.start(request, num_tokens)
+
+    def _start_fork(self, parent: Request, child: Request, step: StepBuilder, now: float) -> None:
+        """It computes nothing of its prompt; what a cache had of that was found by `parent`."""
+        self._states.running.append(child)
+        child.status = RequestStatus.RUNNING
+        child.progress.scheduled = now
+        child.num_computed_tokens = child.num_prompt_tokens
+        child.num_cached_tokens = parent.num_cached_tokens
+        child.cached_tokens_by_tier = dict(parent.cached_tokens_by_tier)
+        self._context.counts["forks"] += 1
+        self._count_reuse(child)
+        self._observer.decision(child, Decision.SCHEDULED)
+        step.fork(parent, child)
 
     def _note_wait(self, request: Request, obstacle: Obstacle) -> None:
         """It was this request's turn, and something was in the way."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ...connector.messages import ConnectorMetadata, ConnectorWorkerOutput
-from ..cache.kv_block import BlockIds
+from ..cache.kv_block import BlockCopy, BlockIds
 from ..request.core_messages import NOT_FINITE, PROCESSOR_FAILED, TokenOutput
 from ..request.logprobs import PositionLogprobs, PromptLogprobs
 from ..request.prompt_embeds import EmbedArray
@@ -175,6 +175,8 @@ class NewRequestData:
     prompt_embeds: EmbedArray | None = None
     pooling: str = ""  # which hidden states of the prompt are wanted: `last`, `mean`, or none
     cache_salt: bytes = b""  # its tenant's
+    # It computes nothing in this step: its first token is chosen from the logits of this request.
+    fork_of: str = ""
 
 
 @dataclass(slots=True)
@@ -215,6 +217,8 @@ class SchedulerOutput:
     # Request id → how many draft tokens are to be proposed, at most, behind the token that it
     # chooses in this step.
     wanted_drafts: dict[str, int] = field(default_factory=dict)
+    # To be made after what it stores has been read, and before anything is computed.
+    block_copies: list[BlockCopy] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -93,15 +93,17 @@ class Reservations:
         """Somebody has given blocks back, or taken some without asking here."""
         self._spare = None
 
-    def has_room_for(self, request: Request, hits: GroupBlocks | None) -> bool:
-        """Whether a request that waits may have blocks; `hits` are those it has found. One that
-        holds blocks has its reservation, and one has room where nobody else holds any."""
+    def has_room_for(self, request: Request, hits: GroupBlocks | None, num_copied: int = 0) -> bool:
+        """Whether a request that waits may have blocks; `hits` are those it has found, of which it
+        or their holder may copy `num_copied`. One that holds blocks has its reservation, and one
+        has room where nobody else holds any."""
         states = self._states
         if request.num_computed_tokens > 0:
             return True
         if self._spare is None:
             self._spare = self._count_spare_blocks()
-        self._needed = self._manager.num_to_reserve(self._tokens_of(request), hits)
+        needed = self._manager.num_to_reserve(self._tokens_of(request), hits)
+        self._needed = needed + num_copied
         if self._needed <= self._spare:
             return True
         return not (states.running or states.loaded or states.loads.blocking)

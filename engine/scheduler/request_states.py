@@ -5,6 +5,7 @@
     deferred  as waiting, but the tiers told it to ask again; asked in turns, before the others
     skipped   as waiting, but its load has ended; asked before `waiting`
     loading   its load is under way; holds blocks, is in no queue
+    forking   has the prompt of another one, and waits until that has been computed; in no queue
     running   holds blocks, gets tokens; the loads of some are overlapped (`request_loads.py`)
 
 A request's own notes are in its record (`Request`, with its `Progress`). Here is who is in which
@@ -15,9 +16,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+import numpy as np
 
 from ...connector.messages import LoadReport
+from ...tiers.base import RequestContext
 from ..observer import Decision
 from ..request.request import LoadKind, Request, RequestStatus
 from .context import SchedulerContext
@@ -44,6 +48,7 @@ class RequestStates:
         # Waiting requests that hold loaded blocks, in the order in which their loads ended.
         self.loaded: list[Request] = []
         self.loads = RequestLoads(context)
+        self.num_forking = 0  # requests that wait for the prompt of another one
         # The worker has not been told yet: requests that have ended, and that were sent back.
         self.finished_ids: set[str] = set()
         self.preempted_ids: set[str] = set()
@@ -79,13 +84,38 @@ class RequestStates:
         request = self.requests.get(request_id)
         return None if request is None or request.is_finished else request
 
-    def enter(self, request: Request) -> None:
-        """A new request waits."""
+    def enter(self, request: Request, context: RequestContext) -> bool:
+        """A new request waits for its turn; or for the prompt of another one, and False."""
+        parent = self.find_unfinished(request.fork_of) if request.fork_of else None
         self.requests[request.request_id] = request
         self.num_unfinished += 1
         self.embed_bytes += request.embed_bytes
-        self.waiting.add(request)
+        if parent is not None and _can_fork(parent, request):
+            parent.progress.forks[request] = context
+            self.num_forking += 1
+        else:
+            request.fork_of = ""
+            self.waiting.add(request)
         self.context.observer.decision(request, Decision.QUEUED)
+        return not request.fork_of
+
+    def take_forks(self, parent: Request) -> dict[Request, RequestContext]:
+        """The requests that wait for a prompt, in their order, where it ends in the step being
+        scheduled; they wait no more."""
+        if parent.num_computed_tokens < parent.num_prompt_tokens:
+            return {}
+        forks, parent.progress.forks = parent.progress.forks, {}
+        self.num_forking -= len(forks)
+        return forks
+
+    def queue_forks(self, forks: Mapping[Request, RequestContext], *, at_head: bool) -> None:
+        """Requests that waited for a prompt wait for their own turns. `at_head`: before all others,
+        for its request has had its turn."""
+        for request in reversed(list(forks)) if at_head else forks:
+            request.fork_of = ""
+            (self.waiting.prepend if at_head else self.waiting.add)(request)
+            if not request.skip_reading_prefix_cache:
+                self.context.connector.request_queued(request, forks[request])
 
     def take_reports(self, reports: Iterable[LoadReport]) -> list[tuple[Request, LoadReport]]:
         """Requests whose loads have ended wait for their turns, with what came of their blocks;
@@ -196,6 +226,8 @@ class RequestStates:
         if request.hands_over and was_running and request.num_output_tokens == 1:
             context.manager.name_tail(request)
         context.connector.request_finished(request_id)
+        if self.num_forking:
+            self._stop_forking(request)
         if before is RequestStatus.WAITING_FOR_REMOTE_KVS:
             return  # a copy may be writing to its blocks; they are given back when it is reported
         overlaps = was_running and request.progress.load is LoadKind.OVERLAPPED
@@ -216,6 +248,15 @@ class RequestStates:
                 for queue in (self.waiting, self.skipped, self.deferred)
             )
 
+    def _stop_forking(self, request: Request) -> None:
+        """A request is finished: it waits for no prompt, and no request for its own."""
+        progress = request.progress
+        if request.fork_of and (parent := self.requests.get(request.fork_of)) is not None:
+            self.num_forking -= parent.progress.forks.pop(request, None) is not None
+        forks, progress.forks = progress.forks, {}
+        self.num_forking -= len(forks)
+        self.queue_forks(forks, at_head=progress.scheduled is not None)
+
     def tell_again(self, finished_ids: set[str], preempted_ids: set[str]) -> None:
         """The worker may not have listened: it is told once more who has ended and who was sent
         back. It does no harm to hear that twice."""
@@ -229,3 +270,19 @@ class RequestStates:
             return
         self._has_ended = False
         self.running[:] = [request for request in self.running if not request.is_finished]
+
+
+def _can_fork(parent: Request, child: Request) -> bool:
+    """Whether `child` may wait for the prompt of `parent`: it is its own, there is some of it left
+    to be scheduled, and nothing else is wanted of it than a token."""
+    is_ahead = parent.num_output_tokens or parent.num_computed_tokens >= parent.num_prompt_tokens
+    if is_ahead or parent.fork_of or parent.cache_salt != child.cache_salt:
+        return False
+    if child.pooling or child.sampling_params.prompt_logprobs is not None:
+        return False
+    if not np.array_equal(parent.prompt_token_ids, child.prompt_token_ids):
+        return False
+    first, second = parent.prompt_embeds, child.prompt_embeds
+    if first is None or second is None:
+        return first is second
+    return np.array_equal(first, second)

@@ -219,13 +219,15 @@ class Scheduler:
         if states.pins is not None:
             states.pins.arrives(request, tool, time.monotonic())
         request.progress.end_ids = end_token_ids(request, self.eos_token_ids)
-        states.enter(request)
+        if first_token is not None:
+            request.fork_of = ""
+        waits_for_turn = states.enter(request, context)
         self._stalled = False
         output = None
         if first_token is not None:
             output = self._writer.pass_on(request, first_token, time.monotonic())
             self._context.counts["generated_tokens"] += 1
-        if not (request.skip_reading_prefix_cache or request.is_finished):
+        if waits_for_turn and not (request.skip_reading_prefix_cache or request.is_finished):
             self.connector.request_queued(request, context)
         return output
 
@@ -292,8 +294,11 @@ class Scheduler:
         retry = False
         if self._paused is not Pause.ALL:
             self._running.run(step)
+            only_known = self._paused is Pause.NEW
+            if states.num_forking:
+                may_start = not (only_known or step.pressed)
+                self._admission.admit_forks(step, now, may_start=may_start)
             if not step.pressed:
-                only_known = self._paused is Pause.NEW
                 retry = self._admission.admit(step, now, only_known=only_known)
             if self.speculation is not None:
                 self._running.add_drafts(step)
@@ -309,6 +314,8 @@ class Scheduler:
         self._retry_at = now + RETRY_SECONDS if retry else None
         self._context.counts["steps"] += 1
         self._context.counts["scheduled_tokens"] += total
+        if output.block_copies:
+            self._context.counts["copied_blocks"] += len(output.block_copies)
         if self._observer is not None:
             new_ids = [each.request_id for each in output.new_requests]
             resumed_ids = output.cached_requests.resumed_request_ids

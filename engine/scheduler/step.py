@@ -92,6 +92,7 @@ class StepBuilder:
     # Room had to be made for a running request, so no waiting one is let in during this step.
     pressed: bool = False
     entries: list[StepEntry] = field(default_factory=list)  # in batch order
+    has_forks: bool = False  # entries that compute nothing
     wanted_drafts: dict[str, int] = field(default_factory=dict)
     _to_tell: dict[str, StepEntry] = field(default_factory=dict)  # that the worker does not expect
 
@@ -144,6 +145,14 @@ class StepBuilder:
         block_ids = self.manager.get_block_ids(request.request_id)
         self._grant(request, num_tokens, block_ids, EntryKind.STARTS)
 
+    def fork(self, parent: Request, child: Request) -> None:
+        """A request that the worker has not seen, in the blocks of `parent`, whose prompt ends in
+        this step, chooses a token with it."""
+        self.has_forks = child.progress.is_known = True
+        self.start(child, 0)
+        # What they write next may be the other's, so they ask for it.
+        parent.num_told_tokens = child.num_told_tokens = -1
+
     def resume(self, request: Request, num_tokens: int) -> None:
         """A preempted request that the worker remembers runs again, with a new table."""
         block_ids = self.manager.get_block_ids(request.request_id)
@@ -180,10 +189,13 @@ class StepBuilder:
         """The finished step; the ids are those that the worker has yet to be told."""
         new, cached = self._describe()
         tokens = {entry[0].request_id: entry[1] for entry in self.entries}
+        if self.has_forks:
+            tokens = {request_id: count for request_id, count in tokens.items() if count}
         drafts = {}
         if self.speculation is not None:
             with_drafts = [entry for entry in self.entries if entry.draft_token_ids]
             drafts = {each.request.request_id: list(each.draft_token_ids) for each in with_drafts}
+        copies = self.manager.shared_tails.take_copies()
         return SchedulerOutput(
             step_id=self.step_id,
             last_failed_id=last_failed_id,
@@ -196,6 +208,7 @@ class StepBuilder:
             connector_meta=connector_meta,
             draft_token_ids=drafts,
             wanted_drafts=self.wanted_drafts,
+            block_copies=copies,
         )
 
     def _describe(self) -> tuple[list[NewRequestData], CachedRequestData]:
@@ -217,6 +230,7 @@ class StepBuilder:
                         prompt_embeds=request.prompt_embeds,
                         pooling=request.pooling,
                         cache_salt=request.cache_salt or b"",
+                        fork_of="" if entry.num_tokens else request.fork_of,
                     )
                 )
                 continue

@@ -74,6 +74,14 @@ class BlockTable:
         self.num_entries[row] = self._changed[row] = 0
         self.append_row(block_ids, row)
 
+    def replace_block(self, row: int, index: int, block_id: int) -> None:
+        """Another block in the place `index` of a row."""
+        start = index * self._entries_per_block
+        self.array[row, start : start + self._entries_per_block] = (
+            block_id * self._entries_per_block + self._split
+        )
+        self._changed[row] = min(start, self._changed.get(row, start))
+
     def move_row(self, source: int, target: int) -> None:
         """Copy a row over another one; the source keeps its entries until it is reused."""
         count = self.num_entries[source]

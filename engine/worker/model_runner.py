@@ -35,6 +35,7 @@ from ..sampling.processor_loading import LoadedProcessor
 from ..sampling.sampler import Choice, Sampled, Sampler
 from ..sampling.token_mask import TokenMask
 from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
+from .block_copier import BlockCopier
 from .block_table import BlockTable, MultiGroupBlockTable
 from .forward.attention_metadata import ranges
 from .forward.forward import LateTokens, StepInputs, step_order
@@ -181,6 +182,7 @@ class ModelRunner:
             self.pool = KvPool(
                 groups.layout, groups.num_pages(num_blocks), device, kernel_block_size
             )
+            self._copier = BlockCopier(self.pool.tensor)
             self.max_model_len = max_model_len
             self.max_num_batched_tokens = max_num_batched_tokens
             blocks_per_row = -(-max_model_len // block_size)
@@ -314,9 +316,12 @@ class ModelRunner:
         token_ids = batch.token_ids[token_rows, positions].astype(np.int64)
         # Only a request that reaches its last known token has something to sample from.
         ready = computed + counts - num_drafts == batch.num_tokens[rows]
-        last = wanted = (np.cumsum(counts) - 1)[ready]
+        step.rows, last = self._steps.with_forks(
+            step.output.new_requests, rows[ready], (np.cumsum(counts) - 1)[ready]
+        )
+        wanted = last
         if step.output.draft_token_ids:
-            step.drafted = DraftedRows.of(batch, rows[ready], step.output.draft_token_ids)
+            step.drafted = DraftedRows.of(batch, step.rows, step.output.draft_token_ids)
             last = wanted = step.drafted.places_of(last)
         prompts = self._prompt_logprobs
         pieces = (
@@ -347,6 +352,7 @@ class ModelRunner:
             )
         )
         self._connector.wait_before_forward()
+        self._copier.copy_blocks(step.output.block_copies)
         hidden = launch()
         batch.num_computed[rows] += counts
         if not ready.all():
@@ -354,7 +360,7 @@ class ModelRunner:
             # Told now, so that the rest of a prompt need not be computed.
             self._note_failures(self._sampler.failures(rows), rows, step.result)
         if len(last):
-            step.hidden, step.rows = hidden[: len(last)], rows[ready]
+            step.hidden = hidden[: len(last)]
         behind = hidden[len(last) :]
         if prompts.is_active:
             behind = behind[prompts.add_hidden_states(pieces, behind) :]

@@ -4,10 +4,12 @@ differences."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from ..batch.batch_update import BatchUpdate
-from ..scheduler.output import CachedRequestData, SchedulerOutput
+import numpy as np
+
+from ..batch.batch_update import BatchUpdate, IntArray
+from ..scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from .input_batch import HeldRow, InputBatch, WorkerRequest
 
 
@@ -54,10 +56,34 @@ class StepBatch:
             )
             self.batch.add(request, new.block_ids, new.num_computed_tokens)
         self._follow_cached(output.cached_requests)
+        for copy in output.block_copies:
+            table = self.batch.tables[copy.group_id]
+            table.replace_block(self.batch.row_of[copy.request_id], copy.place, copy.target)
         update = self.batch.condense_rows()
         if update is not None:
             take(update)
         self._is_dirty, self._held = False, None
+
+    def with_forks(
+        self, new: Iterable[NewRequestData], rows: IntArray, places: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """`rows` of the batch choose a token each, from the logits at these `places`; with them
+        those among the `new` requests that choose from the logits of one of them. Raises ValueError
+        where that one chooses none."""
+        forks = [each for each in new if each.fork_of]
+        if not forks:
+            return rows, places
+        row_of = self.batch.row_of
+        index = {row: index for index, row in enumerate(rows.tolist())}
+        parents = [index.get(row_of.get(each.fork_of, -1)) for each in forks]
+        if None in parents:
+            each = forks[parents.index(None)]
+            raise ValueError(
+                f"request {each.request_id} chooses a token with {each.fork_of}, which chooses none"
+            )
+        own = [row_of[each.request_id] for each in forks]
+        at = np.array(parents, np.int64)
+        return np.append(rows, np.array(own, np.int64)), np.append(places, places[at])
 
     def _follow_cached(self, cached: CachedRequestData) -> None:
         batch = self.batch

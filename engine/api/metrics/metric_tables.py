@@ -70,6 +70,8 @@ SCHEDULER: Table = (
     ("preemptions", _counter("vllm:num_preemptions", "Requests sent back to the queue.")),
     ("steps", _counter("stratakv:steps", "Steps of the engine.")),
     ("scheduled_tokens", _counter("stratakv:scheduled_tokens", "Tokens computed.")),
+    ("forks", _counter("stratakv:forks", "Answers whose prompt another answer computed.")),
+    ("copied_blocks", _counter("stratakv:copied_blocks", "Shared blocks copied for a writer.")),
     ("loads", _counter("stratakv:loads", "Loads from the tiers that were begun.")),
     ("loads_failed", _counter("stratakv:loads_failed", "Loads that brought nothing.")),
     ("loads_given_up", _counter("stratakv:loads_given_up", "Loads given back to make room.")),

@@ -7,9 +7,10 @@ Every prompt is checked before the first one starts.
 from __future__ import annotations
 
 import base64
+import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp
 from ...request.prompt_embeds import read_embeds
 from ...request.request import BYTES_PER_TOKEN, unpack_token_ids
 from ...request.sampling_params import check_params_for_embeds
+from ...text.output_processor import TextOutput
 from ..api_errors import ApiError
 from ..front import Front, as_list
 from .follow import follow
@@ -32,7 +34,7 @@ from .request.sampling import (
     sampling_params,
 )
 from .response.answer import Answer, Part, UsageField, kv_params_of
-from .response.generation import Task, job_of, make_generations, tenant_of
+from .response.generation import Generation, Task, job_of, make_generations, tenant_of
 from .response.logprobs_form import CompletionForm, prompt_logprobs
 from .response.replies import Completion, CompletionChoice, CompletionLogprobs, PromptTokens, Usage
 
@@ -58,11 +60,23 @@ class CompletionAnswer(Answer):
             self.answer_id, "text_completion", self.created, name, choices, usage, handed
         )
 
+    def select(self, wholes: Mapping[int, TextOutput]) -> list[Generation]:
+        """The answers to each prompt whose tokens have the highest log-probabilities on average."""
+        num_generated, num_choices = self.request.num_generated, self.request.num_choices
+        if num_generated == num_choices:
+            return self.generations
+        selected: list[Generation] = []
+        for first in range(0, len(self.generations), num_generated):
+            of_prompt = self.generations[first : first + num_generated]
+            best = sorted(of_prompt, key=lambda each: -_mean_logprob(wholes[each.index]))
+            selected += best[:num_choices]
+        return selected
+
     def _choice(self, part: Part) -> CompletionChoice:
         echoed = part.is_first and bool(self.echoes)
         text = part.text
         if echoed:
-            text = self.echoes[part.index // (self.request.n or 1)] + text
+            text = self.echoes[part.index // self.request.num_choices] + text
         return CompletionChoice(
             part.index,
             text,
@@ -129,6 +143,7 @@ async def create_completion(front: Front, http: Request, *, follows: bool = Fals
         tenant=tenant_of(front, http),
         job=job_of(http, request),
         keeps_tokens=request.max_tokens != 0,
+        num_generated=request.num_generated,
     )
     if follows:
         return await follow(front, generations)
@@ -180,15 +195,18 @@ def _tasks(
         max_tokens = default_max_tokens(front, DEFAULT_COMPLETION_TOKENS)
     elif max_tokens == 0:
         max_tokens = 1  # the engine makes no less, and it is dropped
+    logprobs = request.logprobs
+    if logprobs is None and request.num_generated > request.num_choices:
+        logprobs = 0  # by which the best are found
     params = sampling_params(
         front,
         request,
         max_tokens,
-        logprobs=request.logprobs,
+        logprobs=logprobs,
         prompt_logprobs=_num_prompt_logprobs(request),
     )
-    num_choices = len(prompts) * (request.n or 1)
-    params = fit_logprobs(front, params, num_choices, asked=asked)
+    num_generated = len(prompts) * request.num_generated
+    params = fit_logprobs(front, params, num_generated, asked=asked)
     if embeds:
         try:
             check_params_for_embeds(params)
@@ -222,3 +240,9 @@ def _echoes(front: Front, request: CompletionRequest, prompts: Sequence[bytes]) 
         )
         for given, prompt in zip(as_list(request.prompt), prompts, strict=True)
     ]
+
+
+def _mean_logprob(whole: TextOutput) -> float:
+    """The mean over the tokens of an answer; an answer without tokens comes last."""
+    logprobs = [position.logprobs[0] for position in whole.logprobs or ()]
+    return sum(logprobs) / len(logprobs) if logprobs else -math.inf

@@ -82,6 +82,29 @@ def test_several_answers_to_several_prompts(client: openai.OpenAI) -> None:
     assert together.usage.prompt_tokens == 5
 
 
+def test_the_best_of_several_answers(client: openai.OpenAI) -> None:
+    """Those with the highest log-probabilities a token, the best first, of what `n` gives."""
+    fields: Any = {"max_tokens": 6, "model": "tiny", "seed": 5, "temperature": 1.5}
+    prompts = [[4, 5, 6], [7, 8]]
+    every = client.completions.create(prompt=prompts, n=6, logprobs=0, **fields)
+    best = client.completions.create(prompt=prompts, n=2, best_of=6, **fields)
+
+    def mean(choice: Any) -> float:
+        return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
+
+    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
+    assert all(choice.logprobs is None for choice in best.choices)
+    for place in range(2):
+        likely = sorted(every.choices[6 * place : 6 * place + 6], key=mean, reverse=True)
+        assert len({mean(choice) for choice in likely}) > 2
+        texts = [choice.text for choice in best.choices[2 * place : 2 * place + 2]]
+        assert texts == [choice.text for choice in likely[:2]]
+    assert best.usage is not None
+    assert every.usage is not None
+    assert best.usage.completion_tokens == every.usage.completion_tokens
+    assert best.usage.prompt_tokens == 5
+
+
 def test_several_answers_in_one_stream(client: openai.OpenAI) -> None:
     fields: Any = {"messages": HELLO, "n": 3, "seed": 4, "max_tokens": 12, "model": "tiny"}
     whole = client.chat.completions.create(**fields)

@@ -17,7 +17,7 @@ from stratakv.engine.client.in_process import InProcessClient
 from stratakv.engine.config.engine_options import engine_config
 from stratakv.engine.core import loop as core_loop
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.request.core_messages import AddRequest, TokenOutput
+from stratakv.engine.request.core_messages import AddRequest, TokenOutput, share_prompt
 from stratakv.engine.request.request import pack_token_ids
 from stratakv.engine.request.sampling_params import SamplingParams
 
@@ -116,5 +116,86 @@ def test_the_thread_of_a_closed_engine_has_ended(
 
             monkeypatch.setattr(core, "shutdown", shut_down)
         assert gone, "the engine was closed before its thread had ended"
+
+    asyncio.run(run())
+
+
+def family(*names: str, max_tokens: int = 5, length: int = 3) -> list[AddRequest]:
+    """Answers to one prompt, the first of which brings the others."""
+    requests = [request(name, max_tokens) for name in names]
+    for each in requests:
+        each.prompt_token_ids = pack_token_ids(range(1, length + 1))
+    share_prompt(requests)
+    return requests
+
+
+def test_one_message_brings_all_answers_to_a_prompt(long_model: Path) -> None:
+    async def run() -> None:
+        async with running(long_model) as (core, client):
+            requests = family("a", "b", "c", length=100)
+            assert await asyncio.gather(*(count(client, each) for each in requests)) == [5] * 3
+            counts = core.scheduler.counts
+            assert counts["forks"] == 2
+            assert counts["scheduled_tokens"] == 100 + 3 * 4
+            assert not client._mailboxes
+            assert not client._brought
+
+    asyncio.run(run())
+
+
+def test_who_reads_late_sends_a_request_of_its_own(long_model: Path) -> None:
+    """What was made of it meanwhile is aborted with the one that brought it."""
+
+    async def run() -> None:
+        async with running(long_model) as (core, client):
+            first, second = family("a", "b")
+            assert await count(client, first) == 5
+            assert not client._brought
+            assert await count(client, second) == 5
+            assert core.scheduler.counts["ended_length"] >= 2
+            assert not core.scheduler.requests
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_given_up_before_it_was_sent_leaves_its_forks_to_themselves(
+    long_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with running(long_model) as (_, client):
+            first, second = family("a", "b")
+            send, is_stuck = client._send_to_core, asyncio.Event()
+
+            async def stuck(message: object) -> None:
+                if message is first:
+                    is_stuck.set()
+                    await asyncio.sleep(600)
+                await send(message)  # type: ignore[arg-type]
+
+            monkeypatch.setattr(client, "_send_to_core", stuck)
+            one = asyncio.ensure_future(count(client, first))
+            await is_stuck.wait()
+            other = asyncio.ensure_future(count(client, second))
+            await asyncio.sleep(0)
+            one.cancel()
+            assert await other == 5
+            assert not client._mailboxes
+            assert not client._brought
+
+    asyncio.run(run())
+
+
+def test_an_id_in_use_ends_the_request_that_brings_it_and_no_other(long_model: Path) -> None:
+    async def run() -> None:
+        async with running(long_model) as (_, client):
+            stream = client.generate(request("b", 4000))
+            await anext(stream)
+            first, *_ = family("a", "c", "b")
+            with pytest.raises(ValueError, match="'b' is already running"):
+                await count(client, first)
+            assert (await anext(stream)).new_token_ids
+            await stream.aclose()
+            assert not client._mailboxes
+            assert not client._brought
 
     asyncio.run(run())

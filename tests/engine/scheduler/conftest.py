@@ -56,12 +56,17 @@ def salted(state: int, group: int) -> int:
     return state + group * 2**61
 
 
-def next_token(state: int) -> int:
-    return state % VOCAB
+def next_token(state: int, seed: int | None = None) -> int:
+    """Requests with other seeds say something else."""
+    return (state + (seed or 0)) % VOCAB
 
 
 def reference(
-    prompt: Sequence[int], max_tokens: int, max_model_len: int = 10**9, ignore_eos: bool = False
+    prompt: Sequence[int],
+    max_tokens: int,
+    max_model_len: int = 10**9,
+    ignore_eos: bool = False,
+    seed: int | None = None,
 ) -> list[int]:
     """What a request says, computed alone and without a cache."""
     tokens = list(prompt)
@@ -69,7 +74,7 @@ def reference(
     said: list[int] = []
     while len(said) < max_tokens and len(tokens) < max_model_len:
         numbers = fingerprint(tokens, numbers)
-        said.append(next_token(numbers[-1]))
+        said.append(next_token(numbers[-1], seed))
         tokens.append(said[-1])
         if said[-1] == EOS and not ignore_eos:
             break
@@ -83,6 +88,7 @@ class WorkerState:
     tokens: list[int]
     tables: list[list[int]]  # of each cache group
     num_prompt: int
+    seed: int | None = None
     in_batch: bool = True
     end: int = 0  # of its last step
     numbers: list[int] = field(default_factory=list)  # of its first tokens
@@ -104,7 +110,7 @@ class WorkerState:
             return []
         numbers, said = self.fingerprint(), []
         for place in range(num_verified - 1, end):
-            said.append(next_token(numbers[place]))
+            said.append(next_token(numbers[place], self.seed))
             if place + 1 < end and self.tokens[place + 1] != said[-1]:
                 break
         num_kept = num_verified + len(said) - 1
@@ -121,7 +127,7 @@ class WorkerState:
         """Draft tokens, some of which are what it will say."""
         drafts: list[int] = []
         for _ in range(rng.randint(0, most)):
-            coming = next_token(fingerprint([*self.tokens, *drafts], self.numbers)[-1])
+            coming = next_token(fingerprint([*self.tokens, *drafts], self.numbers)[-1], self.seed)
             drafts.append(coming if rng.random() < 0.7 else rng.randrange(VOCAB))
         return drafts
 
@@ -144,16 +150,24 @@ class Engine:
     has_failed: bool = False  # a step failed, so that it may know requests that start anew
     bad: set[str] = field(default_factory=set)  # requests whose logits are not finite
     attention: Sequence[LayerAttention] = (full(),)
+    num_copied: int = 0  # pages
     drafts: random.Random = field(default_factory=lambda: random.Random(0))  # for `propose`
 
     @property
     def manager(self) -> KVCacheManager:
         return self.scheduler.manager
 
-    def add(self, name: str, prompt: Sequence[int], **options: object) -> Request:
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        fork_of: Request | None = None,
+        **options: object,
+    ) -> Request:
         """Queue a request; options are those of SamplingParams."""
         params = SamplingParams(**{"max_tokens": 5, **options})  # type: ignore[arg-type]
-        request = Request(name, prompt, params, block_hasher=HASHER)
+        request = Request(name, prompt, params, block_hasher=HASHER, fork_of=fork_of)
         self.scheduler.add_request(request)
         return request
 
@@ -192,6 +206,7 @@ class Engine:
         """One forward pass: stores, then all writes, then all reads."""
         self.follow(output)
         self._store()
+        self._copy(output)
         positions = {}
         for request_id, drafts in output.draft_token_ids.items():
             assert 0 < len(drafts) < output.num_scheduled_tokens[request_id]
@@ -205,6 +220,13 @@ class Engine:
             self._check(request_id, start, end)
             num_drafts = len(output.draft_token_ids.get(request_id, ()))
             sampled[request_id] = self.states[request_id].accept(num_drafts, start, end)
+        for new in output.new_requests:
+            if new.fork_of:
+                assert sampled[new.fork_of], "the one that it is forked from says nothing"
+                state = self.states[new.request_id]
+                assert new.num_computed_tokens == state.num_prompt == state.end
+                self._check(new.request_id, state.num_prompt - 1, state.num_prompt)
+                sampled[new.request_id] = state.accept(0, state.num_prompt, state.num_prompt)
         self._store_ahead()
         proposed = {}
         for request_id, most in output.wanted_drafts.items():
@@ -232,8 +254,15 @@ class Engine:
             assert new.request_id not in self.states or self.has_failed
             tokens = [int(token) for token in new.prompt_token_ids]
             self.states[new.request_id] = WorkerState(
-                tokens + new.output_token_ids, [list(ids) for ids in new.block_ids], len(tokens)
+                tokens + new.output_token_ids,
+                [list(ids) for ids in new.block_ids],
+                len(tokens),
+                new.sampling_params.seed,
             )
+            if new.fork_of:
+                assert new.request_id not in output.num_scheduled_tokens
+                self.states[new.request_id].end = new.num_computed_tokens
+                continue
             told[new.request_id] = new.num_computed_tokens
         cached = output.cached_requests
         for request_id, ids, computed in zip(
@@ -256,6 +285,11 @@ class Engine:
                     table += more
             assert state.in_batch
             told[request_id] = computed
+        for copy in output.block_copies:
+            assert copy.request_id in output.num_scheduled_tokens
+            table = self.states[copy.request_id].tables[copy.group_id]
+            assert table[copy.place] == copy.source
+            table[copy.place] = copy.target
         assert told.keys() <= output.num_scheduled_tokens.keys()
         self._computed = {}
         for request_id, count in output.num_scheduled_tokens.items():
@@ -273,6 +307,25 @@ class Engine:
         self._read(self.tiers.stores)
         self.tiers.stores = []
         self.tiers.begin_copies()
+
+    def _copy(self, output: SchedulerOutput) -> None:
+        """All at once, as a device may."""
+        copies = output.block_copies
+        targets, sources = [
+            {getattr(each, side) for each in copies} for side in ("target", "source")
+        ]
+        assert len(targets) == len(copies)
+        assert not targets & sources
+        busy = self.tiers.busy_blocks if self.tiers else set()
+        assert not busy & (targets | sources), "copied while a load is writing to it"
+        for each in copies:
+            for offset in range(SIZE):
+                held = self.slots.get((each.source, offset))
+                if held is None:
+                    self.slots.pop((each.target, offset), None)
+                else:
+                    self.slots[each.target, offset] = held
+            self.num_copied += 1
 
     def _store_ahead(self) -> None:
         """The last moment for blocks stored ahead: this pass must have left them alone."""

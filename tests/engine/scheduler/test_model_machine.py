@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A state machine: users of a scheduler with several cache groups, tiers, faults and pauses, with
-priorities, jobs whose turns are kept, and reservations, against a slow model of what each request
-says, what it holds and what it finds.
+priorities, jobs whose turns are kept, reservations, forks and draft tokens, against a slow model of
+what each request says, what it holds and what it finds.
 
 The worker (`conftest.py`) checks every slot that a group's layers see. The model beside it computes
 each answer alone, searches all lengths for a hit, and counts.
@@ -85,12 +85,13 @@ class Life:
         self.clock = clock
         policy = ways.of(["fcfs", "priority", "continuum"])
         reserve = ways.of(["none", "prompt", "full"])
+        most_drafts = ways.of([0, 4])
         attention, spare = number.of(PLANS), number.of([0, 1, 3, 12])
         budget = 3 + number.below(28)
         pressure = number.of([(1.0, 1.0), (0.8, 0.95), (0.3, 0.3)])
         known, luck = 0.3 + 0.1 * number.below(8), number.below(2**10)
         note(f"{[*map(str, attention)]}, {spare=}, {budget=}, {pressure=}, {known=}, {luck=}")
-        note(f"{policy=}, {reserve=}")
+        note(f"{policy=}, {reserve=}, {most_drafts=}")
         most = sum(kind.most_blocks(MAX_MODEL_LEN, SIZE, budget) for kind in attention)
         self.attention = attention
         self.most_step_tokens = budget
@@ -110,14 +111,17 @@ class Life:
             preempt_above=pressure[1],
             policy=policy,
             reserve=reserve,
+            most_drafts=most_drafts,
         )
         self.scheduler = self.engine.scheduler
-        self.wishes: dict[str, tuple[list[int], int]] = {}
+        self.num_wishes = 0
         self.expected: dict[str, list[int]] = {}
         self.cut_short: set[str] = set()
         self.order: list[str] = []  # of those that have never run nor loaded, as they were added
         # Of those that run, by name and the times that they were sent back.
         self.tables: dict[tuple[str, int], Sequence[Sequence[int]]] = {}
+        # Of the steps since the last act: request, cache group, place, and the page that was there.
+        self.copied: set[tuple[str, int, int, int]] = set()
         self.num_steps = self.num_tokens = self.num_aborted = 0
         rng = random.Random(luck)
         for document in DOCUMENTS:
@@ -160,27 +164,34 @@ class Life:
     def add(self, number: Number) -> None:
         document, length = number.of(DOCUMENTS), 1 + number.below(MAX_MODEL_LEN - 2)
         own, max_tokens = number.below(4), 1 + number.below(10)
-        name = f"r{len(self.wishes)}"
-        prompt = [*document[:length], *[40 + len(self.wishes) % 9] * own][: MAX_MODEL_LEN - 1]
-        self.wishes[name] = prompt, max_tokens
-        self.expected[name] = reference(prompt, max_tokens, MAX_MODEL_LEN)
+        name = f"r{self.num_wishes}"
+        prompt = [*document[:length], *[40 + self.num_wishes % 9] * own][: MAX_MODEL_LEN - 1]
+        self.num_wishes += 1
         skips, priority = number.below(6) == 5, number.below(3) - 1
         job, is_last = number.of(["", "j1", "j2", "j3"]), number.below(2) == 1
-        request = Request(
-            name,
-            prompt,
-            SamplingParams(max_tokens=max_tokens),
-            block_hasher=HASHER,
-            skip_reading_prefix_cache=skips,
-            priority=priority,
-            job_id=job,
-            is_last_step=is_last and bool(job),
-        )
-        self.scheduler.add_request(request)
-        self.order.append(name)
+        num_forks = number.of([0, 0, 0, 1, 2, 4])
         unread = ", without reading the cache" if skips else ""
         turn = f", {'the last turn' if is_last else 'a turn'} of {job}" if job else ""
         note(f"add {name}: {len(prompt)} tokens, {max_tokens=}, {priority=}{unread}{turn}")
+        note(f"and {num_forks} forks of it")
+        first = None
+        for fork in range(1 + num_forks):
+            own_name, seed = (f"{name}-{fork}", fork) if fork else (name, None)
+            self.expected[own_name] = reference(prompt, max_tokens, MAX_MODEL_LEN, seed=seed)
+            request = Request(
+                own_name,
+                prompt,
+                SamplingParams(max_tokens=max_tokens, seed=seed),
+                block_hasher=HASHER,
+                skip_reading_prefix_cache=skips,
+                priority=priority,
+                job_id=job,
+                is_last_step=is_last and bool(job),
+                fork_of=first,
+            )
+            self.scheduler.add_request(request)
+            first = first or request
+            self.order.append(own_name)
 
     def step(self, number: Number) -> None:
         count = 1 + number.below(8)
@@ -191,10 +202,14 @@ class Life:
             if not self.scheduler.has_runnable_work():
                 return
             before = self.num_told()
-            self.engine.step()
+            self.note_copies(self.engine.step())
             assert all(pin.until > self.clock.now for pin in self.pins())
             self.num_steps += 1
             self.num_tokens += self.num_told() - before
+
+    def note_copies(self, output: SchedulerOutput) -> None:
+        for copy in output.block_copies:
+            self.copied.add((copy.request_id, copy.group_id, copy.place, copy.source))
 
     def abort(self, number: Number) -> None:
         if not self.scheduler.requests:
@@ -215,7 +230,9 @@ class Life:
         self.engine.has_failed = True
         self.engine.follow(output)
         self.engine._store()
+        self.note_copies(output)
         self.cut_short.update(output.num_scheduled_tokens)
+        self.cut_short.update(new.request_id for new in output.new_requests)
         if output.num_scheduled_tokens:
             self.engine.take(self.scheduler.fail_step(output, "boom"))
 
@@ -288,6 +305,8 @@ class Life:
             assert each.is_finished or all(map(self.are_written, tables(each.request_id)))
         aside = {each.request_id for queue in (states.deferred, states.skipped) for each in queue}
         aside |= {each.request_id for each in loading}
+        for other in requests.values():
+            aside |= {each.request_id for each in other.progress.forks}
         self.order = [name for name in self.order if name in requests and name not in aside]
         for name in (each.request_id for each in output.new_requests):
             if name in self.order:
@@ -360,19 +379,25 @@ class Life:
             assert all(block.block_hash == key for block in blocks)
 
     def tables_only_grow_and_forget(self) -> None:
-        """While a request runs, a place of its table keeps its block or loses it. What the next
-        token reads is held, and of a window no more than it and a step."""
+        """While a request runs, a place of its table keeps its block or loses it, or gets a copy of
+        one that it shares. What the next token reads is held, and of a window no more than it and a
+        step."""
         before, self.tables = self.tables, {}
+        copied, self.copied = self.copied, set()
         for request in self.scheduler._states.running:
             tables = self.engine.manager.get_block_ids(request.request_id)
             run = request.request_id, request.num_preemptions
             self.tables[run] = tables
             assert self.engine.manager.can_go_on(request, request.num_computed_tokens)
-            for kind, table, old in zip(
-                self.attention, tables, before.get(run, [()] * len(tables)), strict=True
+            was = before.get(run, [()] * len(tables))
+            for group, (kind, table, old) in enumerate(
+                zip(self.attention, tables, was, strict=True)
             ):
-                assert len(table) >= len(old)
-                assert all(new in (was, 0) for was, new in zip(old, table, strict=False))
+                num_needed = -(-request.num_tokens // SIZE)  # what is behind them was for drafts
+                assert len(table) >= min(len(old), num_needed)
+                for place, (block, new) in enumerate(zip(old, table, strict=False)):
+                    is_copy = (request.request_id, group, place, block) in copied
+                    assert new in (block, 0) or is_copy or place >= num_needed - 1
                 most = kind.most_blocks(MAX_MODEL_LEN, SIZE, self.most_step_tokens)
                 assert len([block for block in table if block]) <= most
 
@@ -411,7 +436,7 @@ def test_a_scheduler_is_what_its_model_says(seed: int, scale: str) -> None:
     )
     @given(
         start=st.integers(0, LAST),
-        ways=st.integers(0, 8),
+        ways=st.integers(0, 17),
         acts=st.lists(st.integers(0, LAST), min_size=STEPS, max_size=STEPS),
     )
     def live(start: int, ways: int, acts: list[int]) -> None:

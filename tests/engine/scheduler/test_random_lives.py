@@ -77,7 +77,7 @@ def check_life(rng: random.Random, make_engine: Any, tiers: Any, faults: bool, s
         most_drafts=rng.choice([0, 0, 1, 3, 6]),
         **rng.choice(PRESSURES),
     )
-    prompts: dict[str, tuple[list[int], int]] = {}
+    prompts: dict[str, tuple[list[int], int, int | None]] = {}
     spoilt: set[str] = set()
     documents = [[rng.randint(1, 49) for _ in range(max_model_len)] for _ in range(3)]
     for number in range(rng.randint(2, 12)):
@@ -85,8 +85,7 @@ def check_life(rng: random.Random, make_engine: Any, tiers: Any, faults: bool, s
         tokens = shared + [rng.randint(1, 49) for _ in range(rng.randint(0, 3))]
         tokens = tokens[: max_model_len - 1]
         name = str(number)
-        prompts[name] = (tokens, rng.randint(1, 12))
-        engine.add(name, tokens, max_tokens=prompts[name][1])
+        add_family(rng, engine, prompts, name, tokens)
         for _ in range(rng.choice([0, 0, 1, 3])):
             step(rng, engine, spoilt, faults)
     for _ in range(3_000):
@@ -94,6 +93,21 @@ def check_life(rng: random.Random, make_engine: Any, tiers: Any, faults: bool, s
             break
         step(rng, engine, spoilt, faults)
     check_end(engine, prompts, spoilt, max_model_len, say)
+
+
+def add_family(
+    rng: random.Random,
+    engine: Any,
+    prompts: dict[str, tuple[list[int], int, int | None]],
+    name: str,
+    tokens: list[int],
+) -> None:
+    """A request, and sometimes forks of it."""
+    prompts[name] = (tokens, rng.randint(1, 12), None)
+    first = engine.add(name, tokens, max_tokens=prompts[name][1])
+    for fork in range(rng.choice([0, 0, 0, 1, 3, 7])):
+        own = prompts[f"{name}-{fork}"] = (tokens, rng.randint(1, 12), rng.randint(1, 3))
+        engine.add(f"{name}-{fork}", tokens, fork_of=first, max_tokens=own[1], seed=own[2])
 
 
 def step(rng: random.Random, engine: Any, spoilt: set[str], faults: bool) -> None:
@@ -118,6 +132,7 @@ def step(rng: random.Random, engine: Any, spoilt: set[str], faults: bool) -> Non
         engine.follow(output)
         engine._store()
         spoilt.update(output.num_scheduled_tokens)
+        spoilt.update(new.request_id for new in output.new_requests)
         engine.take(scheduler.fail_step(output, "boom"))
         return
     scheduled = list(output.num_scheduled_tokens)
@@ -149,7 +164,9 @@ def check_invariants(engine: Any) -> None:
     queued = sorted(block.block_id for block in pool.free_queue)
     assert queued == [block.block_id for block in pool.blocks[1:] if not references[block.block_id]]
     assert len(states.running) <= engine.scheduler.config.max_num_seqs
-    waiting = [*states.waiting, *states.skipped, *states.deferred]
+    forking = [each for other in holders.values() for each in other.progress.forks]
+    assert len(forking) == states.num_forking
+    waiting = [*states.waiting, *states.skipped, *states.deferred, *forking]
     assert (
         len(waiting)
         == len(set(waiting))
@@ -167,7 +184,7 @@ def check_invariants(engine: Any) -> None:
 
 def check_end(
     engine: Any,
-    prompts: dict[str, tuple[list[int], int]],
+    prompts: dict[str, tuple[list[int], int, int | None]],
     spoilt: set[str],
     max_model_len: int,
     say: Any,
@@ -179,11 +196,13 @@ def check_end(
     assert not engine.scheduler._states.requests
     assert engine.scheduler._states.loads.num_overlapped == 0
     assert not (engine.tiers and engine.tiers.overlapped)
-    for name, (tokens, max_tokens) in prompts.items():
+    assert not engine.scheduler._states.num_forking
+    assert not engine.manager.shared_tails
+    for name, (tokens, max_tokens, own_seed) in prompts.items():
         told = engine.outputs[name]
         assert [output.finish_reason is not None for output in told].count(True) == 1
         assert told[-1].finish_reason is not None
-        expected = say(tokens, max_tokens, max_model_len)
+        expected = say(tokens, max_tokens, max_model_len, seed=own_seed)
         said = engine.said(name)
         if name in spoilt:
             assert said == expected[: len(said)]

@@ -13,7 +13,7 @@ from stratakv.engine.scheduler.scheduler import Pause
 
 from .conftest import digest_of, fingerprint
 from .dict_tiers import SIZE
-from .test_random_lives import PRESSURES, check_end, check_invariants
+from .test_random_lives import PRESSURES, add_family, check_end, check_invariants
 from .test_random_lives import step as step_unpaused
 
 CASES = 8
@@ -53,14 +53,13 @@ def check_life(rng: random.Random, make_engine: Any, tiers: Any, say: Any) -> No
             engine.names[name] = held[SIZE * index : SIZE * (index + 1)]
             tiers.kept[name + b"\0\0"] = engine.names[name]
     faults = rng.random() < 0.5
-    prompts: dict[str, tuple[list[int], int]] = {}
+    prompts: dict[str, tuple[list[int], int, int | None]] = {}
     spoilt: set[str] = set()
     for number in range(rng.randint(20, 60)):
         luck = rng.random()
         if luck < 0.35:
             tokens = rng.choice(documents)[: rng.randint(1, max_model_len - 2)]
-            prompts[str(number)] = (tokens, rng.randint(1, 12))
-            engine.add(str(number), tokens, max_tokens=prompts[str(number)][1])
+            add_family(rng, engine, prompts, str(number), tokens)
         elif luck < 0.42:
             scheduler.pause(rng.choice(list(Pause)))
         elif luck < 0.5:

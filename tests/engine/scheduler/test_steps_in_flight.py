@@ -299,14 +299,18 @@ def check_life(
     )
     line = Pipeline(engine)
     stems = [prompt(SIZE * 4, i) for i in range(3)]
-    asked: dict[str, tuple[list[int], int]] = {}
+    asked: dict[str, tuple[list[int], int, int | None]] = {}
     for number in range(150):
         action = rng.random()
         if action < 0.3:
             text = rng.choice(stems)[: rng.randrange(1, 17)] + prompt(rng.randrange(1, 9), number)
             name, count = f"r{number}", rng.randrange(1, 20)
-            asked[name] = text, count
-            engine.add(name, text, max_tokens=count, ignore_eos=True)
+            asked[name] = text, count, None
+            first = engine.add(name, text, max_tokens=count, ignore_eos=True)
+            for fork in range(rng.choice([0, 0, 0, 1, 3])):
+                own, seed = f"{name}-{fork}", rng.randint(1, 3)
+                asked[own] = text, count, seed
+                engine.add(own, text, fork_of=first, max_tokens=count, seed=seed, ignore_eos=True)
         elif action < 0.34 and engine.scheduler.requests:
             name = rng.choice(list(engine.scheduler.requests))
             engine.scheduler.finish_requests([name])
@@ -318,8 +322,10 @@ def check_life(
     line.run_all()
     if engine.scheduler.config.reserve == "full":
         assert engine.scheduler.counts["preemptions"] == 0
-    for name, (text, count) in asked.items():
-        said, expected = engine.said(name), reference(text, count, ignore_eos=True)
+    assert not engine.manager.shared_tails
+    for name, (text, count, own_seed) in asked.items():
+        expected = reference(text, count, ignore_eos=True, seed=own_seed)
+        said = engine.said(name)
         last = engine.outputs[name][-1]
         if last.finish_reason == "error":
             assert "no more memory" in (last.error or ""), last

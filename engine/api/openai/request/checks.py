@@ -33,10 +33,7 @@ async def read_completion(front: Front, http: Request) -> CompletionRequest:
     what `read_request` raises."""
     request, body = await read_request(http, front.settings, _completion_decoder)
     _check_shared(front, request)
-    n, best_of = request.n or 1, request.best_of
-    if best_of is not None and best_of != n:
-        cure = "must be at least `n`" if best_of < n else "beyond `n` is not supported"
-        raise _invalid("best_of", f"`best_of` is {best_of} and `n` is {n}; `best_of` {cure}")
+    _check_best_of(front, request)
     if request.echo:
         front.need_tokenizer("echo", "ask for `return_token_ids` in place of `echo`")
     if request.max_tokens == 0:
@@ -83,6 +80,20 @@ def check_ids_of_request(cache_salt: str | None, request_id: str | None) -> None
     if len(request_id or "") > MAX_REQUEST_ID_CHARACTERS:
         message = f"`request_id` has more than {MAX_REQUEST_ID_CHARACTERS} characters"
         raise _invalid("request_id", f"{message}; send a shorter one")
+
+
+def _check_best_of(front: Front, request: CompletionRequest) -> None:
+    n, best_of, most = request.num_choices, request.best_of, front.settings.max_n
+    if best_of is None or best_of == n:
+        return
+    said = f"`best_of` is {best_of} and `n` is {n}; `best_of`"
+    if best_of < n:
+        raise _invalid("best_of", f"{said} must be at least `n`")
+    if best_of > most:
+        raise _invalid("best_of", f"{said} must be at most {most}")
+    if request.stream:
+        cure = "beyond `n` is known at the end only; leave out `stream`"
+        raise _invalid("best_of", f"{said} {cure}")
 
 
 def _check_shared(front: Front, request: SamplingFields) -> None:

@@ -154,6 +154,16 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     best_of: int | None = None
     suffix: Any = None
 
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt that the client gets in the end."""
+        return self.n or 1
+
+    @property
+    def num_generated(self) -> int:
+        """Answers to each prompt that are generated, of which the client gets the best."""
+        return max(self.num_choices, self.best_of or 0)
+
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/embeddings."""

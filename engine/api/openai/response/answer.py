@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -89,6 +89,11 @@ class Answer(ABC):
     def whole(self, parts: list[Part], usage: Usage) -> msgspec.Struct:
         """The answer in one piece."""
 
+    def select(self, wholes: Mapping[int, TextOutput]) -> list[Generation]:
+        """The answers that the client gets, prompt by prompt, of all that were generated: `wholes`
+        by their index."""
+        return self.generations
+
     @abstractmethod
     def chunk(self, parts: list[Part], usage: UsageField) -> msgspec.Struct:
         """One event of the stream: of one part, or without any for the usage at the end."""
@@ -112,10 +117,11 @@ class Answer(ABC):
 
         await run_all(self.generations, collect)
         parts = []
-        for generation in self.generations:
+        for index, generation in enumerate(self.select(wholes)):
             output = wholes[generation.index]
             # The engine reports on a prompt once, to the first of its answers.
             output.prompt_logprobs = wholes[generation.index - generation.child].prompt_logprobs
+            generation.index = index
             parts.append(self._part(generation, output, is_first=True))
         return await _encoded(parts, lambda: self.whole(parts, tally.usage()))
 

@@ -24,6 +24,7 @@ from ....request.core_messages import (
     AddRequest,
     RequestExtras,
     ToolCalled,
+    share_prompt,
 )
 from ....request.request import BYTES_PER_TOKEN, unpack_token_ids
 from ....request.sampling_params import SamplingParams, child_params
@@ -132,10 +133,11 @@ def make_generations(
     tenant: str = "",
     job: Job | None = None,
     keeps_tokens: bool = True,
+    num_generated: int = 0,
 ) -> list[Generation]:
-    """Every choice of a request; ids of the engine begin with `request_id`. Raises ApiError where
-    they are too many."""
-    n = request.n or 1
+    """Every choice of a request, or `num_generated` for each prompt; ids of the engine begin with
+    `request_id`. Raises ApiError where they are too many."""
+    n = num_generated or request.n or 1
     _check_amount(front, tasks, n, shares=not request.stream)
     is_alone = len(tasks) * n == 1
     handed = read_params(
@@ -163,6 +165,7 @@ def make_generations(
             generation = Generation(index, message, child, keeps_tokens, arrival_seconds)
             generation.hands_over_alone = is_alone and handed is not None and handed.hand_over
             generations.append(generation)
+        share_prompt([each.request for each in generations[-n:]])
     return generations
 
 

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BlockCopier: copies of whole pages within the KV pool, on its device.
+
+For requests that have a block in common and are about to write to it. What is copied over may have
+been evicted, so a copy comes after the connector has read it; on a device that is an order of the
+stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from ...kernels.copy.copy_blocks import copy_blocks
+from ..cache.kv_block import BlockCopy
+from ..sampling.copies import to_device
+
+_NONE = -1
+
+
+class BlockCopier:
+    """The kernel is compiled here and not by the first copy."""
+
+    def __init__(self, pool: Tensor) -> None:
+        """`pool` is `[pages, …]`; the memory of each page is contiguous."""
+        self._pool = pool
+        self.copy_blocks([BlockCopy("", 0, 0, _NONE, _NONE)])
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Queue the copies. No page is copied over twice, and none is both a source and a
+        target."""
+        if not copies:
+            return
+        pairs = [[each.source for each in copies], [each.target for each in copies]]
+        ids = to_device(np.array(pairs, np.int64), self._pool.device)
+        copy_blocks(self._pool, ids[0], ids[1])
