@@ -47,7 +47,7 @@ MODULES = (
     "engine.structured.processes.grammar_process", "engine.text.tokenizer", "tiers.ssd",
 )  # fmt: skip
 # In place of 1 GiB: a pool is filled with zeros at the start, at up to 2.6 processor seconds a GiB.
-POOL_BYTES = 128 << 20
+POOL_BYTES = 24 << 20
 _MOST_DESCRIPTORS = 8
 # Where descriptors lie that are not yet where they belong.
 _FIRST_FREE = 200
