@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .engine import (
         LLM,
+        BeamSearchOutput,
+        BeamSearchParams,
         CompletionOutput,
         RequestOutput,
         SamplingParams,
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "CompletionOutput",
     "RequestOutput",
     "SamplingParams",

@@ -14,14 +14,25 @@ from .config.optional_packages import explain_missing_module
 
 if TYPE_CHECKING:
     from .llm import LLM
-    from .offline.outputs import CompletionOutput, RequestOutput
+    from .offline.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
+    from .request.beam_params import BeamSearchParams
     from .request.sampling_params import SamplingParams
     from .request.structured_params import StructuredOutputsParams
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
+__all__ = [
+    "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 _HOMES = {
     "LLM": ".llm",
+    "BeamSearchOutput": ".offline.outputs",
+    "BeamSearchParams": ".request.beam_params",
     "CompletionOutput": ".offline.outputs",
     "RequestOutput": ".offline.outputs",
     "SamplingParams": ".request.sampling_params",

@@ -42,8 +42,10 @@ from .offline.arguments import (
     prompts_in,
     type_name,
 )
-from .offline.outputs import EmbeddingRequestOutput, RequestOutput
+from .offline.beam_outputs import beam_search_output, params_of_beams
+from .offline.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput
 from .offline.prompt_runner import CheckedPrompt, PromptRunner
+from .request.beam_params import BeamSearchParams
 from .request.core_messages import AddRequest, Ready, RequestExtras, check_priority
 from .request.pooling import EMBEDDING_PARAMS, Dimensions, with_pooling
 from .request.prompt_embeds import read_embeds, write_embeds
@@ -185,6 +187,32 @@ class LLM:
                 request = self._request(prompt, own, cache_salt, priorities[index])
             checked.append(CheckedPrompt(request, prompt if isinstance(prompt, str) else None))
         return self._run(checked, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = True,
+        *,
+        cache_salt: str = "",
+    ) -> list[BeamSearchOutput]:
+        """The `params.beam_width` best continuations of prompts, each a text or a list of token
+        ids; one output each, in order. See `BeamSearchParams`. Raises as `generate` does."""
+        self._check_open()
+        check_switch("use_tqdm", use_tqdm)
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"a beam search takes BeamSearchParams, not {type_name(params)}")
+        own = params_of_beams(params)
+        checked = []
+        for index, prompt in enumerate(prompts_in(prompts)):
+            with naming(f"prompt {index}"):
+                request = self._request(prompt, own, cache_salt)
+            text = prompt if isinstance(prompt, str) else None
+            checked.append(CheckedPrompt(request, text, beams=params))
+        return [
+            beam_search_output(answer, params, self.tokenizer)
+            for answer in self._run(checked, use_tqdm)
+        ]
 
     def chat(
         self,

@@ -128,7 +128,7 @@ class KVCacheManager:
                 for group, table in zip(self._groups, self.tables(request_id), strict=True)
             ]
         )
-        if self.shared_tails:
+        if self.shared_tails.families:
             num_blocks += self.shared_tails.num_to_copy(wanted)
         return self._width * num_blocks
 
@@ -169,7 +169,8 @@ class KVCacheManager:
         `delay_cache_blocks`: then `cache_blocks` gives them when the load has ended.
         """
         computed = request.num_computed_tokens
-        if self.shared_tails and not self._own_tail(request, num_new_tokens, keep_free_blocks):
+        forked = self.shared_tails.families
+        if forked and not self._own_tail(request, num_new_tokens, keep_free_blocks):
             return None
         more = new_computed_blocks or num_external_computed_tokens
         if num_new_tokens == 1 and not more and (offset := computed % self.block_size):
@@ -192,19 +193,19 @@ class KVCacheManager:
             self._cache(request, min(num_tokens, request.num_tokens), computed=False)
         return added
 
-    def fork(self, parent: Request, child: Request) -> None:
-        """`child`, which holds no blocks, holds those of `parent`'s tokens, as far as it has these
-        tokens too."""
-        num_full, rest = divmod(child.num_tokens, self.block_size)
+    def fork(self, parent_id: str, child: Request, num_tokens: int) -> None:
+        """`child`, which holds no blocks, holds those of the first `num_tokens` of another one,
+        which it has too."""
+        num_full, rest = divmod(num_tokens, self.block_size)
         num_blocks = num_full + (rest > 0)
-        tables = tuple([table[:num_blocks] for table in self._tables[parent.request_id]])
+        tables = tuple([table[:num_blocks] for table in self._tables[parent_id]])
         for table in tables:
             self.pool.touch([block for block in table if not block.is_null])
         self._tables[child.request_id] = tables
-        num_cached = self._num_cached.get(parent.request_id, 0)
+        num_cached = self._num_cached.get(parent_id, 0)
         self._num_cached[child.request_id] = min(num_cached, num_full)
         if rest:
-            self.shared_tails.add_fork(parent.request_id, child.request_id)
+            self.shared_tails.add_fork(parent_id, child.request_id)
 
     def can_go_on(self, request: Request, num_computed_tokens: int) -> bool:
         """Whether the request holds all that is read behind its first `num_computed_tokens`."""
@@ -373,7 +374,7 @@ class KVCacheManager:
         """A forked request is about to write, and gets a copy of its last block where others hold
         that. False where there is no room for a copy, and nothing has changed."""
         request_id, computed = request.request_id, request.num_computed_tokens
-        if request_id not in self.shared_tails:
+        if request_id not in self.shared_tails.families:
             return True
         tables = self._tables[request_id]
         num_slots = min(computed + num_new_tokens, self.max_model_len)
@@ -469,7 +470,8 @@ class KVCacheManager:
         """Give all blocks of a request back: of all groups the last ones first, since a hit needs
         every group."""
         self._num_cached.pop(request_id, None)
-        self.shared_tails.remove_request(request_id)
+        if self.shared_tails.families or self.shared_tails.sources:
+            self.shared_tails.remove_request(request_id)
         tables = self._tables.pop(request_id, None)
         if tables is None:
             return

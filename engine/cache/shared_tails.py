@@ -23,20 +23,14 @@ class SharedTails:
     def __init__(self, pool: BlockPool, groups: Sequence[GroupManager]) -> None:
         self._pool, self._groups = pool, groups
         # By request, the requests that may hold its last block, itself among them.
-        self._families: dict[str, set[str]] = {}
+        self.families: dict[str, set[str]] = {}
         self._copies: dict[str, list[BlockCopy]] = {}  # by request
-        self._sources: dict[KVCacheBlock, None] = {}  # held until the step has been made
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._families
-
-    def __bool__(self) -> bool:
-        return bool(self._families)
+        self.sources: dict[KVCacheBlock, None] = {}  # what they copy, held until it has been made
 
     def num_to_copy(self, request_ids: Container[str] | None = None) -> int:
         """Blocks that these requests may still take for copies, at most; all of them for None."""
         num_copies = 0
-        for family in {id(each): each for each in self._families.values()}.values():
+        for family in {id(each): each for each in self.families.values()}.values():
             asked = [each for each in family if request_ids is None or each in request_ids]
             num_copies += min(len(asked), len(family) - 1)  # the last one writes in place
         return num_copies * len(self._groups)
@@ -44,9 +38,9 @@ class SharedTails:
     def add_fork(self, parent_id: str, child_id: str) -> None:
         """Two requests hold one last block, which is not full: the first of them to write gets a
         copy."""
-        family = self._families.setdefault(parent_id, {parent_id})
+        family = self.families.setdefault(parent_id, {parent_id})
         family.add(child_id)
-        self._families[child_id] = family
+        self.families[child_id] = family
 
     def remove_request(self, request_id: str) -> None:
         """The request gives its blocks back: nothing is copied for it any more."""
@@ -67,9 +61,9 @@ class SharedTails:
             copies = self._copies.setdefault(request_id, [])
             for place, new in zip(shared, self._pool.get_new_blocks(len(shared)), strict=True):
                 old, tables[place][index] = tables[place][index], new
-                if old in self._sources:
+                if old in self.sources:
                     self._pool.free_blocks([old])
-                self._sources[old] = None
+                self.sources[old] = None
                 copies += [
                     BlockCopy(
                         request_id,
@@ -86,21 +80,19 @@ class SharedTails:
     def take_copies(self) -> list[BlockCopy]:
         """The copies of the step that has been made. No block is both a source and a target: what
         is copied was held until now."""
-        if not self._sources:
-            return []
-        self._pool.free_blocks(self._sources)
-        self._sources.clear()
+        self._pool.free_blocks(self.sources)
+        self.sources.clear()
         copies = list(chain.from_iterable(self._copies.values()))
         self._copies.clear()
         return copies
 
     def _leave_family(self, request_id: str) -> None:
-        family = self._families.pop(request_id, None)
+        family = self.families.pop(request_id, None)
         if family is not None:
             family.remove(request_id)
 
     def _is_shared(self, block: KVCacheBlock) -> bool:
         """Whether a request that holds this block may not write to it: others hold it too, or will
         find it by its name."""
-        num_holders = block.ref_cnt - (block in self._sources)
+        num_holders = block.ref_cnt - (block in self.sources)
         return num_holders > 1 or block.block_hash is not None

@@ -46,6 +46,7 @@ from ..trace.step_trace import NO_CONNECTOR, StepTrace
 from ..worker.pool_demand import check_pool_size
 from ..worker.runtime.device_runtime import is_device_lost
 from ..worker.runtime.pool_sizing import context_that_fits
+from .beams.beam_families import BeamFamilies
 from .calls import CoreCalls
 from .core_stats import CoreStats
 from .executor import Executor, ExecutorDied, InProcessExecutor, StepHandle, load_runner
@@ -172,12 +173,19 @@ class EngineCore:
                 backend=config.structured_outputs_backend,
                 most_waiting=config.scheduler.max_waiting_requests,
             )
+            self._beams = BeamFamilies(
+                self.scheduler,
+                self._request_builder,
+                self.spec.eos_token_ids,
+                self.spec.vocab_size,
+            )
             self._adder = RequestAdder(
                 self.scheduler,
                 self._request_builder,
                 self._grammars,
                 self._held,
                 self._connector,
+                self._beams,
                 max_steps_in_flight=max_steps_in_flight,
             )
             self._calls = CoreCalls(
@@ -230,6 +238,7 @@ class EngineCore:
         for request_id in request_ids:
             self._held.drop_answer(request_id)
         self._grammars.cancel_waiting(request_ids)
+        self._beams.abort_choices(request_ids)
         stopped = reason == STOPPED
         status = RequestStatus.FINISHED_STOPPED if stopped else RequestStatus.FINISHED_ABORTED
         self.scheduler.finish_requests(request_ids, status)
@@ -289,7 +298,7 @@ class EngineCore:
         self._stats.note_step(output, result, now - began)
         if (speculation := self.scheduler.speculation) is not None:
             speculation.note_step(output, result, now - began)
-        outputs = self.scheduler.update_from_output(output, result)
+        outputs = self._beams.take(self.scheduler.update_from_output(output, result))
         if in_flight:  # the worker must not have to wait for this
             try:
                 self._sample(in_flight[0])
@@ -475,7 +484,7 @@ class EngineCore:
     def _fail_step(self, output: SchedulerOutput, error: Exception) -> list[TokenOutput]:
         count = len(output.num_scheduled_tokens)
         logger.error("a step of %d requests failed in the worker", count, exc_info=error)
-        outputs = self.scheduler.fail_step(output, error)
+        outputs = self._beams.take(self.scheduler.fail_step(output, error))
         outputs += self._give_up_steps()
         outputs += self._take_ended()
         outputs = self._held.filter_outputs(outputs) + self._held.release_answers()
@@ -503,7 +512,7 @@ class EngineCore:
                 result = self.executor.result(step.handle)
             except Exception as error:  # noqa: BLE001 - behind a failed one, it was to fail
                 logger.debug("a step was given up: %s", error)
-            outputs += self.scheduler.give_up_step(output, result)
+            outputs += self._beams.take(self.scheduler.give_up_step(output, result))
         return outputs
 
     def _drain_and_close(self, timeout_seconds: float) -> None:

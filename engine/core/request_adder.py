@@ -20,6 +20,7 @@ from ..request.core_messages import (
     NO_EXTRAS,
     OVERLOADED,
     AddRequest,
+    RequestExtras,
     TokenOutput,
 )
 from ..request.handover_ticket import Ticket
@@ -28,6 +29,7 @@ from ..scheduler.request_limits import QueueFull
 from ..scheduler.scheduler import Scheduler
 from ..structured.compiler import TooManyGrammars
 from ..structured.manager import GrammarManager, Waiting
+from .beams.beam_families import BeamFamilies
 from .handover import HeldAnswers
 from .request_builder import RequestBuilder, context_of
 
@@ -47,6 +49,7 @@ class RequestAdder:
         grammars: GrammarManager,
         held: HeldAnswers,
         connector: KVConnectorScheduler,
+        beams: BeamFamilies,
         *,
         max_steps_in_flight: int,
     ) -> None:
@@ -55,11 +58,15 @@ class RequestAdder:
         self.grammars = grammars
         self._held = held
         self._connector = connector
+        self._beams = beams
         self._max_steps_in_flight = max_steps_in_flight
 
     def add(self, request: AddRequest) -> list[TokenOutput]:
-        """Queue a request and its forks, or have them wait for their grammars. One that cannot run
-        ends here: its only output is returned."""
+        """Queue a request and its forks, or have them wait for their grammars; or begin a beam
+        search. One that cannot run ends here: its only output is returned."""
+        extras = request.extras
+        if extras is not None and extras.beams is not None:
+            return self._begin_search(request, extras)
         first: Request | None = None
 
         def add_one(each: AddRequest) -> list[TokenOutput]:
@@ -70,7 +77,6 @@ class RequestAdder:
             return self._add(each, built, ticket)
 
         outputs = _refusing(request, partial(add_one, request))
-        extras = request.extras
         for fork in () if extras is None else extras.forks:
             own = msgspec.structs.replace(
                 request,
@@ -87,6 +93,18 @@ class RequestAdder:
             output
             for waiting in self.grammars.take_compiled()
             for output in _refusing(waiting.message, partial(self._queue_compiled, waiting))
+        ]
+
+    def _begin_search(self, request: AddRequest, extras: RequestExtras) -> list[TokenOutput]:
+        def begin() -> list[TokenOutput]:
+            self._scheduler.check_queue()
+            self._beams.begin_search(request)
+            return []
+
+        refused = _refusing(request, begin)
+        ids = [fork.request_id for fork in extras.forks]
+        return refused + [
+            msgspec.structs.replace(output, request_id=each) for output in refused for each in ids
         ]
 
     def _check_free(self, request_id: str) -> None:

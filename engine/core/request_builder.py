@@ -70,9 +70,19 @@ class RequestBuilder:
             logger.info("request %s has a ticket that does not fit", request.request_id)
         return built, ticket if is_good else None
 
-    def make_request(self, request: AddRequest, fork_of: Request | None = None) -> Request:
-        """`fork_of` was made of the same message, but for its id and its parameters. Raises
-        ValueError for tokens that cannot be, and for what is not done yet."""
+    def max_new_tokens(self, request: AddRequest) -> int:
+        """The tokens that the context has room for behind a prompt."""
+        return self._max_model_len - len(request.prompt_token_ids) // BYTES_PER_TOKEN
+
+    def make_request(
+        self,
+        request: AddRequest,
+        fork_of: Request | None = None,
+        continues: Request | None = None,
+    ) -> Request:
+        """`fork_of` was made of the same message, but for its id and its parameters, and so was
+        `continues`, but for its id and tokens behind its prompt. Raises ValueError for tokens that
+        cannot be, and for what is not done yet."""
         check_priority(request.priority, self._takes_priority)
         if request.sampling_params.n != 1:
             raise ValueError(
@@ -108,6 +118,7 @@ class RequestBuilder:
             is_last_step=extras.is_last_step,
             tenant=request.tenant,
             fork_of=fork_of,
+            continues=continues,
         )
 
     def job_of(self, called: ToolCalled) -> bytes:

@@ -94,6 +94,26 @@ def _by_token(entry: PositionLogprobs, text_of: Callable[[int], str | None]) -> 
 
 
 @dataclass(slots=True)
+class BeamSearchSequence:
+    """An answer of a beam search. `tokens` and `text` begin with the prompt, as in vLLM."""
+
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]]  # of the tokens behind the prompt
+    text: str | None  # None without a tokenizer
+    cum_logprob: float  # the log-probability of the tokens behind the prompt
+    score: float  # by which answers are sorted
+    finish_reason: str | None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The answers of a beam search, the best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """The answer to one prompt. What stands beside `outputs` is of the first choice, but for
     `error`, which is that of the first choice that failed."""

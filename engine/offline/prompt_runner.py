@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..client.base import EngineClient, EngineDead
+from ..request.beam_params import BeamSearchParams
 from ..request.core_messages import AddRequest, share_prompt
 from ..request.request import unpack_token_ids
 from ..request.sampling_params import child_params
@@ -35,6 +36,7 @@ class CheckedPrompt(NamedTuple):
     text: str | None  # None for token ids and numbers
     # Whether an answer begins inside a thought; None: thoughts are not split off.
     is_inside: bool | None = None
+    beams: BeamSearchParams | None = None  # of which its choices are the answers
 
 
 class Run(NamedTuple):
@@ -120,7 +122,7 @@ class PromptRunner:
             ]
         for first in range(0, len(requests), self._max_at_once):
             together, may_begin = requests[first : first + self._max_at_once], asyncio.Event()
-            share_prompt(together)
+            share_prompt(together, prompt.beams)
             for child, own in enumerate(together, start=first):
                 thoughts = None
                 if self._marks is not None and prompt.is_inside is not None:

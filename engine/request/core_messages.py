@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from .beam_params import BeamSearchParams
 from .handover_ticket import Ticket
 from .logprobs import PositionLogprobs, PromptLogprobs
 from .sampling_params import SamplingParams
@@ -61,6 +62,8 @@ class RequestExtras(
     # `last` or `mean`: the prompt's embedding is wanted, which comes with the first token.
     pooling: str = ""
     forks: list[Fork] = []  # what else is queued with this request; each is like it but for these
+    # The answers, of which the forks are the second and later ones, are those of a beam search.
+    beams: BeamSearchParams | None = None
 
 
 NO_EXTRAS = RequestExtras()
@@ -79,9 +82,12 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True):
     extras: RequestExtras | None = None
 
 
-def share_prompt(requests: Sequence[AddRequest]) -> None:
+def share_prompt(requests: Sequence[AddRequest], beams: BeamSearchParams | None = None) -> None:
     """The first of these requests brings the others to the core, which computes their prompt once.
-    They differ in ids and parameters alone."""
+    They differ in ids and parameters alone. `beams`: they are the answers of this search."""
+    if beams is not None:
+        for each in requests:
+            each.extras = msgspec.structs.replace(each.extras or NO_EXTRAS, beams=beams)
     if len(requests) > 1:
         first = requests[0]
         forks = [Fork(each.request_id, each.sampling_params) for each in requests[1:]]

@@ -126,6 +126,14 @@ class DraftRecord:
 
 
 @dataclass(slots=True)
+class KeptEnd:
+    """The blocks of a request that has ended, kept for those that continue it."""
+
+    holder: str  # has them in the manager's tables
+    num_heirs: int = 0  # requests that are still to go on in them
+
+
+@dataclass(slots=True)
 class Progress:
     """The scheduler's notes on one request, from arrival to end: what ends it, when it got how
     far, its load, and what it had computed or loaded before. Moments are monotonic; None: not yet.
@@ -147,6 +155,7 @@ class Progress:
     drafting: DraftRecord | None = None  # with speculation, once it has decoded
     # Requests that wait for its prompt, and what the tiers may know of each.
     forks: dict[Request, RequestContext] = field(default_factory=dict)
+    kept: KeptEnd | None = None
 
     def lose(self, num_tokens: int, cause: str) -> None:
         """The first `num_tokens` tokens may have to be computed again."""
@@ -173,6 +182,7 @@ class Request:
         "block_hashes",
         "cache_salt",
         "cached_tokens_by_tier",
+        "continues",
         "draft_token_ids",
         "external_load_failed",
         "fork_of",
@@ -180,6 +190,7 @@ class Request:
         "is_last_step",
         "job",
         "job_id",
+        "keeps_blocks",
         "lora_name",
         "max_num_tokens",
         "max_tokens",
@@ -226,8 +237,10 @@ class Request:
         is_last_step: bool = False,
         tenant: str = "",
         fork_of: Request | None = None,
+        continues: Request | None = None,
     ) -> None:
-        """`fork_of` has the same prompt, and so the same names for its blocks."""
+        """`fork_of` has the same prompt, and this one's prompt goes on behind that of `continues`:
+        so names of blocks are the same."""
         if len(prompt_token_ids) == 0:
             raise ValueError("a request needs at least one prompt token")
         self.request_id = request_id
@@ -246,6 +259,9 @@ class Request:
         self.tenant = tenant  # "": everybody
         # The id of a request with the same prompt, with whose first token this one's is chosen.
         self.fork_of = "" if fork_of is None else fork_of.request_id
+        # Until it runs: the request that it continues, in whose blocks it goes on if they are kept.
+        self.continues = continues
+        self.keeps_blocks = False  # others continue it when it has ended
         self.is_last_step = is_last_step
         self.number = next(_numbers)  # of all requests of this process, in their order
 
@@ -279,9 +295,9 @@ class Request:
 
         self._block_hasher = block_hasher
         self.block_hashes: list[bytes] = []
-        if fork_of is not None and block_hasher is not None:
-            num_full = self.num_prompt_tokens // block_hasher.block_size
-            self.block_hashes = fork_of.block_hashes[:num_full]
+        if (before := fork_of or continues) is not None and block_hasher is not None:
+            num_common = min(before.num_prompt_tokens, self.num_prompt_tokens)
+            self.block_hashes = before.block_hashes[: num_common // block_hasher.block_size]
         self._hash_at: float = math.inf  # tokens with which the next block is full
         self._extend_hashes()
         # Others are to load the blocks of its prompt.

@@ -92,7 +92,7 @@ class Admission:
             if not (may_start and self._may_fork(parent, child, step)):
                 alone[child] = context
                 continue
-            self._manager.fork(parent, child)
+            self._manager.fork(parent.request_id, child, child.num_prompt_tokens)
             self._commit_reserved()
             self._start_fork(parent, child, step, now)
         states.queue_forks(alone, at_head=True)
@@ -185,6 +185,9 @@ class Admission:
             self._note_wait(request, Obstacle.PREFILL)
             return Verdict.LATER
         hits, num_hit_tokens, overlaps = None, 0, False
+        before = request.continues
+        if before is not None and before.progress.kept and request.num_computed_tokens == 0:
+            return self._run_in_kept_blocks(request, step, now)
         if request.num_computed_tokens == 0:
             hits, num_hit_tokens = self._manager.get_computed_blocks(request)
             running = self._states.running
@@ -228,6 +231,27 @@ class Admission:
                 return Verdict.NO_ROOM
         request.num_computed_tokens += num_hit_tokens
         self._start_request(request, num_tokens, step, now)
+        return Verdict.RUNS
+
+    def _run_in_kept_blocks(self, request: Request, step: StepBuilder, now: float) -> Verdict:
+        """Let a request go on behind one that has ended, in its blocks: it computes one token."""
+        kept, manager, reservations = self._states.kept, self._manager, self._reservations
+        if step.budget == 0:
+            self._note_wait(request, Obstacle.BUDGET)
+            return Verdict.NO_ROOM
+        blocks, num_copied = kept.blocks_for(request), manager.num_groups
+        if reservations and not reservations.has_room_for(request, blocks, num_copied):
+            self._note_wait(request, Obstacle.RESERVATION)
+            return Verdict.NO_ROOM
+        kept.lend(request)
+        while manager.allocate_slots(request, 1, keep_free_blocks=self._keep_free()) is None:
+            if not self._make_room(request):
+                manager.free(request)
+                request.num_computed_tokens = 0
+                self._note_wait(request, Obstacle.ROOM)
+                return Verdict.NO_ROOM
+        self._commit_reserved()
+        self._start_request(request, 1, step, now)
         return Verdict.RUNS
 
     def _overlaps(
@@ -352,9 +376,13 @@ class Admission:
         request.status = RequestStatus.RUNNING
         progress = request.progress
         self._count_reuse(request)
-        if request.num_cached_tokens < 0:
+        if progress.scheduled is None:
             progress.scheduled = now
-            self._note_cached_tokens(request)
+            if request.continues is None:
+                self._note_cached_tokens(request)
+            else:  # its prompt was counted with the first of those that it continues
+                request.num_cached_tokens = 0
+                states.kept.remove_heir(request)
         resumes = request.num_preemptions > 0
         self._observer.decision(request, Decision.RESUMED if resumes else Decision.SCHEDULED)
         if progress.is_known:

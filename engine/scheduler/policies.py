@@ -292,6 +292,7 @@ def open_policy(name: str) -> SchedulingPolicy:
 
 def _head(queue: RequestQueue, only_known: bool) -> _Found | None:
     for request in queue:
-        if not only_known or request.num_preemptions > 0:
+        has_run = request.num_preemptions > 0 or request.continues is not None
+        if has_run or not only_known:
             return queue, request
     return None

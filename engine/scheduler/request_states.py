@@ -22,6 +22,7 @@ import numpy as np
 
 from ...connector.messages import LoadReport
 from ...tiers.base import RequestContext
+from ..cache.kept_blocks import KeptBlocks
 from ..observer import Decision
 from ..request.request import LoadKind, Request, RequestStatus
 from .context import SchedulerContext
@@ -48,6 +49,7 @@ class RequestStates:
         # Waiting requests that hold loaded blocks, in the order in which their loads ended.
         self.loaded: list[Request] = []
         self.loads = RequestLoads(context)
+        self.kept = KeptBlocks(context.manager)
         self.num_forking = 0  # requests that wait for the prompt of another one
         # The worker has not been told yet: requests that have ended, and that were sent back.
         self.finished_ids: set[str] = set()
@@ -87,6 +89,8 @@ class RequestStates:
     def enter(self, request: Request, context: RequestContext) -> bool:
         """A new request waits for its turn; or for the prompt of another one, and False."""
         parent = self.find_unfinished(request.fork_of) if request.fork_of else None
+        if request.continues is not None:
+            self.kept.add_heir(request.continues)
         self.requests[request.request_id] = request
         self.num_unfinished += 1
         self.embed_bytes += request.embed_bytes
@@ -95,7 +99,8 @@ class RequestStates:
             self.num_forking += 1
         else:
             request.fork_of = ""
-            self.waiting.add(request)
+            # What it continues was let in before all that wait.
+            (self.waiting.add if request.continues is None else self.waiting.prepend)(request)
         self.context.observer.decision(request, Decision.QUEUED)
         return not request.fork_of
 
@@ -170,8 +175,11 @@ class RequestStates:
         )
 
     def release_pin(self, request: Request) -> bool:
-        """Give up the oldest pin, because `request` lacks room; whether there was one."""
-        return self.pins is not None and self.pins.release_oldest(spare=request.job)
+        """Give up the oldest pin, or else the blocks that were kept first, because `request` lacks
+        room; whether there were any."""
+        if self.pins is not None and self.pins.release_oldest(spare=request.job):
+            return True
+        return self.kept.release_oldest()
 
     def release_pin_for_start(self, request: Request) -> bool:
         """As `release_pin`, for a request that is about to be let in. Where no tier has what a pin
@@ -179,9 +187,9 @@ class RequestStates:
         there to keep new requests out."""
         pins = self.pins
         if pins is None:
-            return False
+            return self.kept.release_oldest()
         may_take = self.context.connector.has_tiers or not self.running or request.job in pins
-        return may_take and self.release_pin(request)
+        return self.release_pin(request) if may_take else self.kept.release_oldest()
 
     def give_up_last_load(self, spare: Request) -> bool:
         """Take the blocks of a request whose load has ended, whose turn is the last (first come,
@@ -235,8 +243,12 @@ class RequestStates:
             self.loads.add_cancelled(request)
             return
         del self.requests[request_id]
-        is_pinned = False
-        if self.pins is not None and was_running and status in _ENDED_WELL:
+        if request.continues is not None:
+            self.kept.remove_heir(request)
+        is_pinned = request.keeps_blocks and was_running and status in _ENDED_WELL
+        if is_pinned:
+            self.kept.keep_blocks(request)
+        elif self.pins is not None and was_running and status in _ENDED_WELL:
             is_pinned = self.pins.pin_turn(request, time.monotonic())
         if not is_pinned:
             context.manager.free(request)

@@ -218,6 +218,8 @@ class Scheduler:
         request.max_num_tokens = min(request.max_num_tokens, self.manager.max_model_len)
         if states.pins is not None:
             states.pins.arrives(request, tool, time.monotonic())
+        if request.continues is not None:  # no tier has more than the pool had a moment ago
+            request.external_load_failed = True
         request.progress.end_ids = end_token_ids(request, self.eos_token_ids)
         if first_token is not None:
             request.fork_of = ""
@@ -227,7 +229,8 @@ class Scheduler:
         if first_token is not None:
             output = self._writer.pass_on(request, first_token, time.monotonic())
             self._context.counts["generated_tokens"] += 1
-        if waits_for_turn and not (request.skip_reading_prefix_cache or request.is_finished):
+        may_load = not (request.skip_reading_prefix_cache or request.external_load_failed)
+        if waits_for_turn and may_load and not request.is_finished:
             self.connector.request_queued(request, context)
         return output
 
@@ -255,6 +258,11 @@ class Scheduler:
         self._states.sweep()
         self._stalled = False
         return outputs
+
+    def release_blocks(self, requests: Iterable[Request]) -> None:
+        """Requests that have ended keep their blocks no longer for those that continue them."""
+        self._states.kept.release_blocks(requests)
+        self._stalled = False
 
     def schedule(self, held: Set[str] = frozenset()) -> SchedulerOutput:
         """The next step. Requests that are `held`, by their ids, are left out of it. Raises
@@ -466,6 +474,8 @@ class Scheduler:
         False, and nothing changed, while any request holds blocks."""
         if self._states.pins is not None:
             self._states.pins.release_all()
+        while self._states.kept.release_oldest():
+            pass
         if not self.manager.pool.reset_prefix_cache():
             return False
         if reset_tiers:

@@ -195,7 +195,8 @@ class StepBuilder:
         if self.speculation is not None:
             with_drafts = [entry for entry in self.entries if entry.draft_token_ids]
             drafts = {each.request.request_id: list(each.draft_token_ids) for each in with_drafts}
-        copies = self.manager.shared_tails.take_copies()
+        tails = self.manager.shared_tails
+        copies = tails.take_copies() if tails.sources else []
         return SchedulerOutput(
             step_id=self.step_id,
             last_failed_id=last_failed_id,

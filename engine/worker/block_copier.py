@@ -23,9 +23,10 @@ _NONE = -1
 class BlockCopier:
     """The kernel is compiled here and not by the first copy."""
 
-    def __init__(self, pool: Tensor) -> None:
-        """`pool` is `[pages, …]`; the memory of each page is contiguous."""
-        self._pool = pool
+    def __init__(self, pool: Tensor, kernel: str) -> None:
+        """`pool` is `[pages, …]`; the memory of each page is contiguous. `kernel` as in
+        `kernels/kernel_choice.py`."""
+        self._pool, self._kernel = pool, kernel
         self.copy_blocks([BlockCopy("", 0, 0, _NONE, _NONE)])
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
@@ -35,4 +36,4 @@ class BlockCopier:
             return
         pairs = [[each.source for each in copies], [each.target for each in copies]]
         ids = to_device(np.array(pairs, np.int64), self._pool.device)
-        copy_blocks(self._pool, ids[0], ids[1])
+        copy_blocks(self._pool, ids[0], ids[1], kernel=self._kernel)

@@ -26,6 +26,7 @@ import torch
 
 from ...connector.base import CLOSE_SECONDS, KVConnectorWorker, NullConnectorWorker
 from ...connector.messages import NOTHING_TO_MOVE, ConnectorMetadata, ConnectorWorkerOutput
+from ...kernels.kernel_choice import AUTO, PLAIN
 from ..batch.batch_update import IntArray
 from ..cache.group_spec import plan_groups
 from ..models.decoder import Decoder
@@ -182,7 +183,8 @@ class ModelRunner:
             self.pool = KvPool(
                 groups.layout, groups.num_pages(num_blocks), device, kernel_block_size
             )
-            self._copier = BlockCopier(self.pool.tensor)
+            kernel = PLAIN if elementwise.is_plain else AUTO
+            self._copier = BlockCopier(self.pool.tensor, kernel)
             self.max_model_len = max_model_len
             self.max_num_batched_tokens = max_num_batched_tokens
             blocks_per_row = -(-max_model_len // block_size)

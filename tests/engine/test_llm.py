@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from stratakv.engine import LLM, SamplingParams
+from stratakv.engine import LLM, BeamSearchParams, SamplingParams
 from stratakv.engine.client.base import EngineDead
 from stratakv.engine.request.logprobs import PositionLogprobs
 from stratakv.tiers.settings.values import ConfigError
@@ -201,6 +201,29 @@ def test_the_models_own_sampling(tiny_model: Path, tmp_path: Path) -> None:
         config.write_text('{"temperature": "hot"}')
         with pytest.raises(ConfigError, match=r"generation_config\.json.*temperature"):
             llm.default_sampling_params()
+
+
+def test_a_beam_search(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=4, max_tokens=6, ignore_eos=True, length_penalty=0.0)
+    first, second = llm.beam_search([[7, 8, 9], "abc"], params)
+    for found, prompt in ((first, [7, 8, 9]), (second, list(b"abc"))):
+        assert len({tuple(each.tokens) for each in found.sequences}) == 4
+        scores = [each.score for each in found.sequences]
+        assert scores == sorted(scores, reverse=True)
+        for each in found.sequences:
+            assert len(each.tokens) == len(prompt) + 6
+            told = [next(iter(entry.values())).logprob for entry in each.logprobs]
+            assert each.score == each.cum_logprob == pytest.approx(sum(told))
+            assert each.finish_reason == "length" and each.error is None
+    (greedy,) = llm.generate(
+        [[7, 8, 9]], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    )
+    (alone,) = llm.beam_search(
+        [[7, 8, 9]], BeamSearchParams(beam_width=1, max_tokens=6, ignore_eos=True)
+    )
+    assert alone.sequences[0].tokens == [7, 8, 9, *greedy.token_ids]
+    with pytest.raises(ValueError, match="takes BeamSearchParams, not SamplingParams"):
+        llm.beam_search("a", SamplingParams())  # type: ignore[arg-type]
 
 
 def test_a_stream_is_the_same_text(llm: LLM) -> None:

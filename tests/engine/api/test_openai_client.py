@@ -105,6 +105,36 @@ def test_the_best_of_several_answers(client: openai.OpenAI) -> None:
     assert best.usage.prompt_tokens == 5
 
 
+def test_a_beam_search(client: openai.OpenAI) -> None:
+    """Its answers are the choices, the best first; a stream has each of them in one piece."""
+    fields: Any = {"max_tokens": 6, "model": "tiny", "n": 3, "temperature": 0}
+    beams = {"use_beam_search": True, "length_penalty": 0.5}
+    prompts = [[4, 5, 6], [7, 8]]
+    whole = client.completions.create(prompt=prompts, logprobs=0, extra_body=beams, **fields)
+    greedy = client.completions.create(prompt=prompts, logprobs=0, **{**fields, "n": 1})
+    assert [choice.index for choice in whole.choices] == list(range(6))
+
+    def score(choice: Any) -> float:
+        logprobs = choice.logprobs.token_logprobs
+        return float(sum(logprobs) / len(logprobs) ** 0.5)
+
+    for place in range(2):
+        found = whole.choices[3 * place : 3 * place + 3]
+        assert len({choice.text for choice in found}) == 3
+        scores = [score(choice) for choice in found]
+        assert scores == sorted(scores, reverse=True)
+        assert scores[0] >= score(greedy.choices[place]) - 1e-6
+    texts = [""] * 6
+    for chunk in client.completions.create(prompt=prompts, stream=True, extra_body=beams, **fields):
+        for choice in chunk.choices:
+            assert choice.finish_reason is not None
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices]
+    chat = client.chat.completions.create(messages=HELLO, extra_body=beams, **fields)
+    assert len({choice.message.content for choice in chat.choices}) == 3
+    assert chat.usage is not None and chat.usage.completion_tokens <= 18
+
+
 def test_several_answers_in_one_stream(client: openai.OpenAI) -> None:
     fields: Any = {"messages": HELLO, "n": 3, "seed": 4, "max_tokens": 12, "model": "tiny"}
     whole = client.chat.completions.create(**fields)

@@ -41,7 +41,7 @@ def check_answers(engine: Engine, prompt: list[int], names: list[str], max_token
         expected = reference(prompt, max_tokens, ignore_eos=True, seed=int(name))
         assert engine.said(name) == expected, name
     assert engine.manager.pool.is_idle
-    assert not engine.manager.shared_tails
+    assert not engine.manager.shared_tails.families
     assert not engine.scheduler._states.num_forking
 
 
@@ -153,7 +153,7 @@ def test_a_step_that_fails_ends_all_that_chose_in_it() -> None:
     engine.take(engine.scheduler.fail_step(output, "boom"))
     assert [engine.finish_reason(name) for name in names] == ["error"] * 3
     assert engine.manager.pool.is_idle
-    assert not engine.manager.shared_tails
+    assert not engine.manager.shared_tails.families
 
 
 def test_nothing_is_copied_for_one_that_is_sent_back_in_the_same_step() -> None:

@@ -197,7 +197,7 @@ def check_end(
     assert engine.scheduler._states.loads.num_overlapped == 0
     assert not (engine.tiers and engine.tiers.overlapped)
     assert not engine.scheduler._states.num_forking
-    assert not engine.manager.shared_tails
+    assert not engine.manager.shared_tails.families
     for name, (tokens, max_tokens, own_seed) in prompts.items():
         told = engine.outputs[name]
         assert [output.finish_reason is not None for output in told].count(True) == 1

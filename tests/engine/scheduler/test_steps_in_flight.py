@@ -322,7 +322,7 @@ def check_life(
     line.run_all()
     if engine.scheduler.config.reserve == "full":
         assert engine.scheduler.counts["preemptions"] == 0
-    assert not engine.manager.shared_tails
+    assert not engine.manager.shared_tails.families
     for name, (text, count, own_seed) in asked.items():
         expected = reference(text, count, ignore_eos=True, seed=own_seed)
         said = engine.said(name)

@@ -89,6 +89,8 @@ def _check_best_of(front: Front, request: CompletionRequest) -> None:
     said = f"`best_of` is {best_of} and `n` is {n}; `best_of`"
     if best_of < n:
         raise _invalid("best_of", f"{said} must be at least `n`")
+    if request.use_beam_search:
+        raise _invalid("best_of", f"{said} is of sampled answers; a beam search gives its `n` best")
     if best_of > most:
         raise _invalid("best_of", f"{said} must be at most {most}")
     if request.stream:

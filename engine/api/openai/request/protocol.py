@@ -20,8 +20,6 @@ from ...api_errors import ApiError
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True,),
     "detokenize": (True,),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
     "allowed_token_ids": (),
     "no_stop_trim": (False,),
     "return_hidden_states": (False,),
@@ -85,6 +83,10 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: bool = True
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    # See beam_fields.py: the `n` answers are those of a beam search.
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Ours and vLLM's: figures and ids beside the text, and a secret that separates cached blocks.
@@ -130,8 +132,6 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     # Not built: see NEUTRAL_VALUES.
     spaces_between_special_tokens: Any = None
     detokenize: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
     allowed_token_ids: Any = None
     # Routers add these to every request.
     no_stop_trim: Any = None
@@ -304,7 +304,7 @@ def refuse_unsupported(
     what leads to the fields, such as `messages[3].`."""
     for name, allowed in neutral.items():
         value = getattr(values, name, None)
-        # By type as well: `use_beam_search: 0` is no neutral value, although 0 == False.
+        # By type as well: `no_stop_trim: 0` is no neutral value, although 0 == False.
         if value is None or any(value == v and _alike(value, v) for v in allowed):
             continue
         cure = f"leave it out or send {_shown(allowed[0])}" if allowed else "leave it out"

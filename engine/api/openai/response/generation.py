@@ -34,6 +34,7 @@ from ....text.reasoning import Thoughts
 from ...api_errors import ENGINE, ApiError
 from ...front import Front
 from ...metrics.engine_metrics import Watch
+from ..request.beam_fields import beams_of
 from ..request.protocol import SamplingFields
 from .kv_transfer_params import read_params, without_routers_least
 from .tools import CallReader
@@ -148,6 +149,7 @@ def make_generations(
     generations = []
     for place, (prompt, asked, embeds) in enumerate(tasks):
         params = without_routers_least(asked, request)
+        beams = beams_of(request, params)
         for child in range(n):
             # In a stream a brother's word on the prompt may come too late.
             with_prompt = child == 0 or bool(request.stream)
@@ -165,7 +167,7 @@ def make_generations(
             generation = Generation(index, message, child, keeps_tokens, arrival_seconds)
             generation.hands_over_alone = is_alone and handed is not None and handed.hand_over
             generations.append(generation)
-        share_prompt([each.request for each in generations[-n:]])
+        share_prompt([each.request for each in generations[-n:]], beams)
     return generations
 
 

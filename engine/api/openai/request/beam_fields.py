@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The beam search that a request asks for, by vLLM's fields."""
+
+from __future__ import annotations
+
+from ....request.beam_params import BeamSearchParams, wish_without_effect
+from ....request.sampling_params import SamplingParams
+from ...api_errors import ApiError
+from .protocol import SamplingFields
+
+
+def beams_of(request: SamplingFields, params: SamplingParams) -> BeamSearchParams | None:
+    """The search whose answers are the `n` choices, each with at most the tokens of `params`; None
+    where there is none to be. Raises ApiError for fields of a search without one."""
+    if not request.use_beam_search:
+        for name in ("length_penalty", "early_stopping"):
+            if getattr(request, name) not in (None, 1.0, False):
+                message = f"`{name}` is of a beam search; send `use_beam_search: true` with it"
+                raise ApiError(message, param=name, code="invalid_value")
+        return None
+    if name := wish_without_effect(params):
+        message = f"`{name}` has no effect on a beam search; leave it out"
+        raise ApiError(message, param=name, code="invalid_value")
+    penalty, early = request.length_penalty, request.early_stopping
+    try:
+        return BeamSearchParams(
+            beam_width=request.n or 1,
+            max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            length_penalty=1.0 if penalty is None else penalty,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            early_stopping=False if early is None else early,
+        )
+    except ValueError as error:
+        raise ApiError(f"beam search: {error}", code="invalid_value") from None

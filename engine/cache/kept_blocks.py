@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KeptBlocks: the blocks of requests that have ended, for the requests that continue them.
+
+No running request holds them. The oldest are given up first where any request lacks room; a request
+that would have gone on in them then computes what the pool has lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..request.request import KeptEnd, Request
+from .kv_block import GroupBlocks
+from .kv_cache_manager import KVCacheManager
+
+
+class KeptBlocks:
+    """Ended requests with the blocks that are kept of them, the oldest first. Called by the
+    engine's step thread only."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+        self._ended: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._ended)
+
+    @property
+    def holders(self) -> list[str]:
+        """The names under which the manager's tables have the blocks."""
+        return [each.progress.kept.holder for each in self._ended if each.progress.kept]
+
+    def keep_blocks(self, request: Request) -> None:
+        """Keep the blocks of a request that ends, until they are released."""
+        holder = f"\0kept {request.number}"  # no request can have this id
+        self._manager.pin(request, holder)
+        request.progress.kept = KeptEnd(holder)
+        self._ended.append(request)
+
+    def add_heir(self, ended: Request) -> None:
+        """A new request continues one that has ended, whose blocks are kept for it as well."""
+        if (kept := ended.progress.kept) is not None:
+            kept.num_heirs += 1
+
+    def blocks_for(self, request: Request) -> GroupBlocks:
+        """The kept blocks that a waiting request goes on in."""
+        return self._manager.tables(_kept_for(request).holder)
+
+    def lend(self, request: Request) -> None:
+        """The request holds the blocks that `blocks_for` said, and what they hold is computed."""
+        assert request.continues is not None
+        num_tokens = request.continues.num_prompt_tokens
+        self._manager.fork(_kept_for(request).holder, request, num_tokens)
+        request.num_computed_tokens = num_tokens
+
+    def remove_heir(self, request: Request) -> None:
+        """A request has begun or ended: the blocks are released after the last of them."""
+        before, request.continues = request.continues, None  # or each would keep all before it
+        if before is not None and (kept := before.progress.kept):
+            kept.num_heirs -= 1
+            if not kept.num_heirs:
+                self.release_blocks([before])
+
+    def release_blocks(self, requests: Iterable[Request]) -> None:
+        """Give the blocks of these ended requests back; requests without any are ignored."""
+        for request in requests:
+            if (kept := request.progress.kept) is not None:
+                request.progress.kept = None
+                self._ended.remove(request)
+                self._manager.unpin(kept.holder)
+
+    def release_oldest(self) -> bool:
+        """Give up the blocks that were kept first; whether there were any."""
+        oldest = self._ended[:1]
+        self.release_blocks(oldest)
+        return bool(oldest)
+
+
+def _kept_for(request: Request) -> KeptEnd:
+    assert request.continues is not None and request.continues.progress.kept is not None
+    return request.continues.progress.kept

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BeamFamilies: beam searches under way, each with the requests that compute its present round.
+
+Every beam of a round is a request for one token. When all of a round have come back, those of the
+next one go on in the blocks of the beams that they continue, which are kept until then. So a beam
+waits its turn, is sent back and comes again as any other request, and no request waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from ...request.beam_params import wish_without_effect
+from ...request.core_messages import NO_EXTRAS, AddRequest, TokenOutput
+from ...request.request import Request
+from ...request.sampling_params import SamplingParams, with_changes
+from ...scheduler.scheduler import Scheduler
+from ..request_builder import RequestBuilder, context_of
+from .beam_search import Answer, BeamSearch
+
+
+@dataclass(slots=True, eq=False)
+class BeamFamily:
+    """A search, and the requests of its present round."""
+
+    message: AddRequest  # that asked for it
+    choice_ids: list[str]  # under which its answers are told, the best first
+    search: BeamSearch
+    params: SamplingParams  # of a beam
+    beams: list[Request]  # of the present round
+    told: dict[str, TokenOutput] = field(default_factory=dict)  # of those, by id
+    first: TokenOutput | None = None  # of the prompt
+    num_made: int = 0
+
+    def next_id(self) -> str:
+        self.num_made += 1
+        return f"{self.message.request_id}\0{self.num_made}"  # no client can have sent it
+
+
+class BeamFamilies:
+    """Called by the engine's thread."""
+
+    def __init__(
+        self, scheduler: Scheduler, builder: RequestBuilder, end_ids: Iterable[int], vocab_size: int
+    ) -> None:
+        self._scheduler, self._builder = scheduler, builder
+        self._end_ids, self._vocab_size = frozenset(end_ids), vocab_size
+        self._families: list[BeamFamily] = []
+
+    def begin_search(self, message: AddRequest) -> None:
+        """Queue the first request of a search. Raises ValueError and QueueFull as
+        `Scheduler.add_request` does, and ValueError for wishes that no beam follows."""
+        extras = message.extras or NO_EXTRAS
+        assert extras.beams is not None
+        _check_wishes(message)
+        if 1 + len(extras.forks) != extras.beams.beam_width:
+            raise ValueError(
+                f"a search of {extras.beams.beam_width} beams has as many answers, and ids of "
+                f"{1 + len(extras.forks)} were given"
+            )
+        wanted = message.sampling_params.max_tokens
+        most = self._builder.max_new_tokens(message)
+        search = BeamSearch(extras.beams, min(wanted, most), self._end_ids, self._vocab_size)
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=0)
+        params = with_changes(params, logprobs=search.num_wanted)
+        choice_ids = [message.request_id, *(fork.request_id for fork in extras.forks)]
+        bare = msgspec.structs.replace(extras, forks=[], beams=None)
+        message = msgspec.structs.replace(message, sampling_params=params, extras=bare)
+        family = BeamFamily(message, choice_ids, search, params, [])
+        self._add_beams(family, [(message.prompt_token_ids, None)])
+        self._families.append(family)
+
+    def take(self, outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
+        """Take in the outputs of beams. The others, and the answers of searches that are done, are
+        what clients are told."""
+        if not self._families:
+            return list(outputs)
+        owners = {request_id: family for family in self._families for request_id in family.told}
+        told = []
+        for output in outputs:
+            family = owners.get(output.request_id)
+            if family is None:
+                told.append(output)
+            elif family not in self._families:
+                continue  # it has ended by the output of another beam
+            elif output.finish_reason not in (None, "length"):
+                told += self._end_with_error(family, output)
+            else:
+                family.told[output.request_id] = output
+                if all(each.finish_reason for each in family.told.values()):
+                    told += self._advance(family)
+        return told
+
+    def abort_choices(self, request_ids: Iterable[str]) -> None:
+        """The clients of these answers are gone; a search whose answers are all unwanted ends."""
+        gone = set(request_ids)
+        for family in [each for each in self._families if gone.intersection(each.choice_ids)]:
+            family.choice_ids = ["" if each in gone else each for each in family.choice_ids]
+            if not any(family.choice_ids):
+                self._end(family)
+
+    def _advance(self, family: BeamFamily) -> list[TokenOutput]:
+        """All beams of a round have come back."""
+        search, round_ = family.search, [family.told[each.request_id] for each in family.beams]
+        family.first = family.first or round_[0]
+        following = search.advance([_likeliest(output) for output in round_])
+        if search.is_done:
+            self._end(family)
+            return _told_answers(family, search.answers)
+        beams = family.beams
+        prompts: list[tuple[bytes, Request | None]] = []
+        for each in following:
+            parent = beams[each.beam]
+            tokens = np.append(parent.prompt_token_ids, each.token_id)
+            prompts.append((tokens.astype("<i4").tobytes(), parent))
+        try:
+            self._add_beams(family, prompts)
+        except ValueError as error:  # the queue is full
+            return self._end_with_error(family, TokenOutput("", [], "error", error=str(error)))
+        return []
+
+    def _add_beams(
+        self, family: BeamFamily, prompts: Sequence[tuple[bytes, Request | None]]
+    ) -> None:
+        """The next round: prompts, each with the beam that it continues."""
+        made = []
+        for prompt, parent in prompts:
+            message = msgspec.structs.replace(
+                family.message, request_id=family.next_id(), prompt_token_ids=prompt
+            )
+            request = self._builder.make_request(message, continues=parent)
+            request.keeps_blocks = True
+            made.append(request)
+        before, family.beams = family.beams, made
+        family.told = {each.request_id: TokenOutput(each.request_id, []) for each in made}
+        for request in made:
+            self._scheduler.add_request(request, context_of(family.message))
+        continued = [parent for _, parent in prompts]
+        self._scheduler.release_blocks([each for each in before if each not in continued])
+
+    def _end_with_error(self, family: BeamFamily, output: TokenOutput) -> list[TokenOutput]:
+        self._end(family)
+        return [
+            TokenOutput(
+                each, [], output.finish_reason, error=output.error, error_code=output.error_code
+            )
+            for each in family.choice_ids
+            if each
+        ]
+
+    def _end(self, family: BeamFamily) -> None:
+        self._families.remove(family)
+        before = [each.continues for each in family.beams if each.continues is not None]
+        self._scheduler.finish_requests([each.request_id for each in family.beams])
+        self._scheduler.release_blocks([*before, *family.beams])
+
+
+def _check_wishes(message: AddRequest) -> None:
+    """Raise ValueError for what changes the tokens of other requests and no beam."""
+    extras, params = message.extras or NO_EXTRAS, message.sampling_params
+    if extras.hand_over or extras.ticket is not None or extras.pooling or extras.prompt_embeds:
+        raise ValueError("a beam search takes no prompt of another node and no prompt embeddings")
+    if name := wish_without_effect(params):
+        raise ValueError(f"{name} has no effect on a beam search; leave it out")
+
+
+def _likeliest(output: TokenOutput) -> list[tuple[int, float]]:
+    """The likeliest tokens behind a beam; its own, which comes first, is one of them."""
+    assert output.logprobs is not None
+    (position,) = output.logprobs
+    return list(zip(position.token_ids[1:], position.logprobs[1:], strict=True))
+
+
+def _told_answers(family: BeamFamily, answers: Sequence[Answer]) -> list[TokenOutput]:
+    first, told = family.first, []
+    assert first is not None
+    for choice_id, answer in zip(family.choice_ids, answers, strict=True):
+        beam = answer.beam
+        output = TokenOutput(choice_id, list(beam.token_ids), family.search.finish_reason_of(beam))
+        output.num_cached_tokens = first.num_cached_tokens
+        output.cached_tokens_by_tier = first.cached_tokens_by_tier
+        output.timings, output.logprobs = first.timings, list(beam.positions)
+        if choice_id:
+            told.append(output)
+    return told

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Beam searches of the Python API: what is asked of the engine, and what is made of its answers."""
+
+from __future__ import annotations
+
+from ..request.beam_params import BeamSearchParams
+from ..request.sampling_params import SamplingParams
+from ..text.tokenizer import Tokenizer
+from .outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
+
+
+def params_of_beams(params: BeamSearchParams) -> SamplingParams:
+    """The parameters of a request whose choices are the answers of the search."""
+    return SamplingParams(
+        n=params.beam_width,
+        max_tokens=params.max_tokens,
+        temperature=0.0,
+        ignore_eos=params.ignore_eos,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        logprobs=0,
+    )
+
+
+def beam_search_output(
+    answer: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer | None
+) -> BeamSearchOutput:
+    """The answers of a search, whose choices `answer` has, in the form that vLLM gives them."""
+    prompt = answer.prompt_token_ids
+    return BeamSearchOutput([_sequence(each, prompt, params, tokenizer) for each in answer.outputs])
+
+
+def _sequence(
+    choice: CompletionOutput,
+    prompt: list[int],
+    params: BeamSearchParams,
+    tokenizer: Tokenizer | None,
+) -> BeamSearchSequence:
+    total, num_tokens = choice.cumulative_logprob or 0.0, max(1, len(choice.token_ids))
+    kept = choice.token_ids
+    if choice.finish_reason == "stop" and not params.include_stop_str_in_output:
+        kept = kept[:-1]  # vLLM shows the token that ends an answer where it is asked for alone
+    tokens = [*prompt, *kept]
+    return BeamSearchSequence(
+        tokens,
+        choice.logprobs or [],
+        None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True),
+        total,
+        total / num_tokens**params.length_penalty,
+        choice.finish_reason,
+        choice.error,
+    )

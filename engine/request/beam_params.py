@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BeamSearchParams: what is asked of a beam search, under vLLM's names."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from ...tiers.settings.format import format_value
+from .sampling_params import SamplingParams
+
+MAX_BEAM_WIDTH = 64
+_WITHOUT_EFFECT = (
+    "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
+    "bad_words", "structured_outputs", "repetition_detection", "stop", "stop_token_ids",
+    "thinking_token_budget", "extra_args", "prompt_logprobs",
+)  # fmt: skip
+_PLAIN = {name: getattr(SamplingParams(), name) for name in _WITHOUT_EFFECT}
+
+
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
+    """A beam search, which gives `beam_width` answers, the best first.
+
+    The score of an answer is the sum of its tokens' log-probabilities divided by its number of
+    tokens to the power of `length_penalty`. `early_stopping` True ends the search with the first
+    `beam_width` answers that have ended; False once no beam at its present length scores above the
+    worst of them; "never" once none could at any length. Scores are of the model's own
+    log-probabilities, so `temperature` changes nothing, as in vLLM. `ignore_eos`: every answer has
+    `max_tokens` tokens. Raises ValueError, naming the field, for anything out of bounds.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    early_stopping: bool | Literal["never"] = False
+
+    def __post_init__(self) -> None:
+        for name, most in (("beam_width", MAX_BEAM_WIDTH), ("max_tokens", 2**31 - 1)):
+            value = getattr(self, name)
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if not (is_whole and 1 <= value <= most):
+                _refuse(name, f"a whole number from 1 to {most}", value)
+        for name, least in (("temperature", 0.0), ("length_penalty", -math.inf)):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not math.isfinite(value) or value < least:
+                _refuse(name, "a finite number" + (" of at least 0" if least == 0 else ""), value)
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(value := getattr(self, name), bool):
+                _refuse(name, "True or False", value)
+        early: object = self.early_stopping
+        if not (isinstance(early, bool) or early == "never"):
+            _refuse("early_stopping", 'True, False or "never"', early)
+
+
+def wish_without_effect(params: SamplingParams) -> str:
+    """The first of the parameters of an answer that asks for what no beam follows; "": none. Beams
+    follow the most tokens and what ends an answer, and bring log-probabilities of their tokens."""
+    if params.logprobs:
+        return "logprobs"
+    return next((name for name in _WITHOUT_EFFECT if getattr(params, name) != _PLAIN[name]), "")
+
+
+def _refuse(name: str, expected: str, value: object) -> None:
+    raise ValueError(f"{name} must be {expected}, got {format_value(value)}")
