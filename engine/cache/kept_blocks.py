@@ -47,15 +47,25 @@ class KeptBlocks:
         return self._manager.tables(_kept_for(request).holder)
 
     def lend(self, request: Request) -> None:
-        """The request holds the blocks that `blocks_for` said, and what they hold is computed."""
+        """The request holds the blocks that `blocks_for` said, and what they hold is computed. They
+        are kept no longer where no other request is to go on in them."""
         assert request.continues is not None
         num_tokens = request.continues.num_prompt_tokens
         self._manager.fork(_kept_for(request).holder, request, num_tokens)
         request.num_computed_tokens = num_tokens
+        self.remove_heir(request)
+
+    def take_back(self, request: Request) -> None:
+        """A request to which blocks were lent could not begin, and holds nothing again."""
+        self._manager.free(request)
+        request.num_computed_tokens = 0
+        if request.continues is not None:
+            self.add_heir(request.continues)
 
     def remove_heir(self, request: Request) -> None:
-        """A request has begun or ended: the blocks are released after the last of them."""
-        before, request.continues = request.continues, None  # or each would keep all before it
+        """A request is not to go on in kept blocks any more, or does so; the last one of those that
+        were to releases them."""
+        before = request.continues
         if before is not None and (kept := before.progress.kept):
             kept.num_heirs -= 1
             if not kept.num_heirs:

@@ -246,8 +246,7 @@ class Admission:
         kept.lend(request)
         while manager.allocate_slots(request, 1, keep_free_blocks=self._keep_free()) is None:
             if not self._make_room(request):
-                manager.free(request)
-                request.num_computed_tokens = 0
+                kept.take_back(request)
                 self._note_wait(request, Obstacle.ROOM)
                 return Verdict.NO_ROOM
         self._commit_reserved()
@@ -382,7 +381,7 @@ class Admission:
                 self._note_cached_tokens(request)
             else:  # its prompt was counted with the first of those that it continues
                 request.num_cached_tokens = 0
-                states.kept.remove_heir(request)
+                request.continues = None  # or each would keep all before it in memory
         resumes = request.num_preemptions > 0
         self._observer.decision(request, Decision.RESUMED if resumes else Decision.SCHEDULED)
         if progress.is_known:

@@ -245,6 +245,7 @@ class RequestStates:
         del self.requests[request_id]
         if request.continues is not None:
             self.kept.remove_heir(request)
+            request.continues = None
         is_pinned = request.keeps_blocks and was_running and status in _ENDED_WELL
         if is_pinned:
             self.kept.keep_blocks(request)

@@ -288,7 +288,9 @@ class Engine:
         for copy in output.block_copies:
             assert copy.request_id in output.num_scheduled_tokens
             table = self.states[copy.request_id].tables[copy.group_id]
-            assert table[copy.place] == copy.source
+            # One that starts is told of its table as it is after the copy.
+            is_new = any(new.request_id == copy.request_id for new in output.new_requests)
+            assert table[copy.place] == (copy.target if is_new else copy.source)
             table[copy.place] = copy.target
         assert told.keys() <= output.num_scheduled_tokens.keys()
         self._computed = {}
