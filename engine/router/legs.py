@@ -63,11 +63,12 @@ def read_facts(path: str, fields: Fields) -> Facts:
 def wants_prefill(facts: Facts, above: int) -> bool:
     """Whether a prefill node is to compute the prompt first. Not where the request takes part in
     somebody else's hand-over, nor where it wants the prompt's own log-probabilities, for which the
-    decode node computes all of it anyway."""
+    decode node computes all of it anyway, nor for a beam search, which one node makes alone."""
     return (
         facts.prompt_tokens > above
         and _is_null(facts.fields, KV_PARAMS)
         and _is_null(facts.fields, "prompt_logprobs")
+        and bytes(facts.fields.get("use_beam_search", _NULL)).strip() != b"true"
     )
 
 

@@ -133,7 +133,7 @@ class BeamFamilies:
                 family.message, request_id=family.next_id(), prompt_token_ids=prompt
             )
             request = self._builder.make_request(message, continues=parent)
-            request.keeps_blocks = True
+            request.keeps_blocks, request.hands_over = True, False
             made.append(request)
         before, family.beams = family.beams, made
         family.told = {each.request_id: TokenOutput(each.request_id, []) for each in made}

@@ -83,6 +83,7 @@ def test_what_goes_to_a_decode_node_alone() -> None:
                 {"prompt": [[1] * 100, [2] * 100]},
                 {"prompt": LONG, "kv_transfer_params": {"do_remote_prefill": True}},
                 {"prompt": LONG, "prompt_logprobs": 1},
+                {"prompt": LONG, "use_beam_search": True, "n": 2},
                 {"messages": [{"role": "user", "content": SHORT}]},
             ):
                 path = "chat/completions" if "messages" in body else "completions"
