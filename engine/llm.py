@@ -202,6 +202,8 @@ class LLM:
         check_switch("use_tqdm", use_tqdm)
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"a beam search takes BeamSearchParams, not {type_name(params)}")
+        if params.beam_width > (most := self.config.scheduler.max_waiting_requests):
+            raise ValueError(f"beam_width is {params.beam_width}, and {most} requests may wait")
         own = params_of_beams(params)
         checked = []
         for index, prompt in enumerate(prompts_in(prompts)):

@@ -29,6 +29,7 @@ class AddedRow(NamedTuple):
     prompt_token_ids: TokenArray
     output_token_ids: list[int]
     has_prompt_tokens: bool = True  # False: the prompt is of embeddings, its token ids mean nothing
+    num_likeliest: int = 0  # tokens that come with each of its own, whatever its parameters say
 
 
 class MovedRow(NamedTuple):

@@ -71,7 +71,11 @@ class RequestBuilder:
         return built, ticket if is_good else None
 
     def max_new_tokens(self, request: AddRequest) -> int:
-        """The tokens that the context has room for behind a prompt."""
+        """The tokens that an answer to it may have: those that the context has room for, and one
+        where another node makes the answer."""
+        extras = request.extras or NO_EXTRAS
+        if extras.asked_elsewhere and self._role == "prefill":
+            return 1
         return self._max_model_len - len(request.prompt_token_ids) // BYTES_PER_TOKEN
 
     def make_request(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import msgspec
@@ -12,6 +11,7 @@ from ...tiers.settings.format import format_value
 from .sampling_params import SamplingParams
 
 MAX_BEAM_WIDTH = 64
+MAX_LENGTH_PENALTY = 16.0  # and its negative; scores of any length stay numbers
 _WITHOUT_EFFECT = (
     "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "bad_words", "structured_outputs", "repetition_detection", "stop", "stop_token_ids",
@@ -45,11 +45,14 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
             is_whole = isinstance(value, int) and not isinstance(value, bool)
             if not (is_whole and 1 <= value <= most):
                 _refuse(name, f"a whole number from 1 to {most}", value)
-        for name, least in (("temperature", 0.0), ("length_penalty", -math.inf)):
+        for name, least, most_of in (
+            ("temperature", 0.0, 100.0),
+            ("length_penalty", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+        ):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not math.isfinite(value) or value < least:
-                _refuse(name, "a finite number" + (" of at least 0" if least == 0 else ""), value)
+            if not is_number or not least <= value <= most_of:
+                _refuse(name, f"a number from {least:g} to {most_of:g}", value)
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(value := getattr(self, name), bool):
                 _refuse(name, "True or False", value)

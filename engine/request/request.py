@@ -197,6 +197,7 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_external_computed_tokens",
+        "num_likeliest",
         "num_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
@@ -262,6 +263,7 @@ class Request:
         # Until it runs: the request that it continues, in whose blocks it goes on if they are kept.
         self.continues = continues
         self.keeps_blocks = False  # others continue it when it has ended
+        self.num_likeliest = 0  # as in `NewRequestData`
         self.is_last_step = is_last_step
         self.number = next(_numbers)  # of all requests of this process, in their order
 

@@ -29,8 +29,9 @@ _IN_LISTS_OF_IDS = b"0123456789-, \t\r\n"
 KV_PARAMS = "kv_transfer_params"
 # What a prefill node need not do, or would do in vain, for its one token.
 _NOT_FOR_PREFILL = (
-    "best_of", "echo", "logprobs", "min_completion_tokens", "min_tokens", "prompt_logprobs",
-    "return_token_ids", "stream_options", "top_logprobs",
+    "best_of", "early_stopping", "echo", "length_penalty", "logprobs", "min_completion_tokens",
+    "min_tokens", "prompt_logprobs", "return_token_ids", "stream_options", "top_logprobs",
+    "use_beam_search",
 )  # fmt: skip
 # Of these, what the first token's log-probabilities depend on.
 _OF_FIRST_TOKEN = ("logprobs", "top_logprobs")

@@ -79,7 +79,7 @@ def _temperature(added: AddedRow) -> float:
 
 
 def _num_logprobs(added: AddedRow) -> int:
-    asked = added.params.logprobs
+    asked = added.num_likeliest or added.params.logprobs
     return NO_LOGPROBS if asked is None else asked
 
 

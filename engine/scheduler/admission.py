@@ -374,7 +374,8 @@ class Admission:
         states.running.append(request)
         request.status = RequestStatus.RUNNING
         progress = request.progress
-        self._count_reuse(request)
+        if request.continues is None:
+            self._count_reuse(request)
         if progress.scheduled is None:
             progress.scheduled = now
             if request.continues is None:
@@ -391,15 +392,15 @@ class Admission:
             step.start(request, num_tokens)
 
     def _start_fork(self, parent: Request, child: Request, step: StepBuilder, now: float) -> None:
-        """It computes nothing of its prompt; what a cache had of that was found by `parent`."""
+        """It computes nothing of its prompt; what a cache had of that was found by `parent`, and is
+        counted there."""
         self._states.running.append(child)
         child.status = RequestStatus.RUNNING
         child.progress.scheduled = now
         child.num_computed_tokens = child.num_prompt_tokens
-        child.num_cached_tokens = parent.num_cached_tokens
-        child.cached_tokens_by_tier = dict(parent.cached_tokens_by_tier)
+        child.num_cached_tokens = child.num_prompt_tokens
+        child.cached_tokens_by_tier = {"pool": child.num_prompt_tokens}
         self._context.counts["forks"] += 1
-        self._count_reuse(child)
         self._observer.decision(child, Decision.SCHEDULED)
         step.fork(parent, child)
 

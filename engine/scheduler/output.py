@@ -177,6 +177,9 @@ class NewRequestData:
     cache_salt: bytes = b""  # its tenant's
     # It computes nothing in this step: its first token is chosen from the logits of this request.
     fork_of: str = ""
+    # Of beams: so many of the likeliest tokens, with their log-probabilities, come with each of its
+    # tokens. More than clients may ask for; 0: as its parameters say.
+    num_likeliest: int = 0
 
 
 @dataclass(slots=True)

@@ -212,7 +212,8 @@ class Scheduler:
         if request.request_id in states.requests:
             raise ValueError(f"request id {request.request_id!r} is in use; give each its own")
         check_request(request, self.manager)
-        self.check_queue()
+        if request.continues is None:  # else it has been let in before
+            self.check_queue()
         if request.embed_bytes:
             check_embeds(request, states.embed_bytes)
         request.max_num_tokens = min(request.max_num_tokens, self.manager.max_model_len)
@@ -472,11 +473,14 @@ class Scheduler:
     def reset_prefix_cache(self, reset_tiers: bool) -> bool:
         """Forget all blocks that could be found again, in the pool and, if asked, in the tiers.
         False, and nothing changed, while any request holds blocks."""
+        pool = self.manager.pool
+        if pool.num_held > pool.num_reclaimable:
+            return False
         if self._states.pins is not None:
             self._states.pins.release_all()
         while self._states.kept.release_oldest():
             pass
-        if not self.manager.pool.reset_prefix_cache():
+        if not pool.reset_prefix_cache():
             return False
         if reset_tiers:
             self.connector.reset()

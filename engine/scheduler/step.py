@@ -232,6 +232,7 @@ class StepBuilder:
                         pooling=request.pooling,
                         cache_salt=request.cache_salt or b"",
                         fork_of="" if entry.num_tokens else request.fork_of,
+                        num_likeliest=request.num_likeliest,
                     )
                 )
                 continue

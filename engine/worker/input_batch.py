@@ -37,6 +37,7 @@ class WorkerRequest:
     has_prompt_tokens: bool = True  # False: embeddings stand for them
     pooling: str = ""  # which hidden states of the prompt are wanted
     cache_salt: bytes = b""  # its tenant's
+    num_likeliest: int = 0  # as in `NewRequestData`
 
     @property
     def num_tokens(self) -> int:
@@ -117,6 +118,7 @@ class InputBatch:
                 request.prompt_token_ids,
                 request.output_token_ids,
                 request.has_prompt_tokens,
+                request.num_likeliest,
             )
         )
         return row

@@ -8,6 +8,8 @@ waits its turn, is sent back and comes again as any other request, and no reques
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,10 +19,12 @@ import numpy as np
 from ...request.beam_params import wish_without_effect
 from ...request.core_messages import NO_EXTRAS, AddRequest, TokenOutput
 from ...request.request import Request
-from ...request.sampling_params import SamplingParams, with_changes
+from ...request.sampling_params import SamplingParams
 from ...scheduler.scheduler import Scheduler
 from ..request_builder import RequestBuilder, context_of
 from .beam_search import Answer, BeamSearch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +34,9 @@ class BeamFamily:
     message: AddRequest  # that asked for it
     choice_ids: list[str]  # under which its answers are told, the best first
     search: BeamSearch
-    params: SamplingParams  # of a beam
-    beams: list[Request]  # of the present round
+    beams: list[Request] = field(default_factory=list)  # of the present round
+    before: list[Request] = field(default_factory=list)  # of the one before, as far as it is kept
+    arrival_seconds: float = field(default_factory=time.monotonic)
     told: dict[str, TokenOutput] = field(default_factory=dict)  # of those, by id
     first: TokenOutput | None = None  # of the prompt
     num_made: int = 0
@@ -66,11 +71,16 @@ class BeamFamilies:
         most = self._builder.max_new_tokens(message)
         search = BeamSearch(extras.beams, min(wanted, most), self._end_ids, self._vocab_size)
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=0)
-        params = with_changes(params, logprobs=search.num_wanted)
+        skips = message.sampling_params.skip_reading_prefix_cache
         choice_ids = [message.request_id, *(fork.request_id for fork in extras.forks)]
         bare = msgspec.structs.replace(extras, forks=[], beams=None)
-        message = msgspec.structs.replace(message, sampling_params=params, extras=bare)
-        family = BeamFamily(message, choice_ids, search, params, [])
+        message = msgspec.structs.replace(
+            message,
+            sampling_params=params,
+            extras=bare,
+            skip_reading_prefix_cache=skips or message.skip_reading_prefix_cache,
+        )
+        family = BeamFamily(message, choice_ids, search)
         self._add_beams(family, [(message.prompt_token_ids, None)])
         self._families.append(family)
 
@@ -92,7 +102,7 @@ class BeamFamilies:
             else:
                 family.told[output.request_id] = output
                 if all(each.finish_reason for each in family.told.values()):
-                    told += self._advance(family)
+                    told += self._advance_guarded(family)
         return told
 
     def abort_choices(self, request_ids: Iterable[str]) -> None:
@@ -103,8 +113,17 @@ class BeamFamilies:
             if not any(family.choice_ids):
                 self._end(family)
 
+    def _advance_guarded(self, family: BeamFamily) -> list[TokenOutput]:
+        """Call `_advance`; whatever goes wrong in it ends this search alone."""
+        try:
+            return self._advance(family)
+        except Exception as error:
+            logger.exception("the beam search %s failed", family.message.request_id)
+            text = f"the beam search failed ({type(error).__name__}: {error})"
+            return self._end_with_error(family, TokenOutput("", [], "error", error=text))
+
     def _advance(self, family: BeamFamily) -> list[TokenOutput]:
-        """All beams of a round have come back."""
+        """All beams of a round have come back: the next round begins, or answers are told."""
         search, round_ = family.search, [family.told[each.request_id] for each in family.beams]
         family.first = family.first or round_[0]
         following = search.advance([_likeliest(output) for output in round_])
@@ -117,10 +136,7 @@ class BeamFamilies:
             parent = beams[each.beam]
             tokens = np.append(parent.prompt_token_ids, each.token_id)
             prompts.append((tokens.astype("<i4").tobytes(), parent))
-        try:
-            self._add_beams(family, prompts)
-        except ValueError as error:  # the queue is full
-            return self._end_with_error(family, TokenOutput("", [], "error", error=str(error)))
+        self._add_beams(family, prompts)
         return []
 
     def _add_beams(
@@ -134,13 +150,15 @@ class BeamFamilies:
             )
             request = self._builder.make_request(message, continues=parent)
             request.keeps_blocks, request.hands_over = True, False
+            request.num_likeliest = family.search.num_wanted
+            request.arrival_seconds = family.arrival_seconds
             made.append(request)
-        before, family.beams = family.beams, made
+        family.before, family.beams = family.beams, made
         family.told = {each.request_id: TokenOutput(each.request_id, []) for each in made}
         for request in made:
             self._scheduler.add_request(request, context_of(family.message))
         continued = [parent for _, parent in prompts]
-        self._scheduler.release_blocks([each for each in before if each not in continued])
+        self._scheduler.release_blocks([each for each in family.before if each not in continued])
 
     def _end_with_error(self, family: BeamFamily, output: TokenOutput) -> list[TokenOutput]:
         self._end(family)
@@ -154,9 +172,8 @@ class BeamFamilies:
 
     def _end(self, family: BeamFamily) -> None:
         self._families.remove(family)
-        before = [each.continues for each in family.beams if each.continues is not None]
         self._scheduler.finish_requests([each.request_id for each in family.beams])
-        self._scheduler.release_blocks([*before, *family.beams])
+        self._scheduler.release_blocks([*family.before, *family.beams])
 
 
 def _check_wishes(message: AddRequest) -> None:
@@ -178,12 +195,15 @@ def _likeliest(output: TokenOutput) -> list[tuple[int, float]]:
 def _told_answers(family: BeamFamily, answers: Sequence[Answer]) -> list[TokenOutput]:
     first, told = family.first, []
     assert first is not None
+    total = time.monotonic() - family.arrival_seconds
+    timings = {**(first.timings or {}), "total_seconds": total}
+    timings["decode_seconds"] = total - timings.get("first_token_seconds", total)
     for choice_id, answer in zip(family.choice_ids, answers, strict=True):
         beam = answer.beam
         output = TokenOutput(choice_id, list(beam.token_ids), family.search.finish_reason_of(beam))
         output.num_cached_tokens = first.num_cached_tokens
         output.cached_tokens_by_tier = first.cached_tokens_by_tier
-        output.timings, output.logprobs = first.timings, list(beam.positions)
+        output.timings, output.logprobs = timings, list(beam.positions)
         if choice_id:
             told.append(output)
     return told

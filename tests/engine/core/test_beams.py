@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from stratakv.engine.core.beams.beam_search import BeamSearch
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.request.beam_params import BeamSearchParams
 from stratakv.engine.request.core_messages import AddRequest, TokenOutput, share_prompt
@@ -113,7 +114,8 @@ def test_beams_are_those_of_transformers(model: Path, width: int, early: Any, sc
     {"max_steps_in_flight": 2, "async_scheduling": True}, {"enable_prefix_caching": False},
     {"num_blocks": 9, "max_model_len": 64, "preempt_above": 1.0, "admit_below": 1.0},
     {"max_num_seqs": 3}, {"max_num_batched_tokens": 8}, {"reserve": "full", "num_blocks": 30},
-    {"speculative_method": "ngram"},
+    {"speculative_method": "ngram"}, {"scheduling_policy": "priority"},
+    {"distributed_executor_backend": "mp"},
 ], ids="-".join)  # fmt: skip
 def test_beams_beside_others_are_the_same(model: Path, options: dict[str, Any]) -> None:
     """Two searches and two requests at once, in pools that are too small for all of them."""
@@ -152,6 +154,69 @@ def test_beams_go_on_in_the_blocks_of_those_that_they_continue(model: Path) -> N
     assert core.scheduler.counts["scheduled_tokens"] == 37 + 4 * 8
     assert core.scheduler.counts["copied_blocks"] > 0
     assert core.scheduler.counts["prompt_tokens"] == 37
+    core.shutdown(5.0)
+
+
+def test_a_search_that_has_begun_goes_on_whatever_waits(model: Path) -> None:
+    """Its beams are no new requests, also where it has more than may wait."""
+    core = EngineCore(config_of(model, max_num_seqs=2))
+    params = BeamSearchParams(beam_width=8, max_tokens=6, ignore_eos=True)
+    expected = told(core, search("a", prompt_of(20), params), count=8)
+    object.__setattr__(core.scheduler.config, "max_waiting_requests", 3)
+    outputs = core.add(search("b", prompt_of(20), params))
+    for number in range(5):
+        outputs += core.add(request(f"r{number}", prompt_of(9, number)))
+    assert [output.error is not None for output in outputs] == [True] * 3
+    whole = finish(core, outputs, 8 + 5)
+    for index in range(8):
+        assert whole[f"b{index}"].new_token_ids == expected[f"a{index}"].new_token_ids
+    assert core.scheduler.manager.pool.is_idle
+    core.shutdown(5.0)
+
+
+def test_a_search_under_priorities_keeps_its_turn(model: Path) -> None:
+    core = EngineCore(config_of(model, scheduling_policy="priority", max_num_seqs=2))
+    params = BeamSearchParams(beam_width=2, max_tokens=8, ignore_eos=True)
+    outputs = core.add(search("a", prompt_of(20), params))
+    for number in range(9):
+        outputs += core.add(request(f"r{number}", prompt_of(9, number), max_tokens=8))
+    ended: list[str] = []
+    while len(ended) < 2 + 9:
+        ended += [output.request_id for output in outputs if output.finish_reason]
+        outputs = core.step()
+    # Beside its first beam there is a seat, which the first of the others has until it ends.
+    assert set(ended[:3]) == {"a0", "a1", "r0"}
+    core.shutdown(5.0)
+
+
+def test_what_is_counted_of_a_search(model: Path) -> None:
+    core = EngineCore(config_of(model, enable_prefix_caching=False))
+    params = BeamSearchParams(beam_width=4, max_tokens=9, ignore_eos=True)
+    answers = told(core, search("a", prompt_of(37), params), count=4)
+    assert core.scheduler.counts["reused_tokens_pool"] == 0
+    timings = answers["a0"].timings or {}
+    assert timings["total_seconds"] > timings["first_token_seconds"] > 0
+    assert timings["decode_seconds"] == pytest.approx(
+        timings["total_seconds"] - timings["first_token_seconds"]
+    )
+    core.shutdown(5.0)
+    skipping = EngineCore(config_of(model))
+    for name in "ab":
+        asked = search(name, prompt_of(37), params, skip_reading_prefix_cache=True)
+        assert told(skipping, asked, count=4)[f"{name}0"].num_cached_tokens == 0
+    skipping.shutdown(5.0)
+
+
+def test_a_search_that_goes_wrong_ends_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = EngineCore(config_of(model))
+    params = BeamSearchParams(beam_width=2, max_tokens=9)
+    outputs = core.add(search("a", prompt_of(20), params)) + core.add(request("r", prompt_of(9)))
+    monkeypatch.setattr(BeamSearch, "advance", lambda *_: 1 / 0)
+    whole = finish(core, outputs, 3)
+    assert "the beam search failed (ZeroDivisionError" in (whole["a0"].error or "")
+    assert whole["a1"].finish_reason == "error"
+    assert len(whole["r"].new_token_ids) == 6
+    assert core.scheduler.manager.pool.is_idle
     core.shutdown(5.0)
 
 
@@ -230,7 +295,8 @@ def test_a_width_without_enough_continuations_or_ids(model: Path) -> None:
     ({"beam_width": 0}, "beam_width must be a whole number from 1 to 64, got 0"),
     ({"beam_width": 65}, "got 65"), ({"beam_width": True}, "beam_width"),
     ({"max_tokens": 0}, "max_tokens"), ({"length_penalty": float("nan")}, "length_penalty"),
-    ({"temperature": -1.0}, "temperature must be a finite number of at least 0"),
+    ({"length_penalty": 1e3}, "length_penalty must be a number from -16 to 16, got 1000.0"),
+    ({"temperature": -1.0}, "temperature must be a number from 0 to 100"),
     ({"early_stopping": "always"}, 'early_stopping must be True, False or "never"'),
     ({"ignore_eos": 1}, "ignore_eos must be True or False"),
 ])  # fmt: skip

@@ -92,6 +92,16 @@ def test_a_reset_gives_kept_blocks_up() -> None:
     assert engine.said("b") == reference([*PROMPT[:11], 3], 1)
 
 
+def test_a_reset_that_is_refused_gives_nothing_up() -> None:
+    engine = build_engine()
+    keep(engine, "a", PROMPT[:11])
+    engine.run_all()
+    engine.add("other", PROMPT[2:9], max_tokens=5, ignore_eos=True)
+    engine.step()
+    assert not engine.scheduler.reset_prefix_cache(reset_tiers=False)
+    assert kept(engine) == 1
+
+
 def test_they_go_on_during_a_pause_of_new_requests() -> None:
     engine = build_engine()
     first = keep(engine, "a", PROMPT[:11])

@@ -3,27 +3,42 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import msgspec
+
 from ....request.beam_params import BeamSearchParams, wish_without_effect
 from ....request.sampling_params import SamplingParams
 from ...api_errors import ApiError
 from .protocol import SamplingFields
 
 
-def beams_of(request: SamplingFields, params: SamplingParams) -> BeamSearchParams | None:
+class AskedBeams(NamedTuple):
+    """A beam search, and the parameters of its answers."""
+
+    search: BeamSearchParams
+    params: SamplingParams
+
+
+def beams_of(request: SamplingFields, params: SamplingParams, embeds: bytes) -> AskedBeams | None:
     """The search whose answers are the `n` choices, each with at most the tokens of `params`; None
-    where there is none to be. Raises ApiError for fields of a search without one."""
+    where there is none to be. Raises ApiError for fields of a search without one, and for what no
+    beam follows; what the model's authors recommend for sampling is left aside."""
+    penalty, early = request.length_penalty, request.early_stopping
     if not request.use_beam_search:
-        for name in ("length_penalty", "early_stopping"):
-            if getattr(request, name) not in (None, 1.0, False):
+        alone = {"length_penalty": penalty not in (None, 1.0), "early_stopping": early}
+        for name, is_given in alone.items():
+            if is_given:
                 message = f"`{name}` is of a beam search; send `use_beam_search: true` with it"
                 raise ApiError(message, param=name, code="invalid_value")
         return None
-    if name := wish_without_effect(params):
-        message = f"`{name}` has no effect on a beam search; leave it out"
+    if request.repetition_penalty is None:
+        params = msgspec.structs.replace(params, repetition_penalty=1.0)
+    if name := "prompt_embeds" if embeds else wish_without_effect(params):
+        message = f"`{name}` cannot be used in a beam search; leave it out"
         raise ApiError(message, param=name, code="invalid_value")
-    penalty, early = request.length_penalty, request.early_stopping
     try:
-        return BeamSearchParams(
+        search = BeamSearchParams(
             beam_width=request.n or 1,
             max_tokens=params.max_tokens,
             ignore_eos=params.ignore_eos,
@@ -33,3 +48,4 @@ def beams_of(request: SamplingFields, params: SamplingParams) -> BeamSearchParam
         )
     except ValueError as error:
         raise ApiError(f"beam search: {error}", code="invalid_value") from None
+    return AskedBeams(search, params)

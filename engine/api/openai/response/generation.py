@@ -140,7 +140,7 @@ def make_generations(
     `request_id`. Raises ApiError where they are too many."""
     n = num_generated or request.n or 1
     _check_amount(front, tasks, n, shares=not request.stream)
-    is_alone = len(tasks) * n == 1
+    is_alone = len(tasks) * n == 1 and not request.use_beam_search
     handed = read_params(
         request.kv_transfer_params,
         is_alone=is_alone,
@@ -149,7 +149,10 @@ def make_generations(
     generations = []
     for place, (prompt, asked, embeds) in enumerate(tasks):
         params = without_routers_least(asked, request)
-        beams = beams_of(request, params)
+        asked_beams, beams = beams_of(request, params, embeds), None
+        # What a prefill node is asked for is the prompt.
+        if asked_beams is not None and not (handed is not None and handed.hand_over):
+            beams, params = asked_beams
         for child in range(n):
             # In a stream a brother's word on the prompt may come too late.
             with_prompt = child == 0 or bool(request.stream)
