@@ -146,6 +146,7 @@ def test_a_prompt_of_numbers(http: httpx.Client, model_path: Path) -> None:
     for fields, words in (
         ({"prompt_embeds": files, "prompt": "text"}, "`prompt` is about tokens"),
         ({"prompt_embeds": files, "echo": True}, "`echo` is about tokens"),
+        ({"prompt_embeds": files, "use_beam_search": True}, "`prompt_embeds` cannot be used in a"),
         ({"prompt_embeds": files, "truncate_prompt_tokens": 0}, "`truncate_prompt_tokens` is"),
         ({"prompt_embeds": "no base64!"}, "`prompt_embeds` cannot be used"),
         ({"prompt_embeds": ""}, "these 0 bytes end inside its header"),

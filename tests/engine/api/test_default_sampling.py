@@ -54,6 +54,14 @@ def test_a_word_of_the_client_wins(
     assert asked != ids_of(advised, max_tokens=40)
 
 
+def test_a_beam_search_leaves_it_aside(http: httpx.Client, advised: httpx.Client) -> None:
+    beams = {"use_beam_search": True, "n": 3, "max_tokens": 6}
+    assert ids_of(advised, **beams) == ids_of(http, **beams)
+    body = {"prompt": IDS, **beams, "repetition_penalty": 1.3}
+    error = advised.post("/v1/completions", json=body).json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_value", "repetition_penalty")
+
+
 def test_an_answer_to_a_chat_ends_there_too(advised: httpx.Client) -> None:
     body = {"messages": [{"role": "user", "content": "hello"}], "ignore_eos": True}
     answer = advised.post("/v1/chat/completions", json=body).json()

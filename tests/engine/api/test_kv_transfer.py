@@ -109,7 +109,11 @@ def test_in_a_stream_the_last_chunk_hands_over(nodes: list[httpx.Client]) -> Non
     assert tokens == plain["choices"][0]["token_ids"]
 
 
-@pytest.mark.parametrize("more", [{"n": 2}, {"prompt": [PROMPT[2:], PROMPT[3:]]}])
+@pytest.mark.parametrize(
+    "more",
+    [{"n": 2}, {"prompt": [PROMPT[2:], PROMPT[3:]]},
+     {"n": 2, "use_beam_search": True, "logprobs": None}],
+)  # fmt: skip
 def test_several_answers_have_no_ticket(nodes: list[httpx.Client], more: dict[str, Any]) -> None:
     prefill, decode = nodes
     body = {**BODY, **more}

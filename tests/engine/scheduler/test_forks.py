@@ -54,6 +54,10 @@ def test_the_prompt_is_computed_once(length: int, attention: tuple[LayerAttentio
     output = engine.step()
     assert output.num_scheduled_tokens == {"0": length}
     assert [len(engine.said(name)) for name in names] == [1] * 8
+    # Of the others nothing was computed, and nothing was found either.
+    cached = [engine.outputs[name][0].num_cached_tokens for name in names]
+    assert cached == [0] + [length] * 7
+    assert engine.scheduler.counts["reused_tokens_pool"] == 0
     blocks = -(-length // SIZE)
     assert engine.manager.pool.num_held == blocks * len(attention)
     engine.run_all()
