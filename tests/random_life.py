@@ -371,7 +371,7 @@ class Life:
                 skip_reading_prefix_cache=asked.skips,
             )
         ]
-        for number in range(self._apart.choice([0, 0, 0, 1, 3])):
+        for number in range(self._apart.choice([0] * 8 + [1, 3])):
             own, answer = draw_params(self._world, prompt, self._apart)
             fork = f"{name}-fork{number}"
             if fork in self._asked or fork in self.core.scheduler._states.requests:

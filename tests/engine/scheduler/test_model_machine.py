@@ -169,7 +169,7 @@ class Life:
         self.num_wishes += 1
         skips, priority = number.below(6) == 5, number.below(3) - 1
         job, is_last = number.of(["", "j1", "j2", "j3"]), number.below(2) == 1
-        num_forks = number.of([0, 0, 0, 1, 2, 4])
+        num_forks = number.of([0, 0, 0, 0, 0, 0, 1, 3])
         unread = ", without reading the cache" if skips else ""
         turn = f", {'the last turn' if is_last else 'a turn'} of {job}" if job else ""
         note(f"add {name}: {len(prompt)} tokens, {max_tokens=}, {priority=}{unread}{turn}")

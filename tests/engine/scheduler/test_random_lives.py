@@ -105,7 +105,7 @@ def add_family(
     """A request, and sometimes forks of it."""
     prompts[name] = (tokens, rng.randint(1, 12), None)
     first = engine.add(name, tokens, max_tokens=prompts[name][1])
-    for fork in range(rng.choice([0, 0, 0, 1, 3, 7])):
+    for fork in range(rng.choice([0] * 9 + [1, 3, 7])):
         own = prompts[f"{name}-{fork}"] = (tokens, rng.randint(1, 12), rng.randint(1, 3))
         engine.add(f"{name}-{fork}", tokens, fork_of=first, max_tokens=own[1], seed=own[2])
 

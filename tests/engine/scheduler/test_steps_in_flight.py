@@ -307,7 +307,7 @@ def check_life(
             name, count = f"r{number}", rng.randrange(1, 20)
             asked[name] = text, count, None
             first = engine.add(name, text, max_tokens=count, ignore_eos=True)
-            for fork in range(rng.choice([0, 0, 0, 1, 3])):
+            for fork in range(rng.choice([0] * 8 + [1, 3])):
                 own, seed = f"{name}-{fork}", rng.randint(1, 3)
                 asked[own] = text, count, seed
                 engine.add(own, text, fork_of=first, max_tokens=count, seed=seed, ignore_eos=True)
