@@ -96,7 +96,8 @@ def test_beams_are_those_of_transformers(model: Path, width: int, early: Any, sc
         prompt = prompt_of(9 + seed % 23, seed)
         if width == 1:  # transformers makes one beam by another way
             ours = told(core, search("a", prompt, params), count=1)
-            plain = run(core, request("g", prompt, max_tokens=params.max_tokens, ignore_eos=False))
+            wishes = {"max_tokens": params.max_tokens, "ignore_eos": params.ignore_eos}
+            plain = run(core, request("g", prompt, **wishes))
             assert ours["a0"].new_token_ids == plain["g"].new_token_ids or early is not True
             continue
         ours = answers_of(told(core, search("a", prompt, params), count=width), params, "a")
