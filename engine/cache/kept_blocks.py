@@ -25,11 +25,6 @@ class KeptBlocks:
     def __len__(self) -> int:
         return len(self._ended)
 
-    @property
-    def holders(self) -> list[str]:
-        """The names under which the manager's tables have the blocks."""
-        return [each.progress.kept.holder for each in self._ended if each.progress.kept]
-
     def keep_blocks(self, request: Request) -> None:
         """Keep the blocks of a request that ends, until they are released."""
         holder = f"\0kept {request.number}"  # no request can have this id
@@ -63,8 +58,8 @@ class KeptBlocks:
             self.add_heir(request.continues)
 
     def remove_heir(self, request: Request) -> None:
-        """A request is not to go on in kept blocks any more, or does so; the last one of those that
-        were to releases them."""
+        """A request has begun in kept blocks, or has ended; the last of those that were to go on in
+        them releases them."""
         before = request.continues
         if before is not None and (kept := before.progress.kept):
             kept.num_heirs -= 1

@@ -12,7 +12,8 @@ import itertools
 import json
 import logging
 from abc import abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
 
 from ..request.core_messages import (
@@ -191,7 +192,11 @@ class MessageClient(EngineClient):
         if unread and self.is_alive:
             abort = self._send_soon(AbortRequests(unread, ABORTED))
             self._aborts |= dict.fromkeys(unread, abort)
-            abort.add_done_callback(lambda _: [self._aborts.pop(each, None) for each in unread])
+            abort.add_done_callback(partial(self._forget_aborts, unread))
+
+    def _forget_aborts(self, request_ids: Sequence[str], _: asyncio.Task[None]) -> None:
+        for request_id in request_ids:
+            self._aborts.pop(request_id, None)
 
     def _open_mailbox(self, request_id: str) -> Mailbox:
         self._raise_if_dead()

@@ -32,7 +32,8 @@ from ..models.model_spec import ModelSpec
 from ..sampling.processor_loading import load_processors
 from ..sampling.token_mask import TokenMask
 from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
-from ..worker.model_runner import BegunStep, ModelRunner
+from ..worker.begun_step import BegunStep
+from ..worker.model_runner import ModelRunner
 from ..worker.runtime.placement import Placement
 from ..worker.speculation.proposers import make_proposer
 

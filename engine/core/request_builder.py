@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,6 +26,13 @@ from ..request.request import BYTES_PER_TOKEN, BlockHasher, Request, TokenArray,
 from ..request.sampling_params import SamplingParams, check_params_for_embeds
 
 logger = logging.getLogger(__name__)
+
+
+class Continued(NamedTuple):
+    """A request that has ended, and the token that another one has behind its prompt."""
+
+    request: Request
+    token_id: int
 
 
 class RequestBuilder:
@@ -82,17 +90,20 @@ class RequestBuilder:
         self,
         request: AddRequest,
         fork_of: Request | None = None,
-        continues: Request | None = None,
+        continued: Continued | None = None,
     ) -> Request:
-        """`fork_of` was made of the same message, but for its id and its parameters, and so was
-        `continues`, but for its id and tokens behind its prompt. Raises ValueError for tokens that
+        """`fork_of` was made of the same message, but for its id and its parameters. `continued`:
+        so was that request, and tokens were added to its prompt. Raises ValueError for tokens that
         cannot be, and for what is not done yet."""
         check_priority(request.priority, self._takes_priority)
         if request.sampling_params.n != 1:
             raise ValueError(
                 f"n must be 1, got {request.sampling_params.n}: each answer is a request of its own"
             )
-        if fork_of is None:
+        embeds = None
+        if continued is not None:
+            tokens = np.append(continued.request.prompt_token_ids, np.int32(continued.token_id))
+        elif fork_of is None:
             tokens = self._check_tokens(request.prompt_token_ids)
             embeds = self._check_embeds(request, len(tokens))
         else:
@@ -122,7 +133,7 @@ class RequestBuilder:
             is_last_step=extras.is_last_step,
             tenant=request.tenant,
             fork_of=fork_of,
-            continues=continues,
+            continues=None if continued is None else continued.request,
         )
 
     def job_of(self, called: ToolCalled) -> bytes:

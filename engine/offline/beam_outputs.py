@@ -45,7 +45,7 @@ def _sequence(
         choice.logprobs or [],
         None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True),
         total,
-        total / num_tokens**params.length_penalty,
+        params.score(total, num_tokens),
         choice.finish_reason,
         choice.error,
     )

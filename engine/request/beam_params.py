@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -17,7 +18,7 @@ _WITHOUT_EFFECT = (
     "bad_words", "structured_outputs", "repetition_detection", "stop", "stop_token_ids",
     "thinking_token_budget", "extra_args", "prompt_logprobs",
 )  # fmt: skip
-_PLAIN = {name: getattr(SamplingParams(), name) for name in _WITHOUT_EFFECT}
+_PLAIN = SamplingParams()
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,13 +61,19 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
         if not (isinstance(early, bool) or early == "never"):
             _refuse("early_stopping", 'True, False or "never"', early)
 
+    def score(self, total: float, num_tokens: int) -> float:
+        """The score of an answer of so many tokens (1 at least), whose log-probabilities are
+        `total` together."""
+        return total / math.pow(num_tokens, self.length_penalty)
+
 
 def wish_without_effect(params: SamplingParams) -> str:
     """The first of the parameters of an answer that asks for what no beam follows; "": none. Beams
     follow the most tokens and what ends an answer, and bring log-probabilities of their tokens."""
     if params.logprobs:
         return "logprobs"
-    return next((name for name in _WITHOUT_EFFECT if getattr(params, name) != _PLAIN[name]), "")
+    asked = (name for name in _WITHOUT_EFFECT if getattr(params, name) != getattr(_PLAIN, name))
+    return next(asked, "")
 
 
 def _refuse(name: str, expected: str, value: object) -> None:

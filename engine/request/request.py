@@ -288,8 +288,9 @@ class Request:
         self.num_cached_tokens = -1  # set once, when first scheduled
         self.cached_tokens_by_tier: dict[str, int] = {}
         self.num_preemptions = 0
-        # After one failed load the request computes; asking again could loop for ever.
-        self.external_load_failed = False
+        # After one failed load the request computes; asking again could loop for ever. Behind one
+        # that has just ended no tier has more than the pool.
+        self.external_load_failed = continues is not None
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None

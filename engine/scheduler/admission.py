@@ -392,8 +392,8 @@ class Admission:
             step.start(request, num_tokens)
 
     def _start_fork(self, parent: Request, child: Request, step: StepBuilder, now: float) -> None:
-        """It computes nothing of its prompt; what a cache had of that was found by `parent`, and is
-        counted there."""
+        """The fork runs from now on and computes nothing of its prompt; what a cache had of that
+        was found by `parent`, and is counted there."""
         self._states.running.append(child)
         child.status = RequestStatus.RUNNING
         child.progress.scheduled = now

@@ -95,8 +95,8 @@ class Reservations:
 
     def has_room_for(self, request: Request, hits: GroupBlocks | None, num_copied: int = 0) -> bool:
         """Whether a request that waits may have blocks; `hits` are those it has found, of which it
-        or their holder may copy `num_copied`. One that holds blocks has its reservation, and one
-        has room where nobody else holds any."""
+        or their holder may copy `num_copied`. A request that holds blocks has its reservation, and
+        the only one has room."""
         states = self._states
         if request.num_computed_tokens > 0:
             return True

@@ -219,8 +219,6 @@ class Scheduler:
         request.max_num_tokens = min(request.max_num_tokens, self.manager.max_model_len)
         if states.pins is not None:
             states.pins.arrives(request, tool, time.monotonic())
-        if request.continues is not None:  # no tier has more than the pool had a moment ago
-            request.external_load_failed = True
         request.progress.end_ids = end_token_ids(request, self.eos_token_ids)
         if first_token is not None:
             request.fork_of = ""

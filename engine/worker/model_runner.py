@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from pathlib import Path
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -33,14 +32,15 @@ from ..models.decoder import Decoder
 from ..models.dtypes import compute_dtype, kv_dtype_name
 from ..models.model_spec import ModelSpec
 from ..sampling.processor_loading import LoadedProcessor
-from ..sampling.sampler import Choice, Sampled, Sampler
+from ..sampling.sampler import Sampled, Sampler
 from ..sampling.token_mask import TokenMask
 from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
+from .begun_step import BegunStep, SampledStep
 from .block_copier import BlockCopier
 from .block_table import BlockTable, MultiGroupBlockTable
 from .forward.attention_metadata import ranges
 from .forward.forward import LateTokens, StepInputs, step_order
-from .input_batch import ExpectedTokens, InputBatch, PromptEmbeds
+from .input_batch import InputBatch, PromptEmbeds
 from .kv_pool import KvPool
 from .pool_demand import PoolDemand, check_pool_size
 from .pooling_collector import PoolingCollector
@@ -61,8 +61,6 @@ from .speculation.proposer import Proposer
 from .speculation.step_drafts import StepDrafts
 from .step_batch import StepBatch
 
-NO_ROWS: IntArray = np.zeros(0, np.int64)
-
 logger = logging.getLogger(__name__)
 
 DEFAULT_PLACEMENT = Placement()
@@ -71,27 +69,6 @@ DEFAULT_PLACEMENT = Placement()
 class StepRefused(RuntimeError):
     """The step follows one that has failed, so that its requests may be unknown; nothing of it was
     computed."""
-
-
-@dataclass(slots=True)
-class BegunStep:
-    """A step whose forward pass has begun."""
-
-    output: SchedulerOutput
-    result: ModelRunnerOutput
-    hidden: torch.Tensor | None = None  # [rows, hidden]; None: nobody is at the end of its tokens
-    rows: IntArray = field(default_factory=lambda: NO_ROWS)  # of the batch
-    drafted: DraftedRows | None = None  # None: one row of logits for each of them
-    sampled: SampledStep | None = None  # None: before `sample`, or nobody gets a token
-    error: Exception | None = None  # what went wrong since
-
-
-class SampledStep(NamedTuple):
-    """The tokens of a step, while the device chooses them."""
-
-    choice: Choice
-    expected: ExpectedTokens
-    drafted: DraftedRows | None
 
 
 P = ParamSpec("P")

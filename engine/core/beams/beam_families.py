@@ -14,14 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 
 from ...request.beam_params import wish_without_effect
 from ...request.core_messages import NO_EXTRAS, AddRequest, TokenOutput
 from ...request.request import Request
 from ...request.sampling_params import SamplingParams
 from ...scheduler.scheduler import Scheduler
-from ..request_builder import RequestBuilder, context_of
+from ..request_builder import Continued, RequestBuilder, context_of
 from .beam_search import Answer, BeamSearch
 
 logger = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ class BeamFamilies:
             skip_reading_prefix_cache=skips or message.skip_reading_prefix_cache,
         )
         family = BeamFamily(message, choice_ids, search)
-        self._add_beams(family, [(message.prompt_token_ids, None)])
+        self._add_beams(family, [None])
         self._families.append(family)
 
     def take(self, outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
@@ -130,25 +129,15 @@ class BeamFamilies:
         if search.is_done:
             self._end(family)
             return _told_answers(family, search.answers)
-        beams = family.beams
-        prompts: list[tuple[bytes, Request | None]] = []
-        for each in following:
-            parent = beams[each.beam]
-            tokens = np.append(parent.prompt_token_ids, each.token_id)
-            prompts.append((tokens.astype("<i4").tobytes(), parent))
-        self._add_beams(family, prompts)
+        self._add_beams(family, [Continued(family.beams[b.place], b.token_id) for b in following])
         return []
 
-    def _add_beams(
-        self, family: BeamFamily, prompts: Sequence[tuple[bytes, Request | None]]
-    ) -> None:
-        """The next round: prompts, each with the beam that it continues."""
+    def _add_beams(self, family: BeamFamily, parents: Sequence[Continued | None]) -> None:
+        """The next round: a request for each, which continues it; for None that of the prompt."""
         made = []
-        for prompt, parent in prompts:
-            message = msgspec.structs.replace(
-                family.message, request_id=family.next_id(), prompt_token_ids=prompt
-            )
-            request = self._builder.make_request(message, continues=parent)
+        for parent in parents:
+            message = msgspec.structs.replace(family.message, request_id=family.next_id())
+            request = self._builder.make_request(message, continued=parent)
             request.keeps_blocks, request.hands_over = True, False
             request.num_likeliest = family.search.num_wanted
             request.arrival_seconds = family.arrival_seconds
@@ -157,7 +146,7 @@ class BeamFamilies:
         family.told = {each.request_id: TokenOutput(each.request_id, []) for each in made}
         for request in made:
             self._scheduler.add_request(request, context_of(family.message))
-        continued = [parent for _, parent in prompts]
+        continued = [parent.request for parent in parents if parent is not None]
         self._scheduler.release_blocks([each for each in family.before if each not in continued])
 
     def _end_with_error(self, family: BeamFamily, output: TokenOutput) -> list[TokenOutput]:
@@ -199,11 +188,11 @@ def _told_answers(family: BeamFamily, answers: Sequence[Answer]) -> list[TokenOu
     timings = {**(first.timings or {}), "total_seconds": total}
     timings["decode_seconds"] = total - timings.get("first_token_seconds", total)
     for choice_id, answer in zip(family.choice_ids, answers, strict=True):
-        beam = answer.beam
-        output = TokenOutput(choice_id, list(beam.token_ids), family.search.finish_reason_of(beam))
+        positions, reason = answer.beam.positions(), family.search.finish_reason_of(answer.beam)
+        output = TokenOutput(choice_id, [each.token_ids[0] for each in positions], reason)
         output.num_cached_tokens = first.num_cached_tokens
         output.cached_tokens_by_tier = first.cached_tokens_by_tier
-        output.timings, output.logprobs = timings, list(beam.positions)
+        output.timings, output.logprobs = timings, positions
         if choice_id:
             told.append(output)
     return told

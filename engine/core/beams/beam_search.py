@@ -21,26 +21,24 @@ from ...request.beam_params import BeamSearchParams
 from ...request.logprobs import PositionLogprobs
 
 
-class Continuation(NamedTuple):
-    """A token behind a beam."""
+class Beam(NamedTuple):
+    """Tokens behind the prompt: one, behind those of another beam."""
 
-    beam: int  # its place in the round
+    before: Beam | None  # None: its token is the first one
+    place: int  # of that beam in its round
     token_id: int
     rank: int  # of the token behind that beam; 1 is the likeliest
-    logprob: float
-    total: float  # the log-probability of all tokens up to it
+    logprob: float  # of the token
+    total: float  # of all its tokens
 
-
-class Beam(NamedTuple):
-    """Tokens behind the prompt."""
-
-    token_ids: tuple[int, ...]
-    positions: tuple[PositionLogprobs, ...]  # one for each token
-    total: float  # the sum of their log-probabilities
-
-    def extended(self, by: Continuation) -> Beam:
-        position = PositionLogprobs([by.token_id], [by.logprob], by.rank)
-        return Beam((*self.token_ids, by.token_id), (*self.positions, position), by.total)
+    def positions(self) -> list[PositionLogprobs]:
+        """Its tokens in their order, each with its log-probability."""
+        found, beam = [], self
+        while True:
+            found.append(PositionLogprobs([beam.token_id], [beam.logprob], beam.rank))
+            if beam.before is None:
+                return found[::-1]
+            beam = beam.before
 
 
 class Answer(NamedTuple):
@@ -66,58 +64,57 @@ class BeamSearch:
                 f"beam_width is {params.beam_width}, for which {self.num_wanted} continuations of "
                 f"a prompt are compared, and the vocabulary has {vocab_size} tokens; take fewer"
             )
-        self.beams = [Beam((), (), 0.0)]
+        # Of the present round; before the first one there is the prompt alone.
+        self._beams: list[Beam | None] = [None]
         self.answers: list[Answer] = []  # as many as there are beams at most, the best first
         self._num_tokens = 0
         self._can_improve = True
         self.is_done = False
 
-    def advance(self, likeliest: Sequence[Sequence[tuple[int, float]]]) -> list[Continuation]:
-        """The continuations that are the next beams. `likeliest` has, for each beam, the
+    def advance(self, likeliest: Sequence[Sequence[tuple[int, float]]]) -> list[Beam]:
+        """The beams of the next round. `likeliest` has, for each beam of the present one, the
         `num_wanted` likeliest next tokens with their log-probabilities, the likeliest first."""
         width = self._params.beam_width
         every = (
-            Continuation(index, token_id, rank, logprob, beam.total + logprob)
-            for index, (beam, tokens) in enumerate(zip(self.beams, likeliest, strict=True))
+            Beam(beam, place, token_id, rank, logprob, logprob + (beam.total if beam else 0.0))
+            for place, (beam, tokens) in enumerate(zip(self._beams, likeliest, strict=True))
             for rank, (token_id, logprob) in enumerate(tokens, start=1)
         )
-        best = heapq.nlargest(self.num_wanted, every, key=lambda each: each.total)
+        best = heapq.nlargest(self.num_wanted, every, key=lambda beam: beam.total)
         self._num_tokens += 1
         ends = self._num_tokens >= self._max_tokens
-        ended = [each for each in best[:width] if ends or each.token_id in self._end_ids]
-        self._add_answers(ended)
-        following = [each for each in best if each.token_id not in self._end_ids][:width]
-        self.beams = [self.beams[each.beam].extended(each) for each in following]
-        self._can_improve = self._can_improve and self._improvement_is_possible()
-        is_full = len(self.answers) == width
-        stops_early = self._params.early_stopping is True and is_full
-        self.is_done = ends or stops_early or not self._can_improve
+        self._add_answers([beam for beam in best[:width] if ends or self._has_ended(beam)])
+        following = [beam for beam in best if not self._has_ended(beam)][:width]
+        self._beams = [*following]
+        self._can_improve = self._can_improve and self._improvement_is_possible(following)
+        self.is_done = ends or self._has_enough_answers() or not self._can_improve
         return following
 
     def finish_reason_of(self, beam: Beam) -> str:
         """The finish reason of an answer: `stop` after a token that ends answers, else `length`."""
-        return "stop" if beam.token_ids[-1] in self._end_ids else "length"
+        return "stop" if self._has_ended(beam) else "length"
 
-    def _add_answers(self, ended: Sequence[Continuation]) -> None:
-        width = self._params.beam_width
-        is_full = len(self.answers) == width
-        if not self._can_improve or (self._params.early_stopping is True and is_full):
-            return
-        for each in ended:
-            beam = self.beams[each.beam].extended(each)
-            self.answers.append(Answer(self._score(each.total, self._num_tokens), beam))
-        self.answers.sort(key=lambda answer: -answer.score)  # stable: of equals the first stays
-        del self.answers[width:]
+    def _has_ended(self, beam: Beam) -> bool:
+        return beam.token_id in self._end_ids
 
-    def _improvement_is_possible(self) -> bool:
+    def _has_enough_answers(self) -> bool:
+        """Whether as many answers have ended as are asked for, and no better one is waited for."""
+        return self._params.early_stopping is True and len(self.answers) == self._params.beam_width
+
+    def _add_answers(self, ended: Sequence[Beam]) -> None:
+        if self._can_improve and not self._has_enough_answers():
+            num_tokens = self._num_tokens
+            self.answers += [Answer(self._params.score(b.total, num_tokens), b) for b in ended]
+            # Stable: of equals the first stays.
+            self.answers.sort(key=lambda answer: -answer.score)
+            del self.answers[self._params.beam_width :]
+
+    def _improvement_is_possible(self, beams: Sequence[Beam]) -> bool:
         """Whether a beam may still become better than the worst answer."""
         if len(self.answers) < self._params.beam_width:
             return True
         num_tokens = self._num_tokens
         if self._params.early_stopping == "never" and self._params.length_penalty > 0:
             num_tokens = self._max_tokens
-        best = max((beam.total for beam in self.beams), default=-math.inf)
-        return self._score(best, num_tokens) > self.answers[-1].score
-
-    def _score(self, total: float, num_tokens: int) -> float:
-        return total / math.pow(num_tokens, self._params.length_penalty)
+        best = max((beam.total for beam in beams), default=-math.inf)
+        return self._params.score(best, num_tokens) > self.answers[-1].score

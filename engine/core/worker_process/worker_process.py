@@ -22,7 +22,8 @@ from ....tiers.settings.values import ConfigError
 from ... import logs
 from ...collector import settle_collector
 from ...models.model_spec import load_model_spec
-from ...worker.model_runner import BegunStep, ModelRunner
+from ...worker.begun_step import BegunStep
+from ...worker.model_runner import ModelRunner
 from ...worker.runtime.device_runtime import is_device_lost
 from ..executor import call_runner, load_runner
 from ..resolve_placement import dtype_for, placement_of

@@ -203,7 +203,10 @@ def test_what_is_counted_of_a_search(model: Path) -> None:
     core.shutdown(5.0)
     skipping = EngineCore(config_of(model))
     for name in "ab":
-        asked = search(name, prompt_of(37), params, skip_reading_prefix_cache=True)
+        asked = search(name, prompt_of(37), params)
+        asked.sampling_params = msgspec.structs.replace(
+            asked.sampling_params, skip_reading_prefix_cache=True
+        )
         assert told(skipping, asked, count=4)[f"{name}0"].num_cached_tokens == 0
     skipping.shutdown(5.0)
 

@@ -25,7 +25,7 @@ from stratakv.engine.core.worker_process.worker_messages import (
 )
 from stratakv.engine.core.worker_process.worker_process import WorkerServer
 from stratakv.engine.scheduler.output import CachedRequestData, ModelRunnerOutput, SchedulerOutput
-from stratakv.engine.worker.model_runner import BegunStep
+from stratakv.engine.worker.begun_step import BegunStep
 
 from .conftest import config_of
 

@@ -89,14 +89,14 @@ class Answer(ABC):
     def whole(self, parts: list[Part], usage: Usage) -> msgspec.Struct:
         """The answer in one piece."""
 
+    @abstractmethod
+    def chunk(self, parts: list[Part], usage: UsageField) -> msgspec.Struct:
+        """One event of the stream: of one part, or without any for the usage at the end."""
+
     def select(self, wholes: Mapping[int, TextOutput]) -> list[Generation]:
         """The answers that the client gets, prompt by prompt, of all that were generated: `wholes`
         by their index."""
         return self.generations
-
-    @abstractmethod
-    def chunk(self, parts: list[Part], usage: UsageField) -> msgspec.Struct:
-        """One event of the stream: of one part, or without any for the usage at the end."""
 
     async def respond(self, http: Request) -> ASGIApp:
         """The HTTP answer. The body of `http` has been read."""
