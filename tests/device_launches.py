@@ -231,14 +231,13 @@ def make_model(folder: Path, num_layers: int, max_model_len: int, max_requests: 
     return make_forward(
         FakeRuntime(),
         model,
-        KvPool(groups.layout, 64, DEVICE),
+        KvPool(groups.layout, 64, DEVICE).pages_of(groups),
         placement,
         DTYPE,
         max_model_len=max_model_len,
         max_tokens=2048,
         max_requests=max_requests,
         progress=lambda _: None,
-        groups=groups,
     )
 
 

@@ -212,6 +212,11 @@ class BlockLayout:
         return elements * DTYPE_BYTES[self.kv_dtype]
 
     @property
+    def place_bytes(self) -> int:
+        """Bytes of one of its layers."""
+        return self.page_bytes // self.num_layers
+
+    @property
     def slot_bytes(self) -> int:
         """`page_bytes` rounded up to the alignment: what one block occupies in a slab."""
         return -(-self.page_bytes // ALIGNMENT) * ALIGNMENT

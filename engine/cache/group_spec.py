@@ -9,6 +9,14 @@ have one size. The layers of a group attend alike, because a group forgets a blo
     group 1   window of 512       layers 0 1           table: 0 9 4    (0: outside the window)
     group 2   window of 512       layers 2 3           table: 0 1 5
     group 3   window of 512       layers 4             table: 0 6 2    (its pages have a place free)
+
+The layers of a draft model (speculation) lie in the same pool, so a block that is found, copied or
+loaded brings its K and V too. Where all layers of the model see everything, they lie behind these
+in each page; else they have groups of their own. A page is read as places of the draft model's size
+from its beginning, so it has a whole number of those.
+
+    page                  | model 0 | model 1 | model 2 | model 3 | free |
+    as the draft sees it  |    |    |    |    |    |    |    |    | 0 | 1|
 """
 
 from __future__ import annotations
@@ -36,6 +44,12 @@ class CacheGroup:
 
     layers: tuple[int, ...]
     attention: LayerAttention
+    num_draft_places: int = 0  # places of a page that are kept for a draft model
+
+    @property
+    def num_places(self) -> int:
+        """The places of a page that hold something."""
+        return len(self.layers) + self.num_draft_places
 
     @property
     def window(self) -> int | None:
@@ -51,18 +65,28 @@ class LayerPlace(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class DraftPages:
+    """The pages of a pool as a draft model sees them."""
+
+    layout: BlockLayout  # of a page: `num_layers` places of the size of its layers
+    places: tuple[LayerPlace, ...]  # of each of its layers
+
+
+@dataclass(frozen=True, slots=True)
 class CacheGroups:
     """All groups of a model, and the layout of their pages (`layout.num_layers` places each)."""
 
     groups: tuple[CacheGroup, ...]
     layout: BlockLayout
+    draft: DraftPages | None = None
 
     def __len__(self) -> int:
         return len(self.groups)
 
     @property
-    def num_layers(self) -> int:
-        return sum(len(group.layers) for group in self.groups)
+    def num_places(self) -> int:
+        """The places of a block of tokens, over all groups."""
+        return sum(group.num_places for group in self.groups)
 
     @property
     def attention(self) -> tuple[LayerAttention, ...]:
@@ -74,19 +98,21 @@ class CacheGroups:
         """Whether some group does not keep all blocks of a sequence."""
         return not all(group.attention.is_full for group in self.groups)
 
-    def bound(self, fingerprint: str) -> str:
+    def bound(self, fingerprint: str, draft_fingerprint: str = "") -> str:
         """The fingerprint of a model whose blocks lie as here, 64 hexadecimal digits. Where some
         layers forget, which layers share a block is for this version to choose: one that chooses
-        otherwise must not find these blocks."""
-        if not self.forgets:
+        otherwise must not find these blocks. Neither must one with another draft model."""
+        if not self.forgets and self.draft is None:
             return fingerprint
-        plan = [[str(group.attention), *group.layers] for group in self.groups]
+        plan: list[object] = [[str(group.attention), *group.layers] for group in self.groups]
+        if self.draft is not None:
+            plan.append([draft_fingerprint, *map(tuple, self.draft.places)])
         return hashlib.sha256(f"{fingerprint} {plan}".encode()).hexdigest()
 
     def num_pages(self, num_blocks: int) -> int:
         """The pages that take the memory of `num_blocks` over all layers. Raises ConfigError for
         more than a pool may have."""
-        pages = num_blocks * self.num_layers // self.layout.num_layers
+        pages = num_blocks * self.num_places // self.layout.num_layers
         if pages > MAX_BLOCKS:
             raise ConfigError(
                 f"{num_blocks} blocks in {len(self.groups)} cache groups are {pages} of the KV "
@@ -124,14 +150,18 @@ def pages_per_block(attention: Sequence[LayerAttention]) -> int:
 
 
 def plan_groups(
-    layout: BlockLayout, num_groups: int = 1, attention: Sequence[LayerAttention] = ()
+    layout: BlockLayout,
+    num_groups: int = 1,
+    attention: Sequence[LayerAttention] = (),
+    draft: BlockLayout | None = None,
 ) -> CacheGroups:
     """Split the layers of a model, whose blocks over all layers have this layout, into groups whose
     pages are equal. `attention` has a value for each layer; without it all attend to everything.
 
     Where all layers attend alike, there are `num_groups`. Otherwise the kinds say how many groups
-    there are, and `num_groups` must be 1. Raises ConfigError, naming the layers, where the pages
-    cannot be equal.
+    there are, and `num_groups` must be 1. `draft` is the layout of a block over all layers of a
+    draft model, of as many tokens and the same number type. Raises ConfigError, naming the layers,
+    where the pages cannot be equal.
     """
     attention = tuple(attention) or (full(),) * layout.num_layers
     if len(attention) != layout.num_layers:
@@ -159,7 +189,42 @@ def plan_groups(
         for kind, layers in in_order
         for start in range(0, len(layers), size)
     )
-    return CacheGroups(groups, replace(layout, num_layers=size))
+    planned = CacheGroups(groups, replace(layout, num_layers=size))
+    return planned if draft is None else _with_draft(planned, draft)
+
+
+def _with_draft(groups: CacheGroups, draft: BlockLayout) -> CacheGroups:
+    """The groups of a model, with places for the layers of a draft model."""
+    size, draft_size = groups.layout.place_bytes, draft.place_bytes
+    # A page of a multiple of so many places is a whole number of the draft's.
+    unit = draft_size // math.gcd(size, draft_size)
+    layout = groups.layout
+    if len(groups) == 1 and not groups.forgets:
+        [group] = groups.groups
+        first = -(-layout.page_bytes // draft_size)
+        num_places = -(-(first + draft.num_layers) * draft_size // size)
+        num_places = -(-num_places // unit) * unit
+        layout = replace(layout, num_layers=num_places)
+        own = [replace(group, num_draft_places=num_places - len(group.layers))]
+        places = [LayerPlace(0, first + layer) for layer in range(draft.num_layers)]
+    else:
+        in_page, rest = divmod(layout.page_bytes, draft_size)
+        if rest or not in_page:
+            raise ConfigError(
+                f"a layer of the draft model takes {draft_size} bytes of a block, and the pages of "
+                f"this model's cache groups have {layout.page_bytes}, which is no multiple of "
+                "that; take another draft model"
+            )
+        num_groups = -(-draft.num_layers // in_page)
+        num_full = sum(group.attention.is_full for group in groups.groups)
+        own = list(groups.groups)
+        own[num_full:num_full] = [CacheGroup((), full(), layout.num_layers)] * num_groups
+        places = [
+            LayerPlace(num_full + layer // in_page, layer % in_page)
+            for layer in range(draft.num_layers)
+        ]
+    seen = replace(draft, num_layers=layout.page_bytes // draft_size)
+    return CacheGroups(tuple(own), layout, DraftPages(seen, tuple(places)))
 
 
 def _check_kinds(kinds: dict[LayerAttention, list[int]]) -> None:

@@ -104,6 +104,10 @@ class KVCacheManager:
         """The blocks of a request; not to be changed."""
         return self._tables.get(request_id, self.no_blocks)
 
+    def num_slots(self, request_id: str) -> int:
+        """Tokens that the blocks of a request have room for, from its first token on."""
+        return len(self.tables(request_id)[0]) * self.block_size
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that a request of `num_tokens` holds at once, at most, when nothing is shared."""
         return self._width * sum(group.most_blocks(num_tokens) for group in self._groups)
@@ -234,7 +238,7 @@ class KVCacheManager:
         self.pool.note_computed([block for table in tables for block in table[first:end]])
 
     def trim(self, request: Request) -> None:
-        """Blocks behind the tokens of a request, which rejected drafts were given, are free."""
+        """Blocks behind the tokens of a request, which drafts were given, are free."""
         num_blocks = -(-request.num_tokens // self.block_size)
         for table in self.tables(request.request_id):
             if len(table) > num_blocks:

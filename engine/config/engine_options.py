@@ -25,13 +25,14 @@ from ..models.checkpoint.files import check_directory
 from ..models.checkpoint.hub import fetch_model, is_hub_id
 from .engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from .offload_config import OFFLOAD_OPTIONS, OFFLOAD_TIERS
-from .speculative_config import SpeculativeConfig
+from .speculative_config import DRAFT_MODEL, SpeculativeConfig
 from .unsupported_options import explain_not_built
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "models" / "embedded"
 EMBEDDED_NAME = "stratakv-embedded"
 _POOL_SIZES = ("num_blocks", "kv_cache_memory_bytes")
 _OF_SPECULATION = tuple(options_of(SpeculativeConfig, ""))[1:]  # behind the method
+_OF_LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
 _SHOWN_LATE = ("scheduling_policy", "reserve", "pin_tenant_share")
 
 
@@ -80,6 +81,9 @@ def engine_config(
         # Only then: a user without a home directory has none.
         sections["offload.ssd"]["path"] = default_ssd_path()
     path = model_directory(model, sections["model"].get("revision", ""), is_fetched=is_fetched)
+    if draft := sections["speculative"].get("model"):
+        sections["speculative"].setdefault("method", DRAFT_MODEL)
+        sections["speculative"]["model"] = model_directory(draft, is_fetched=is_fetched)
     typed = "" if model is None else str(model)
     if "served_name" not in sections["model"]:
         sections["model"]["served_name"] = _served_name(typed, path)
@@ -98,8 +102,11 @@ def hides(name: str, value: Any) -> Iterator[str]:
     """The options that mean nothing once `name` has this value."""
     if name in _POOL_SIZES:
         yield from (other for other in _POOL_SIZES if other != name)
-    elif name == "speculative_method" and value == "none":
-        yield from _OF_SPECULATION
+    elif name == "speculative_method":
+        if value == "none":
+            yield from _OF_SPECULATION
+        else:
+            yield from _OF_LOOKUP if value == DRAFT_MODEL else ("speculative_model",)
     elif name == "kv_offload":
         for tier in (*OFFLOAD_TIERS, REMOTE):
             if not has_tier(value, tier):
@@ -194,13 +201,14 @@ def _refuse_contradictions(
                     f"{flag_of(name)} is given and {wanted.split()[0]} is not; add {wanted} or "
                     "drop it"
                 )
-    if sections["speculative"].get("method", "none") == "none":
-        for name in _OF_SPECULATION:
-            if name in given:
-                raise ConfigError(
-                    f"{flag_of(name)} is given and no drafts are proposed; add "
-                    "--speculative-method ngram or drop it"
-                )
+    speculative = sections["speculative"]
+    method = speculative.get("method", DRAFT_MODEL if speculative.get("model") else "none")
+    for name in hides("speculative_method", method):
+        if name in given and name != "speculative_model":
+            why = "no drafts are proposed" if method == "none" else "a draft model proposes"
+            raise ConfigError(
+                f"{flag_of(name)} is given and {why}; add --speculative-method ngram or drop it"
+            )
     if "num_blocks" in given and "kv_cache_memory_bytes" in given:
         raise ConfigError(
             "--num-blocks and --kv-cache-memory-bytes both set the size of the KV pool; give one"

@@ -17,7 +17,7 @@ _REASONING = (
     "--reasoning-start and --reasoning-end name others"
 )
 _STRUCTURED = "see --structured-outputs-backend; requests say what white space they want"
-_SPECULATIVE = "drafts come from the texts themselves; see --speculative-method"
+_SPECULATIVE = "drafts are one row of tokens; see --speculative-method"
 _MULTIMODAL = "models read text only"
 _POOLING = "a server generates and makes embeddings; --pooling says which hidden states these are"
 _MODEL_FILES = (
@@ -49,7 +49,7 @@ _BY_REASON: Mapping[str, str] = {
         lora_extra_vocab_size fully_sharded_loras default_mm_loras lora_target_modules
         enable_prompt_adapter
     """,
-    _SPECULATIVE: "speculative_model spec_token_tree",
+    _SPECULATIVE: "spec_token_tree",
     _TOOLS: "tool_parser_plugin tool_server",
     _REASONING: "reasoning_parser reasoning_parser_plugin enable_reasoning reasoning_config",
     _STRUCTURED: """

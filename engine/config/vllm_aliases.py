@@ -18,7 +18,7 @@ from ...tiers.settings.sizes import MAX_SIZE_BYTES
 from ...tiers.settings.values import GIB, ConfigError
 from ..request.logprobs import MAX_LOGPROBS
 from .engine_config import POOLINGS
-from .speculative_config import METHODS
+from .speculative_config import DRAFT_MODEL, METHODS
 
 _ONE_DEVICE = "the engine computes on one device, and models over several are not built"
 _POOLING_TYPES = ("pooling_type", "seq_pooling_type")
@@ -26,6 +26,7 @@ _ALWAYS_ON = ("normalize", "use_activation")
 _MAX_GIB = MAX_SIZE_BYTES // GIB
 _SPECULATIVE_NAMES = {
     "method": "speculative_method",
+    "model": "speculative_model",
     "num_speculative_tokens": "num_speculative_tokens",
     "prompt_lookup_min": "prompt_lookup_min",
     "prompt_lookup_max": "prompt_lookup_max",
@@ -119,19 +120,21 @@ def _pooler_config(called: str, value: Any) -> Meaning:
 
 
 def _speculative_config(called: str, value: Any) -> Meaning:
-    """vLLM's object, where its drafts come from the texts themselves."""
+    """vLLM's object, where its drafts come from the texts themselves or from a model."""
     given = _object_of(value)
-    if given is None or "method" not in given:
+    if given is None or not given.keys() & {"method", "model"}:
         raise ConfigError(
             f'{called} takes an object such as {{"method": "ngram", "num_speculative_tokens": 8}}, '
             f"not {format_value(value)}"
         )
     known = METHODS[1:]
-    if given["method"] not in known:
+    if given.setdefault("method", DRAFT_MODEL) not in known:
         raise ConfigError(
             f"{called} takes {' or '.join(known)} as its method here, not "
-            f"{format_value(given['method'])}: drafts of other models are not built"
+            f"{format_value(given['method'])}: drafts of such heads are not built"
         )
+    if given.get("draft_tensor_parallel_size") == 1:  # as it is here
+        del given["draft_tensor_parallel_size"]
     if others := given.keys() - _SPECULATIVE_NAMES.keys():
         raise ConfigError(
             f"{called} takes {', '.join(_SPECULATIVE_NAMES)} here, and no "

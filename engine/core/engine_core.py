@@ -49,6 +49,7 @@ from ..worker.runtime.pool_sizing import context_that_fits
 from .beams.beam_families import BeamFamilies
 from .calls import CoreCalls
 from .core_stats import CoreStats
+from .draft_check import find_draft
 from .executor import Executor, ExecutorDied, InProcessExecutor, StepHandle, load_runner
 from .handover import HeldAnswers
 from .model_check import blocks_of_pool, check_backend, demand_of
@@ -106,22 +107,27 @@ class EngineCore:
         self._dtype = dtype_for(config, self.spec, device)
         self._largest_embedding = float(torch.finfo(self._dtype).max)
         dtype = dtype_name(self._dtype)
-        demand = demand_of(config, self.spec, dtype)
+        self._draft = find_draft(config, self.spec)
+        demand = demand_of(config, self.spec, dtype, self._draft)
         self._groups = demand.groups
-        num_blocks = blocks_of_pool(config, self.spec, demand)
+        num_blocks = blocks_of_pool(config, self.spec, demand, self._draft)
         if num_blocks is not None:
             if config.model.max_model_len is None:
                 self.max_model_len = context_that_fits(demand, num_blocks, self.max_model_len)
             check_pool_size(demand, num_blocks, self.max_model_len, on_host=device.type == "cpu")
         random_for = f"{device.type}, torch {torch.__version__}"
-        files = ModelFiles.read(
-            config.model.path,
-            self.spec,
-            random_for=random_for if self._placement.random_weights else None,
-            progress=self._progress,
-        )
+        models = [(config.model.path, self.spec), *([] if self._draft is None else [self._draft])]
+        files = [
+            ModelFiles.read(
+                path,
+                spec,
+                random_for=random_for if self._placement.random_weights else None,
+                progress=self._progress,
+            )
+            for path, spec in models
+        ]
         identity = Identity(
-            self._groups.bound(files.fingerprint),
+            self._groups.bound(*[each.fingerprint for each in files]),
             config.model.revision + self._page_order(),
             dtype,
             self._groups.layout.kv_dtype,
@@ -155,7 +161,8 @@ class EngineCore:
                 if config.role == "decode" and elsewhere is not None:
                     elsewhere.expect_prompts()
             self._build_engine(num_blocks)
-            files.check_unchanged()  # the weights that are loaded are those that name the blocks
+            for each in files:  # the weights that are loaded are those that name the blocks
+                each.check_unchanged()
             self._request_builder = RequestBuilder(
                 self.spec.vocab_size,
                 self.spec.hidden_size,
@@ -411,6 +418,7 @@ class EngineCore:
             num_blocks,
             self.max_model_len,
             spec=self.spec,
+            draft=self._draft,
             dtype=self._dtype,
             placement=self._placement,
             connector=None if self._tiers is None else self._tiers.worker,
@@ -438,7 +446,8 @@ class EngineCore:
         config = self.config.speculative
         if not config.is_on:
             return None
-        return Speculation(config.num_tokens, is_adaptive=config.adaptive)
+        looks_ahead = self._draft is not None
+        return Speculation(config.num_tokens, config.adaptive, looks_ahead)
 
     def _make_hasher(self, root: bytes) -> BlockHasher | None:
         cache = self.config.cache

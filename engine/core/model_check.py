@@ -8,6 +8,8 @@ torch takes seconds. The core asks again, with a GPU's memory at hand.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ...tiers.settings.values import ConfigError
 from ...tiers.slab.host_memory import available_memory_bytes
 from ..cache.group_spec import plan_groups
@@ -16,11 +18,13 @@ from ..config.engine_options import has_tier
 from ..models.checkpoint.fingerprint import check_headers
 from ..models.checkpoint.stored_tensors import StoredTensors
 from ..models.checkpoint.tensor_shapes import expected_tensors, name_of
+from ..models.draft_source import DraftSource
 from ..models.dtypes import choose_dtype, kv_dtype_name
 from ..models.model_spec import ModelSpec, load_model_spec, resolve_max_model_len
 from ..plan.memory_plan import activation_bytes, weight_bytes
 from ..worker.pool_demand import PoolDemand, check_pool_size, num_blocks_in
 from ..worker.runtime.pool_sizing import HostMemory, host_pool_blocks, longest_context
+from .draft_check import find_draft
 
 
 def check_model(config: EngineConfig) -> None:
@@ -30,16 +34,26 @@ def check_model(config: EngineConfig) -> None:
     context = resolve_max_model_len(spec, model.max_model_len)
     check_backend(config)
     device = model.device.partition(":")[0]
-    demand = demand_of(config, spec, choose_dtype(model.dtype, device, spec.stored_dtype).name)
-    num_blocks = blocks_of_pool(config, spec, demand)
+    draft = find_draft(config, spec)
+    dtype = choose_dtype(model.dtype, device, spec.stored_dtype).name
+    demand = demand_of(config, spec, dtype, draft)
+    num_blocks = blocks_of_pool(config, spec, demand, draft)
     if num_blocks is not None:
         if model.max_model_len is None:
             context = longest_context(demand, num_blocks, context)
         check_pool_size(demand, num_blocks, context, on_host=device == "cpu")
     if model.load_format != "dummy":
-        check_headers(model.path)
-        with StoredTensors(model.path, name_of(spec)) as stored:
-            stored.check_expected(expected_tensors(spec, stored.tensor_names))
+        check_weights(model.path, spec)
+        if draft is not None:
+            check_weights(draft.path, draft.spec)
+
+
+def check_weights(path: Path, spec: ModelSpec) -> None:
+    """Raise ConfigError where the files of weights are cut off, or hold other tensors than the
+    model has."""
+    check_headers(path)
+    with StoredTensors(path, name_of(spec)) as stored:
+        stored.check_expected(expected_tensors(spec, stored.tensor_names))
 
 
 def check_backend(config: EngineConfig) -> None:
@@ -53,14 +67,23 @@ def check_backend(config: EngineConfig) -> None:
         raise ConfigError(f"--structured-outputs-backend {backend}: {why}")
 
 
-def demand_of(config: EngineConfig, spec: ModelSpec, dtype: str) -> PoolDemand:
-    """What requests take of a pool of this engine, whose model is computed in `dtype`."""
-    layout = spec.layout(config.cache.block_size, kv_dtype_name(config.cache.kv_cache_dtype, dtype))
-    groups = plan_groups(layout, config.cache.num_groups, spec.layer_attention)
+def demand_of(
+    config: EngineConfig, spec: ModelSpec, dtype: str, draft: DraftSource | None = None
+) -> PoolDemand:
+    """What requests take of a pool of this engine, whose models are computed in `dtype`."""
+    sizes = config.cache.block_size, kv_dtype_name(config.cache.kv_cache_dtype, dtype)
+    groups = plan_groups(
+        spec.layout(*sizes),
+        config.cache.num_groups,
+        spec.layer_attention,
+        None if draft is None else draft.spec.layout(*sizes),
+    )
     return PoolDemand(groups, config.scheduler.most_step_tokens)
 
 
-def blocks_of_pool(config: EngineConfig, spec: ModelSpec, demand: PoolDemand) -> int | None:
+def blocks_of_pool(
+    config: EngineConfig, spec: ModelSpec, demand: PoolDemand, draft: DraftSource | None = None
+) -> int | None:
     """The size of the pool: what the settings say, or what the host's free memory has room for.
     None: what a GPU's memory has left, which is known after the weights are loaded. Raises
     ConfigError where there is no room."""
@@ -75,9 +98,10 @@ def blocks_of_pool(config: EngineConfig, spec: ModelSpec, demand: PoolDemand) ->
     if available is None:
         return num_blocks_in(demand.block_bytes, DEFAULT_POOL_BYTES)
     dtype = choose_dtype(model.dtype, stored=spec.stored_dtype).name
+    of_draft = 0 if draft is None else weight_bytes(expected_tensors(draft.spec), dtype)
     memory = HostMemory(
         available_bytes=available,
-        weight_bytes=weight_bytes(expected_tensors(spec), dtype),
+        weight_bytes=weight_bytes(expected_tensors(spec), dtype) + of_draft,
         step_bytes=activation_bytes(spec, dtype),
         tier_bytes=offload.cpu.capacity_bytes if has_tier(offload.tiers, "cpu") else 0,
     )

@@ -172,8 +172,7 @@ def pool_capacity(
 ) -> Capacity:
     """The capacity of a pool in blocks over all layers. Of layers with windows a request holds what
     they and a step of the default size take; tokens are counted as if every layer kept all."""
-    page_bytes = groups.layout.page_bytes
-    blocks = size_bytes // (page_bytes // groups.layout.num_layers * groups.num_layers)
+    blocks = size_bytes // (groups.layout.place_bytes * groups.num_places)
     usable = groups.num_pages(blocks) - NULL_BLOCKS
 
     def requests(num_tokens: int) -> int:

@@ -49,6 +49,32 @@ class RunningRound:
             if added is not None:
                 step.add_drafts(index, drafts, added)
 
+    def add_room(self, step: StepBuilder) -> None:
+        """Requests that are to be asked for drafts get the slots in which these are computed, or
+        are asked for fewer. As for drafts, they take no block that others may need soon."""
+        manager, wanted = self._states.context.manager, step.wanted_drafts
+        keep, forked = self._pressure.num_kept_from_drafts, manager.shared_tails.families
+        for index, entry in enumerate(step.entries if wanted else ()):
+            request = entry.request
+            most = wanted.get(request.request_id)
+            if most is None:
+                continue
+            added = None
+            # Where forked requests still share a block, none may write to it.
+            if not step.pressed and request.request_id not in forked:
+                request.num_computed_tokens = entry.num_computed_tokens
+                num_slots = entry.num_tokens + most
+                added = manager.allocate_slots(request, num_slots, keep_free_blocks=keep)
+                request.num_computed_tokens = entry.end
+            if added is not None:
+                step.add_room(index, added)
+                continue
+            room = manager.num_slots(request.request_id) - entry.end
+            if room > 0 and request.request_id not in forked:
+                wanted[request.request_id] = min(most, room)
+            else:
+                del wanted[request.request_id]
+
     def _relieve(self, step: StepBuilder) -> None:
         """Send back whom the policy says while too much of the pool is held; never the only one."""
         states = self._states

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from enum import Enum
 
 from ...connector.base import KVConnectorScheduler, NullConnector
@@ -309,6 +309,8 @@ class Scheduler:
                 retry = self._admission.admit(step, now, only_known=only_known)
             if self.speculation is not None:
                 self._running.add_drafts(step)
+                if self.speculation.looks_ahead:
+                    self._running.add_room(step)
         meta = self._exchange.build_meta(pool.take_evicted())
         output = step.build_output(
             states.finished_ids, states.preempted_ids, meta, self._last_failed_id
@@ -347,6 +349,9 @@ class Scheduler:
         all_current = num_departed == self._states.num_departed
         sampled, nan_ids = runner_output.sampled_token_ids, runner_output.nan_request_ids
         proposed = runner_output.draft_token_ids
+        had_room: Collection[str] = ()  # behind their tokens, for drafts to be proposed in
+        if self.speculation is not None and self.speculation.looks_ahead:
+            had_room = scheduler_output.wanted_drafts
         take = self._writer.append_tokens
         running = RequestStatus.RUNNING
         for entry in entries:
@@ -370,7 +375,8 @@ class Scheduler:
                 outputs.append(take(request, token_ids, now))
                 if request_id in proposed and request.status is running:
                     request.draft_token_ids = proposed[request_id]
-                if entry.draft_token_ids and request.status is running:
+                has_more = entry.draft_token_ids or (had_room and request_id in had_room)
+                if has_more and request.status is running:
                     self.manager.trim(request)
                 if request.num_placeholders:
                     self._resolve_placeholder(request)

@@ -83,11 +83,13 @@ class _Pace:
 @dataclass(slots=True, eq=False)
 class Speculation:
     """A request gets at most `most_drafts` in a step; without `is_adaptive` it gets as many in
-    every step, whatever they are worth. One thread, that of the steps, calls it. Raises ValueError
-    for less than one draft."""
+    every step, whatever they are worth. `looks_ahead`: drafts are computed where their K and V
+    will lie, so that they need blocks before they are proposed. One thread, that of the steps,
+    calls it. Raises ValueError for less than one draft."""
 
     most_drafts: int
     is_adaptive: bool = True
+    looks_ahead: bool = False
     num_drafts: int = 0  # steps of requests that had drafts
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0

@@ -124,20 +124,28 @@ class StepBuilder:
     def add_drafts(self, index: int, drafts: Sequence[int], added: GroupBlocks) -> None:
         """The entry at `index` computes drafts too, behind its one token; `added` are the blocks
         it got for them."""
-        entry, block_ids = self.entries[index], self._ids_of(added)
-        if block_ids is not None and entry.block_ids is not None:
-            both = zip(entry.block_ids, block_ids, strict=True)
-            block_ids = tuple([[*first, *more] for first, more in both])
-        request, count = entry.request, len(drafts)
-        entry = self.entries[index] = entry._replace(
-            num_tokens=entry.num_tokens + count,
-            block_ids=block_ids or entry.block_ids,
-            draft_token_ids=drafts,
-        )
-        if entry.block_ids is not None or request.request_id in self._to_tell:
-            self._to_tell[request.request_id] = entry
+        entry, count = self.entries[index], len(drafts)
+        entry = entry._replace(num_tokens=entry.num_tokens + count, draft_token_ids=drafts)
+        self._put_entry(index, entry, added)
         self.budget -= count
+        request = entry.request
         request.num_computed_tokens = request.num_told_tokens = entry.end
+
+    def add_room(self, index: int, added: GroupBlocks) -> None:
+        """The entry at `index` gets blocks behind its tokens, for drafts to be proposed in."""
+        self._put_entry(index, self.entries[index], added)
+
+    def _put_entry(self, index: int, entry: StepEntry, added: GroupBlocks) -> None:
+        """An entry takes the place of the one at `index`, with more blocks."""
+        block_ids, request_id = self._ids_of(added), entry.request.request_id
+        if block_ids is not None:
+            if entry.block_ids is not None:
+                both = zip(entry.block_ids, block_ids, strict=True)
+                block_ids = tuple([[*first, *more] for first, more in both])
+            entry = entry._replace(block_ids=block_ids)
+        self.entries[index] = entry
+        if entry.block_ids is not None or request_id in self._to_tell:
+            self._to_tell[request_id] = entry
 
     def start(self, request: Request, num_tokens: int) -> None:
         """A request that the worker has not seen runs, after `num_computed_tokens` found or

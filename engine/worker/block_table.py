@@ -52,7 +52,8 @@ class BlockTable:
         width = max_blocks_per_row * self._entries_per_block
         self.array: BlockArray = np.zeros((max_rows, width), np.int32)
         self.num_entries: BlockArray = np.zeros(max_rows, np.int32)
-        self._changed: dict[int, int] = {}  # row → its first entry that changed
+        # Row → its first entry that changed, for each reader.
+        self._changed: dict[object, dict[int, int]] = {}
 
     def append_row(self, block_ids: Sequence[int], row: int) -> None:
         """Add blocks at the end of a row."""
@@ -68,10 +69,11 @@ class BlockTable:
             raise ValueError(f"row {row} takes {most} blocks, and {given} are given")
         self.array[row, start:end] = ids
         self.num_entries[row] = end
-        self._changed[row] = min(start, self._changed.get(row, start))
+        self._note_changed(row, start)
 
     def add_row(self, block_ids: Sequence[int], row: int) -> None:
-        self.num_entries[row] = self._changed[row] = 0
+        self.num_entries[row] = 0
+        self._note_changed(row, 0)
         self.append_row(block_ids, row)
 
     def replace_block(self, row: int, index: int, block_id: int) -> None:
@@ -80,14 +82,14 @@ class BlockTable:
         self.array[row, start : start + self._entries_per_block] = (
             block_id * self._entries_per_block + self._split
         )
-        self._changed[row] = min(start, self._changed.get(row, start))
+        self._note_changed(row, start)
 
     def move_row(self, source: int, target: int) -> None:
         """Copy a row over another one; the source keeps its entries until it is reused."""
         count = self.num_entries[source]
         self.array[target, :count] = self.array[source, :count]
         self.num_entries[target] = count
-        self._changed[target] = 0
+        self._note_changed(target, 0)
 
     def trim_row(self, row: int, num_blocks: int) -> None:
         """Drop the blocks of a row behind its first `num_blocks`."""
@@ -95,17 +97,25 @@ class BlockTable:
         if self.num_entries[row] > most:
             self.num_entries[row] = most
 
-    def take_changes(self) -> tuple[IntArray, IntArray, BlockArray]:
-        """The entries that changed since the last call: row, place in the row, and block. For
-        whoever keeps a copy; what lies behind a row's end may differ there."""
+    def take_changes(self, reader: object) -> tuple[IntArray, IntArray, BlockArray]:
+        """The entries that changed since this reader's last call, all of them at its first: row,
+        place in the row, and block. For whoever keeps a copy; what lies behind a row's end may
+        differ there."""
+        changed = self._changed.get(reader)
+        if changed is None:
+            changed = dict.fromkeys(np.flatnonzero(self.num_entries).tolist(), 0)
         rows, places, blocks = [_NO_PLACES], [_NO_PLACES], [_NO_BLOCKS]
-        for row, start in self._changed.items():
+        for row, start in changed.items():
             end = int(self.num_entries[row])
             rows.append(np.full(end - start, row))
             places.append(np.arange(start, end))
             blocks.append(self.array[row, start:end])
-        self._changed = {}
+        self._changed[reader] = {}
         return np.concatenate(rows), np.concatenate(places), np.concatenate(blocks)
+
+    def _note_changed(self, row: int, start: int) -> None:
+        for changed in self._changed.values():
+            changed[row] = min(start, changed.get(row, start))
 
     def view_row(self, row: int) -> BlockArray:
         return self.array[row, : self.num_entries[row]]
@@ -146,10 +156,14 @@ class MultiGroupBlockTable:
         for table in self.tables:
             table.move_row(source, target)
 
-    def trim_row(self, row: int, num_tokens: int) -> None:
-        """Drop the blocks of a row behind those of its first `num_tokens`."""
+    def trim_row(self, row: int, num_tokens: int) -> int:
+        """Drop the blocks of a row behind those of its first `num_tokens`; the tokens that the
+        others have room for."""
+        size = self.tables[0].given_size
+        num_blocks = -(-num_tokens // size)
         for table in self.tables:
-            table.trim_row(row, -(-num_tokens // table.given_size))
+            table.trim_row(row, num_blocks)
+        return num_blocks * size
 
     def block_ids(self, row: int) -> BlockIds:
         return tuple([table.block_ids(row) for table in self.tables])

@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from ..batch.batch_update import AddedRow, BatchUpdate, BatchUpdateBuilder, IntArray
 from ..cache.kv_block import BlockIds
@@ -21,7 +22,7 @@ from ..request.request import TokenArray
 from ..request.sampling_params import SamplingParams
 from ..scheduler.output import NewRequestData
 from .block_table import MultiGroupBlockTable
-from .forward.forward import HostEmbeds
+from .forward.forward import HostEmbeds, LateTokens
 
 _KNOWN = -1
 
@@ -77,6 +78,8 @@ class InputBatch:
         self.token_ids: npt.NDArray[np.int32] = np.zeros((max_rows, max_model_len), np.int32)
         self.num_tokens: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.num_computed: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
+        # Tokens whose K and V the draft model has too, where there is one.
+        self.num_draft_computed: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.expected_index: npt.NDArray[np.int64] = np.full(max_rows, _KNOWN)
         self._num_updates = 0
         self._builder = BatchUpdateBuilder()
@@ -108,7 +111,7 @@ class InputBatch:
         self.token_ids[row, :prompt_length] = request.prompt_token_ids
         self.token_ids[row, prompt_length:length] = request.output_token_ids
         self.num_tokens[row] = length
-        self.num_computed[row] = num_computed
+        self.num_computed[row] = self.num_draft_computed[row] = num_computed
         self.expected_index[row] = _KNOWN
         self.tables.add_row(block_ids, row)
         self._builder.add(
@@ -142,6 +145,19 @@ class InputBatch:
             cast(list[WorkerRequest], requests), rows, positions, self._num_updates
         )
 
+    def late_tokens(
+        self, chosen: Tensor | None, rows: IntArray, computed: IntArray, counts: IntArray
+    ) -> LateTokens | None:
+        """Those of a step that computes `counts` tokens of these rows after `computed` ones, where
+        the device alone knows the tokens that the step before has `chosen`."""
+        if chosen is None:
+            return None
+        index = self.expected_index[rows]
+        late = np.flatnonzero((index >= 0) & (computed + counts == self.num_tokens[rows]))
+        if len(late) == 0:
+            return None
+        return LateTokens((np.cumsum(counts) - 1)[late], chosen, index[late])
+
     def take_tokens(
         self, expected: ExpectedTokens, token_ids: Sequence[int], lost: Collection[int] = ()
     ) -> None:
@@ -170,7 +186,7 @@ class InputBatch:
         self, request: WorkerRequest, token_ids: Sequence[int], num_rejected: int
     ) -> None:
         """The tokens of a request behind the one that `take_tokens` was told, if any; of those that
-        were computed the last `num_rejected` are worth nothing, and neither are their blocks."""
+        were computed the last `num_rejected` are worth nothing."""
         request.output_token_ids.extend(token_ids)
         row = self.row_of_request(request)
         if row is None:
@@ -180,7 +196,13 @@ class InputBatch:
         self.token_ids[row, start : start + len(fitting)] = fitting
         self.num_tokens[row] += len(token_ids)
         self.num_computed[row] -= num_rejected
-        self.tables.trim_row(row, int(self.num_tokens[row]))
+        computed = self.num_computed[row]
+        self.num_draft_computed[row] = min(self.num_draft_computed[row], computed)
+
+    def trim_row(self, row: int) -> None:
+        """Blocks behind the tokens of a row, which drafts were given, are its own no longer."""
+        num_slots = self.tables.trim_row(row, int(self.num_tokens[row]))
+        self.num_draft_computed[row] = min(self.num_draft_computed[row], num_slots)
 
     def forget_expected(self) -> None:
         """The tokens that were expected will not come; the requests must leave the batch."""
@@ -246,6 +268,7 @@ class InputBatch:
         self.token_ids[target, :length] = self.token_ids[source, :length]
         self.num_tokens[target] = self.num_tokens[source]
         self.num_computed[target] = self.num_computed[source]
+        self.num_draft_computed[target] = self.num_draft_computed[source]
         self.expected_index[target] = self.expected_index[source]
         self.tables.move_row(source, target)
         self.requests[source], self.requests[target] = None, request

@@ -15,7 +15,9 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ from ...kernels.cpu.library import CpuLibrary, cpu_library
 from ...tiers.block import BlockLayout
 from ...tiers.settings.sizes import rough_size
 from ...tiers.settings.values import MIB, ConfigError
+from ..cache.group_spec import CacheGroups, LayerPlace
 from ..models.checkpoint.checkpoint import CPU
 from ..models.dtypes import pool_dtype
 from .pool_demand import SHARE_FLAG, check_memory
@@ -34,6 +37,15 @@ AT_ONCE_BYTES = 128 * MIB
 # Of a larger pool: what the first requests write before the thread has gone far.
 _FIRST_BYTES = 32 * MIB
 _LOWEST_PRIORITY = 19
+
+
+class ModelPages(NamedTuple):
+    """The pages of a pool as one model sees them, in blocks as its attention reads them."""
+
+    tensor: Tensor  # `[blocks, places, 2 (K, V), block_size, num_kv_heads, head_dim]`, contiguous
+    layout: BlockLayout  # of such a block
+    places: Sequence[LayerPlace]  # of each layer of the model
+    entries_per_block: int  # of a block table, for each block of the pool
 
 
 class KvPool:
@@ -80,6 +92,20 @@ class KvPool:
         self.entries_per_block = layout.block_size // (kernel_block_size or layout.block_size)
         self.kernel_layout = replace(layout, block_size=kernel_block_size or layout.block_size)
         self.kernel_tensor = self.tensor.view(-1, *block_shape(self.kernel_layout))
+
+    def pages_of(self, groups: CacheGroups) -> ModelPages:
+        """The pages as the model sees them whose layers `groups` are of."""
+        return ModelPages(
+            self.kernel_tensor, self.kernel_layout, groups.places(), self.entries_per_block
+        )
+
+    def pages_of_draft(self, groups: CacheGroups) -> ModelPages:
+        """The same memory as the draft model sees it. Raises ValueError without one."""
+        if groups.draft is None:
+            raise ValueError("these cache groups have no layers of a draft model")
+        layout = replace(groups.draft.layout, block_size=self.kernel_layout.block_size)
+        tensor = self.kernel_tensor.view(-1, *block_shape(layout))
+        return ModelPages(tensor, layout, groups.draft.places, self.entries_per_block)
 
 
 def block_shape(layout: BlockLayout) -> tuple[int, ...]:

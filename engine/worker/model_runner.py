@@ -28,7 +28,7 @@ from ...connector.messages import NOTHING_TO_MOVE, ConnectorMetadata, ConnectorW
 from ...kernels.kernel_choice import AUTO, PLAIN
 from ..batch.batch_update import IntArray
 from ..cache.group_spec import plan_groups
-from ..models.decoder import Decoder
+from ..models.draft_source import DraftSource
 from ..models.dtypes import compute_dtype, kv_dtype_name
 from ..models.model_spec import ModelSpec
 from ..sampling.processor_loading import LoadedProcessor
@@ -39,25 +39,20 @@ from .begun_step import BegunStep, SampledStep
 from .block_copier import BlockCopier
 from .block_table import BlockTable, MultiGroupBlockTable
 from .forward.attention_metadata import ranges
-from .forward.forward import LateTokens, StepInputs, step_order
+from .forward.forward import StepInputs, step_order
 from .input_batch import InputBatch, PromptEmbeds
 from .kv_pool import KvPool
 from .pool_demand import PoolDemand, check_pool_size
 from .pooling_collector import PoolingCollector
 from .prompt_logprobs import PromptLogprobsCollector
 from .runtime.device_runtime import DeviceRuntime
+from .runtime.model_loading import ModelLoader
 from .runtime.placement import Placement
 from .runtime.pool_sizing import MIN_CONTEXT, context_that_fits
-from .runtime.runtimes import (
-    check_kernels,
-    check_room,
-    choose_layer_parts,
-    make_forward,
-    open_runtime,
-    open_sizer,
-)
+from .runtime.runtimes import make_forward, open_runtime, open_sizer
+from .speculation.draft_model import DraftModel
 from .speculation.drafted_rows import DraftedRows
-from .speculation.proposer import Proposer
+from .speculation.proposer import ComputedStep, Proposer
 from .speculation.step_drafts import StepDrafts
 from .step_batch import StepBatch
 
@@ -110,6 +105,7 @@ class ModelRunner:
         runtime: DeviceRuntime | None = None,
         processors: Sequence[LoadedProcessor] = (),
         proposer: Proposer | None = None,
+        draft: DraftSource | None = None,
         progress: Callable[[str], None] = logger.info,
     ) -> None:
         """Load the model under `path` and allocate everything a step needs. Without `num_blocks`
@@ -120,7 +116,7 @@ class ModelRunner:
         lie one behind the other in each block. No step computes more than `most_step_tokens` of one
         request, nor than `max_num_batched_tokens`.
         `runtime` is that of the placement's device, `processors` are those of other packages,
-        `proposer` makes the drafts that steps ask for.
+        `proposer`, or the `draft` model, makes the drafts that steps ask for.
 
         Raises ConfigError where the weights do not fit `spec`, the pool cannot hold one request
         of the length asked for, the layers cannot be split into so many groups, or a processor
@@ -132,18 +128,13 @@ class ModelRunner:
         with runtime.entered():
             compute = compute_dtype(dtype, device.type, spec.stored_dtype)
             layout = spec.layout(block_size, kv_dtype_name(placement.kv_cache_dtype, compute))
-            groups = plan_groups(layout, num_groups, spec.layer_attention)
+            of_draft = None if draft is None else draft.spec.layout(block_size, layout.kv_dtype)
+            groups = plan_groups(layout, num_groups, spec.layer_attention, of_draft)
             demand = PoolDemand(groups, most_step_tokens or max_num_batched_tokens)
-            check_kernels(spec, placement, compute)
-            elementwise = choose_layer_parts(spec, placement, compute)
-            load = partial(
-                Decoder.load, path, spec, max_model_len, compute, device, elementwise,
-                is_random=placement.random_weights,
-            )  # fmt: skip
-            check_room(spec, placement, compute)
+            models = ModelLoader(path, spec, draft, placement, compute)
             if num_blocks is None:
                 sizer = open_sizer(placement)
-                self.model = load()
+                self.model, draft_model = models.load(max_model_len)
                 num_blocks = sizer.blocks(
                     self.model,
                     demand,
@@ -155,12 +146,12 @@ class ModelRunner:
                     max_model_len = context_that_fits(demand, num_blocks, max_model_len)
             else:
                 check_pool_size(demand, num_blocks, max_model_len, on_host=device.type == "cpu")
-                self.model = load()
+                self.model, draft_model = models.load(max_model_len)
             self.groups = groups
             self.pool = KvPool(
                 groups.layout, groups.num_pages(num_blocks), device, kernel_block_size
             )
-            kernel = PLAIN if elementwise.is_plain else AUTO
+            kernel = PLAIN if models.is_plain else AUTO
             self._copier = BlockCopier(self.pool.tensor, kernel)
             self.max_model_len = max_model_len
             self.max_num_batched_tokens = max_num_batched_tokens
@@ -171,19 +162,23 @@ class ModelRunner:
             ]
             self.batch = InputBatch(max_num_seqs, max_model_len, MultiGroupBlockTable(tables))
             self._steps = StepBatch(self.batch)
+            make = partial(
+                make_forward, runtime, placement=placement, compute=compute,
+                max_model_len=max_model_len, max_requests=max_num_seqs, progress=progress,
+            )  # fmt: skip
+            pages = self.pool.pages_of(groups)
+            self._forward = make(self.model, pages, max_tokens=max_num_batched_tokens)
+            if draft_model is not None:
+                pages, most = self.pool.pages_of_draft(groups), max_num_batched_tokens + block_size
+                proposer = DraftModel(
+                    draft_model,
+                    make(draft_model, pages, max_tokens=most),
+                    self.batch,
+                    tables[pages.places[0].group],
+                    vocab_size=spec.vocab_size,
+                    max_tokens=most,
+                )
             self._drafts = StepDrafts(self.batch, self._sampler, proposer)
-            self._forward = make_forward(
-                runtime,
-                self.model,
-                self.pool,
-                placement,
-                compute,
-                max_model_len=max_model_len,
-                max_tokens=max_num_batched_tokens,
-                max_requests=max_num_seqs,
-                progress=progress,
-                groups=groups,
-            )
             self._prompt_logprobs = PromptLogprobsCollector(self.model.logits)
             self._pooling = PoolingCollector()
             self._prompt_embeds = PromptEmbeds(spec.hidden_size)
@@ -289,7 +284,9 @@ class ModelRunner:
         positions = ranges(computed, counts)
         token_rows = np.repeat(rows, counts)
         num_drafts = self._drafts.put_drafts(step.output.draft_token_ids, rows)
-        late = self._late_tokens(rows, computed, counts)
+        due = self._due
+        chosen = None if due is None or due.sampled is None else due.sampled.choice.tokens
+        late = batch.late_tokens(chosen, rows, computed, counts)
         tables = batch.tables
         slots = tables.slot_mapping(token_rows, positions)
         token_ids = batch.token_ids[token_rows, positions].astype(np.int64)
@@ -333,6 +330,7 @@ class ModelRunner:
         self._connector.wait_before_forward()
         self._copier.copy_blocks(step.output.block_copies)
         hidden = launch()
+        self._drafts.follow_step(ComputedStep(rows, computed, counts, num_drafts, chosen))
         batch.num_computed[rows] += counts
         if not ready.all():
             step.result.sampled_token_ids = {request_id: [] for request_id in scheduled}
@@ -356,20 +354,6 @@ class ModelRunner:
             )
         order = step_order(rows, counts)
         return rows[order], counts[order]
-
-    def _late_tokens(
-        self, rows: IntArray, computed: IntArray, counts: IntArray
-    ) -> LateTokens | None:
-        """Those of a step that computes `counts` tokens of these rows after `computed` ones."""
-        if self._due is None or self._due.sampled is None:
-            return None
-        index = self.batch.expected_index[rows]
-        late = np.flatnonzero((index >= 0) & (computed + counts == self.batch.num_tokens[rows]))
-        if len(late) == 0:
-            return None
-        return LateTokens(
-            (np.cumsum(counts) - 1)[late], self._due.sampled.choice.tokens, index[late]
-        )
 
     def _begin_choice(
         self, step: BegunStep, hidden: torch.Tensor, mask: TokenMask | None
@@ -413,8 +397,7 @@ class ModelRunner:
                 if self._prompt_logprobs.is_active:
                     self._prompt_logprobs.deliver(requests, due.result)
                 self._pooling.deliver(requests, due.result)
-                if due.output.wanted_drafts:
-                    self._drafts.propose(due.output.wanted_drafts, requests, due.result)
+                self._drafts.propose(due.output, requests, due.result)
         except Exception as error:  # noqa: BLE001 - `collect_output` raises it
             due.error = error
             self.batch.forget_expected()

@@ -24,8 +24,7 @@ class PoolDemand:
 
     @property
     def block_bytes(self) -> int:
-        layout = self.groups.layout
-        return layout.page_bytes // layout.num_layers * self.groups.num_layers
+        return self.groups.layout.place_bytes * self.groups.num_places
 
     @property
     def block_size(self) -> int:
@@ -35,7 +34,7 @@ class PoolDemand:
         """The blocks of the smallest pool that can serve a request of so many tokens, the null
         block included."""
         pages = self.groups.most_pages(num_tokens, self.most_step_tokens) + 1
-        return -(-pages * self.groups.layout.num_layers // self.groups.num_layers)
+        return -(-pages * self.groups.layout.num_layers // self.groups.num_places)
 
     def longest(self, num_blocks: int, at_most: int) -> int:
         """The tokens of the longest request, up to `at_most`, that a pool of so many blocks can

@@ -56,7 +56,7 @@ def test_u09_sizes_are_said_in_units(
         ("--data-parallel-size=2", ["--data-parallel-size is an option of vLLM", "one device"]),
         ("--quantization fp8", ["--quantization", "not built here", "--dtype"]),
         ("--enable-lora", ["--enable-lora", "not built here: adapters"]),
-        ("--speculative-model x", ["--speculative-model", "not built here"]),
+        ("--spec-token-tree x", ["--spec-token-tree", "not built here"]),
         ("--tool-parser-plugin a.py", ["not built here", "see --tool-call-parser"]),
         ("--no-enable-log-requests", ["--no-enable-log-requests", "not built here", "--log-level"]),
         ("--limit-mm-per-prompt {}", ["not built here: models read text only"]),

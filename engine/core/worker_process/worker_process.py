@@ -25,6 +25,7 @@ from ...models.model_spec import load_model_spec
 from ...worker.begun_step import BegunStep
 from ...worker.model_runner import ModelRunner
 from ...worker.runtime.device_runtime import is_device_lost
+from ..draft_check import find_draft
 from ..executor import call_runner, load_runner
 from ..resolve_placement import dtype_for, placement_of
 from ..start import read_start
@@ -100,6 +101,7 @@ class WorkerServer:
             self._start.num_blocks,
             self._start.max_model_len,
             spec=spec,
+            draft=find_draft(config, spec),
             dtype=dtype_for(config, spec, placement.device),
             placement=placement,
             connector=self._copies(),

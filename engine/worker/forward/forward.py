@@ -20,17 +20,16 @@ from torch import Tensor
 
 from ....kernels.attention.gathered_prefill import MIN_ROWS
 from ....kernels.cpu.network import CpuNetwork
-from ....tiers.block import BlockLayout
 from ...batch.batch_update import IntArray
-from ...cache.group_spec import CacheGroups
 from ...models.attention import PagedAttention
 from ...models.checkpoint.checkpoint import CPU
 from ...models.decoder import Attention, AuxStates, Decoder, Embeds, Plan
 from ...request.prompt_embeds import EmbedArray
 from ...sampling.copies import to_device
 from ..block_table import BlockTable
+from ..kv_pool import ModelPages
 from .attention_metadata import AttentionPlanner
-from .grouped_attention import LayerViews, attention_over, plan_of
+from .grouped_attention import LayerViews
 
 
 class HostEmbeds(NamedTuple):
@@ -109,16 +108,13 @@ class GatherForward:
     def __init__(
         self,
         model: Decoder,
-        pool: Tensor,
-        layout: BlockLayout,
-        groups: CacheGroups,
+        pages: ModelPages,
         dtype: torch.dtype,
         max_model_len: int,
     ) -> None:
-        """`pool` is of blocks of this layout, as the step's tables name them."""
         self._model = model
-        spec = model.spec
-        views = LayerViews(groups, spec.layer_attention)
+        spec, layout = model.spec, pages.layout
+        views = LayerViews(pages.places, spec.layer_attention)
         # With the group whose table each reads.
         self._planners = [
             (view.group, AttentionPlanner(layout, dtype, max_model_len, view.window))
@@ -126,12 +122,13 @@ class GatherForward:
         ]
         self.max_group_blocks = max(planner.max_group_blocks for _, planner in self._planners)
         attention = PagedAttention(
-            pool, layout, spec.num_heads, self.max_group_blocks, spec.attention_scale
+            pages.tensor, layout, spec.num_heads, self.max_group_blocks, spec.attention_scale
         )
-        self._attention = attention_over(attention, views)
+        self._plan_of = views.plan_of
+        self._attention = views.attention_over(attention)
 
     def prepare_step(self, step: StepInputs) -> Launch:
-        plan = plan_of(
+        plan = self._plan_of(
             [
                 planner.plan_attention(
                     step.tables[group], step.rows, step.computed, step.counts, step.slots[group]

@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple
 from torch import Tensor
 
 from ....kernels.layer.rotate_write import Rotary
-from ...cache.group_spec import CacheGroups
+from ...cache.group_spec import LayerPlace
 from ...models.decoder import Attention, Plan, QkvAttention
 from ...models.layer_attention import LayerAttention
 
@@ -28,10 +28,10 @@ class View(NamedTuple):
 class LayerViews:
     """The views of a model: `views`, and for each layer which it has, and its place in a page."""
 
-    def __init__(self, groups: CacheGroups, attention: Sequence[LayerAttention]) -> None:
-        """`attention` has one for each layer, of which a group may have several. Raises ValueError
-        for a kind that is not computed."""
-        places, kinds = groups.places(), tuple(attention)
+    def __init__(self, places: Sequence[LayerPlace], attention: Sequence[LayerAttention]) -> None:
+        """The place of each layer, and how it attends: layers of one group may differ in that.
+        Raises ValueError for a kind that is not computed."""
+        kinds = tuple(attention)
         for kind in kinds:
             if not kind.is_full and kind.window is None:
                 raise ValueError(f"no attention of the worker computes {kind}")
@@ -43,6 +43,16 @@ class LayerViews:
         self.places = [
             (index[view], place.in_page) for view, place in zip(of_layers, places, strict=True)
         ]
+        # All layers have one plan, and each the place of its number.
+        self._is_plain = self.places == [(0, layer) for layer in range(len(self.places))]
+
+    def attention_over(self, attention: Attention[Plan]) -> Attention[Any]:
+        """What computes a step that `plan_of` has put together."""
+        return attention if self._is_plain else GroupedAttention(attention, self)
+
+    def plan_of(self, plans: Sequence[Plan]) -> Plan | Sequence[Plan]:
+        """The plan of a step from those of its views."""
+        return plans[0] if self._is_plain else plans
 
 
 class GroupedAttention(Generic[Plan]):
@@ -70,13 +80,3 @@ class GroupedAttention(Generic[Plan]):
         assert self._of_qkv is not None
         view, index = self._places[layer]
         return self._of_qkv(qkv, rotary, index, plans[view])
-
-
-def attention_over(attention: Attention[Plan], views: LayerViews) -> Attention[Any]:
-    """What computes a step that `plan_of` has put together; for one view that is `attention`."""
-    return attention if len(views.views) == 1 else GroupedAttention(attention, views)
-
-
-def plan_of(plans: Sequence[Plan]) -> Plan | Sequence[Plan]:
-    """The plan of a step from those of its views."""
-    return plans[0] if len(plans) == 1 else plans

@@ -19,12 +19,12 @@ from ....kernels.cpu.paged_attention import CpuAttentionStep, reason_against
 from ....kernels.cpu.workspace import Workspace
 from ....tiers.block import BlockLayout
 from ...batch.batch_update import IntArray
-from ...cache.group_spec import CacheGroups
 from ...models.decoder import Decoder
 from ...models.dtypes import pool_dtype
 from ..block_table import BlockTable
+from ..kv_pool import ModelPages
 from .forward import Launch, StepInputs, launch_of
-from .grouped_attention import LayerViews, attention_over, plan_of
+from .grouped_attention import LayerViews
 
 
 def reason_against_in_place(layout: BlockLayout, compute: torch.dtype) -> str | None:
@@ -106,11 +106,10 @@ class InPlaceAttention:
 class InPlaceForward:
     """A model over one pool; tensors share the memory of the step's arrays."""
 
-    def __init__(self, model: Decoder, pool: Tensor, groups: CacheGroups) -> None:
-        """`pool` is of blocks as the step's tables name them."""
+    def __init__(self, model: Decoder, pages: ModelPages) -> None:
         self._model = model
-        spec = model.spec
-        views = LayerViews(groups, spec.layer_attention)
+        spec, pool = model.spec, pages.tensor
+        views = LayerViews(pages.places, spec.layer_attention)
         workspace = Workspace()
         pools = [pool[:, place] for _, place in views.places]
         self._network = None
@@ -124,7 +123,8 @@ class InPlaceForward:
             )
             for view in views.views
         ]
-        self._attention = attention_over(InPlaceAttention(pool), views)
+        self._plan_of = views.plan_of
+        self._attention = views.attention_over(InPlaceAttention(pool))
 
     def prepare_step(self, step: StepInputs) -> Launch:
         plans = [
@@ -134,5 +134,5 @@ class InPlaceForward:
             for group, planner in self._planners
         ]
         if self._network is None:
-            return launch_of(self._model, self._attention, plan_of(plans), step)
+            return launch_of(self._model, self._attention, self._plan_of(plans), step)
         return launch_of(self._model, self._network, [plan.step for plan in plans], step)

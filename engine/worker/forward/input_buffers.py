@@ -189,7 +189,7 @@ class InputBuffers:
         self._seq_lens.arrays[turn][:requests] = step.computed + step.counts
         self._rows.arrays[turn][:requests] = step.rows
         self._copy_to_device(self._rows, requests)
-        for (slots, _), given in zip(self._groups, step.slots, strict=True):
+        for (slots, _), given in zip(self._groups, step.slots, strict=False):
             slots.arrays[turn][:tokens] = given
         if step.wanted is not None:
             self._wanted.arrays[turn][: len(step.wanted)] = step.wanted
@@ -236,7 +236,7 @@ class _DeviceTable:
 
     def upload_changes(self, table: BlockTable) -> None:
         """Take in what changed in the host's."""
-        rows, places, blocks = table.take_changes()
+        rows, places, blocks = table.take_changes(self)
         if len(rows):
             there = [to_device(array, self._batch.device) for array in (rows, places, blocks)]
             self._batch.index_put_((there[0], there[1]), there[2])

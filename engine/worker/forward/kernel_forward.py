@@ -17,11 +17,11 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from ...cache.group_spec import CacheGroups
+from ...cache.group_spec import LayerPlace
 from ...models.decoder import AuxStates, Decoder, Embeds
 from ..runtime.device_runtime import DeviceRuntime, Work
 from .forward import Launch, StepInputs
-from .grouped_attention import LayerViews, attention_over, plan_of
+from .grouped_attention import LayerViews
 from .input_buffers import InputBuffers
 from .kernel_attention import KernelAttention, KernelPlan
 
@@ -98,14 +98,15 @@ class KernelForward:
         runtime: DeviceRuntime,
         model: Decoder,
         attention: KernelAttention,
-        groups: CacheGroups,
+        places: Sequence[LayerPlace],
         *,
         max_tokens: int,
         max_requests: int,
         max_blocks: int,
     ) -> None:
-        views = LayerViews(groups, model.spec.layer_attention)
-        self._model, self._attention = model, attention_over(attention, views)
+        views = LayerViews(places, model.spec.layer_attention)
+        self._plan_of = views.plan_of
+        self._model, self._attention = model, views.attention_over(attention)
         self._max_tokens, self._kernels = max_tokens, attention.kernels
         self._buffers = InputBuffers(
             runtime,
@@ -124,10 +125,10 @@ class KernelForward:
         for a compiler: a short chunk and a long one have each their own launch."""
         buffers = self._buffers
         buffers.fill(None, 1)
-        self._forward(1, plan_of(buffers.decode_plans(1)), None)
+        self._forward(1, self._plan_of(buffers.decode_plans(1)), None)
         for num_tokens in sorted({min(size, self._max_tokens) for size in WARM_CHUNKS}):
             buffers.fill(None, num_tokens, 1)
-            self._forward(num_tokens, plan_of(buffers.chunk_plans(num_tokens)), None)
+            self._forward(num_tokens, self._plan_of(buffers.chunk_plans(num_tokens)), None)
 
     def record_steps(self, progress: Callable[[str], None]) -> None:
         """Record decode steps, and small chunks where their kernels can be. Without it every step
@@ -148,7 +149,7 @@ class KernelForward:
             if found is not None:
                 return self._prepare_recorded(step, *found)
         self._buffers.fill(step, step.num_tokens)
-        plan, num_tokens = plan_of(self._buffers.plans(step)), step.num_tokens
+        plan, num_tokens = self._plan_of(self._buffers.plans(step)), step.num_tokens
         wanted = None if step.wanted is None else self._buffers.wanted[: len(step.wanted)]
         if is_plain:
             return partial(self._forward, num_tokens, plan, wanted)
@@ -166,10 +167,14 @@ class KernelForward:
         return lambda: work()[wanted]
 
     def _decode_work(self, bucket: int) -> Work:
-        return partial(self._forward, bucket, plan_of(self._buffers.decode_plans(bucket)), None)
+        return partial(
+            self._forward, bucket, self._plan_of(self._buffers.decode_plans(bucket)), None
+        )
 
     def _chunk_work(self, bucket: int) -> Work:
-        return partial(self._forward, bucket, plan_of(self._buffers.chunk_plans(bucket)), None)
+        return partial(
+            self._forward, bucket, self._plan_of(self._buffers.chunk_plans(bucket)), None
+        )
 
     def _forward(
         self,

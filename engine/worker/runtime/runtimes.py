@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -20,7 +20,6 @@ from ....kernels.kernel_choice import AUTO as AUTO_KERNEL
 from ....kernels.kernel_choice import TRITON, KernelRefused, probe_hardware, triton_failure
 from ....kernels.layer.elementwise import choose_elementwise
 from ....tiers.settings.values import ConfigError
-from ...cache.group_spec import CacheGroups
 from ...models.checkpoint.tensor_shapes import expected_tensors
 from ...models.decoder import Decoder
 from ...models.dtypes import FP8_KV, dtype_name
@@ -33,7 +32,7 @@ from ..forward.in_place_forward import InPlaceForward, reason_against_in_place
 from ..forward.kernel_attention import KernelAttention, choose_kernels
 from ..forward.kernel_forward import KernelForward
 from ..forward.prefill_backend import PrefillChoice, library_bytes
-from ..kv_pool import KvPool
+from ..kv_pool import ModelPages
 from ..pool_demand import PoolDemand
 from .device_runtime import DeviceRuntime, HostRuntime
 from .placement import AUTO, Placement
@@ -153,14 +152,15 @@ def open_runtime(placement: Placement) -> DeviceRuntime:
     return CudaRuntime(placement.device)
 
 
-def check_room(spec: ModelSpec, placement: Placement, compute: torch.dtype) -> None:
+def check_room(specs: Iterable[ModelSpec], placement: Placement, compute: torch.dtype) -> None:
     """Raise ConfigError where the weights would not even fit into a GPU's memory. The CPU's is
     shared with the file they are mapped from, and is not asked."""
     if placement.device.type == "cpu":
         return
     from .cuda_runtime import CudaMeter
 
-    needed = weight_bytes(expected_tensors(spec), dtype_name(compute))
+    name = dtype_name(compute)
+    needed = sum(weight_bytes(expected_tensors(spec), name) for spec in specs)
     check_weights(needed, CudaMeter(placement.device).free_bytes())
 
 
@@ -216,7 +216,7 @@ def choose_layer_parts(spec: ModelSpec, placement: Placement, compute: torch.dty
 def make_forward(
     runtime: DeviceRuntime,
     model: Decoder,
-    pool: KvPool,
+    pages: ModelPages,
     placement: Placement,
     compute: torch.dtype,
     *,
@@ -224,21 +224,20 @@ def make_forward(
     max_tokens: int,
     max_requests: int,
     progress: Callable[[str], None],
-    groups: CacheGroups,
 ) -> StepForward:
-    """The model over the pool, with its decode steps recorded where that can be."""
-    layout, tensor = pool.kernel_layout, pool.kernel_tensor
+    """The model over its pages, with its decode steps recorded where that can be."""
+    layout = pages.layout
     if not placement.uses_kernels:
         if placement.attention_backend == AUTO and not reason_against_in_place(layout, compute):
-            return InPlaceForward(model, tensor, groups)
-        return GatherForward(model, tensor, layout, groups, compute, max_model_len)
+            return InPlaceForward(model, pages)
+        return GatherForward(model, pages, compute, max_model_len)
     scales = None
     if layout.kv_dtype == FP8_KV:
         # Scales by head, all 1: K and V are only rounded to e4m3. Scales by token would have to
         # travel with every block.
         scales = torch.ones((2, layout.num_kv_heads), device=runtime.device)
     attention = KernelAttention(
-        tensor,
+        pages.tensor,
         layout,
         num_heads=model.spec.num_heads,
         dtype=compute,
@@ -256,15 +255,16 @@ def make_forward(
     )
     with naming_triton():
         attention.gathered = choice.choose(placement.attention_backend)
+    each = pages.entries_per_block
     forward = KernelForward(
         runtime,
         model,
         attention,
-        groups,
+        pages.places,
         max_tokens=max_tokens,
         max_requests=max_requests,
         # Whole blocks of the pool, as the host's tables have them.
-        max_blocks=-(-max_model_len // pool.layout.block_size) * pool.entries_per_block,
+        max_blocks=-(-max_model_len // (layout.block_size * each)) * each,
     )
     if runtime.can_record:
         began = time.monotonic()

@@ -13,6 +13,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
+from ...batch.batch_update import IntArray
 from ...request.request import TokenArray
 
 
@@ -24,10 +27,25 @@ class DraftQuery(NamedTuple):
     output_token_ids: Sequence[int]  # its own list, which grows
     cache_salt: bytes  # equal for requests that may be given what the others have said
     most: int  # drafts, 1 at least
+    row: int  # of the batch
+
+
+class ComputedStep(NamedTuple):
+    """The rows of a step that the model computes, in its order."""
+
+    rows: IntArray  # [requests] of the batch
+    computed: IntArray  # [requests] tokens before those of the step
+    counts: IntArray  # [requests] tokens of the step
+    num_drafts: IntArray  # [requests] of these, drafts that it checks
+    # Tokens that the step before chooses, on the device; None where they are known.
+    chosen: Tensor | None
 
 
 class Proposer(ABC):
     """A worker has one, and its thread calls it. An exception fails the step."""
+
+    def follow_step(self, step: ComputedStep) -> None:  # noqa: B027 - most read tokens alone
+        """The model computes a step, whose forward pass has been launched."""
 
     @abstractmethod
     def propose(self, queries: Sequence[DraftQuery]) -> list[list[int]]:

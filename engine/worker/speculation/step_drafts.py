@@ -9,10 +9,10 @@ import numpy as np
 
 from ...batch.batch_update import IntArray
 from ...sampling.sampler import Sampled, Sampler
-from ...scheduler.output import ModelRunnerOutput
+from ...scheduler.output import ModelRunnerOutput, SchedulerOutput
 from ..input_batch import ExpectedTokens, InputBatch, WorkerRequest
 from .drafted_rows import DraftedRows
-from .proposer import DraftQuery, Proposer
+from .proposer import ComputedStep, DraftQuery, Proposer
 
 
 class StepDrafts:
@@ -65,16 +65,36 @@ class StepDrafts:
                 self._batch.take_accepted(request, tokens[1:], count - len(tokens))
         return [(checked[index][0], firsts[index]) for index in lost if counts[index] == 1]
 
+    def follow_step(self, step: ComputedStep) -> None:
+        """See `Proposer`."""
+        if self._proposer is not None:
+            self._proposer.follow_step(step)
+
     def propose(
         self,
-        wanted: Mapping[str, int],
+        output: SchedulerOutput,
         requests: Sequence[WorkerRequest],
         result: ModelRunnerOutput,
     ) -> None:
         """The proposer makes drafts behind the tokens that a step has brought its requests. One
-        that has left the batch gets none, even where another has its id."""
-        if self._proposer is None:
-            return
+        that has left the batch gets none, even where another has its id. Blocks that drafts were
+        given behind the tokens of a request are its own no longer."""
+        if self._proposer is not None and output.wanted_drafts:
+            self._propose(self._proposer, output.wanted_drafts, requests, result)
+        given = output.wanted_drafts.keys() | output.draft_token_ids.keys()
+        for request in requests if given else ():
+            if request.request_id in given:
+                row = self._batch.row_of_request(request)
+                if row is not None:
+                    self._batch.trim_row(row)
+
+    def _propose(
+        self,
+        proposer: Proposer,
+        wanted: Mapping[str, int],
+        requests: Sequence[WorkerRequest],
+        result: ModelRunnerOutput,
+    ) -> None:
         batch = self._batch
         asked = [
             (request, row)
@@ -91,12 +111,13 @@ class StepDrafts:
                 request.output_token_ids,
                 request.cache_salt,
                 wanted[request.request_id],
+                row,
             )
             for (request, row), follows in zip(asked, may.tolist(), strict=True)
             if follows
         ]
         if queries:
-            proposed = zip(queries, self._proposer.propose(queries), strict=True)
+            proposed = zip(queries, proposer.propose(queries), strict=True)
             result.draft_token_ids = {
                 query.request_id: drafts for query, drafts in proposed if drafts
             }

@@ -37,7 +37,7 @@ def test_layers_of_one_kind_are_cut_into_groups_as_large_as_the_rarest_kind() ->
     assert groups.groups[1].layers == (0, 1, 2, 3)
     assert [group.window for group in groups.groups] == [None] + [512] * 6
     assert groups.layout.num_layers == 4
-    assert groups.num_layers == 26
+    assert groups.num_places == 26
     assert groups.forgets
     places = groups.places()
     assert len(set(places)) == 26

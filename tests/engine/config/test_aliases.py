@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.config.engine_options import engine_config
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL, engine_config
 from stratakv.engine.config.resolve import read_config_settings, resolve
 from stratakv.engine.config.schema import SCHEMA
 from stratakv.engine.config.vllm_aliases import ALIASES
@@ -30,6 +30,8 @@ TAKEN: list[tuple[str, Any, dict[str, Any]]] = [
      {"speculative_method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4,
       "prompt_lookup_min": 2}),
     ("speculative_config", {"method": "suffix"}, {"speculative_method": "suffix"}),
+    ("speculative_config", {"model": str(EMBEDDED_MODEL), "draft_tensor_parallel_size": 1},
+     {"speculative_method": "draft_model", "speculative_model": str(EMBEDDED_MODEL)}),
     ("speculative_config", {"method": "ngram", "prompt_lookup_max": 2},
      {"speculative_method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 2}),
     ("tensor_parallel_size", "1", {}),
@@ -71,10 +73,14 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("override_pooler_config", '{"pooling_type": "LAST", "dimensions": 8}', "takes .* here"),
     ("speculative_config", "{}", "takes an object such as .*method"),
     ("speculative_config", "ngram", "takes an object such as .*, not 'ngram'"),
-    ("speculative_config", '{"method": "eagle"}', "takes ngram or suffix as its method here"),
     (
         "speculative_config",
-        {"method": "ngram", "draft_tensor_parallel_size": 1},
+        '{"method": "eagle"}',
+        "takes ngram or suffix or draft_model as",
+    ),
+    (
+        "speculative_config",
+        {"method": "ngram", "draft_tensor_parallel_size": 2},
         "here, and no 'draft_tensor_parallel_size'",
     ),
     ("tensor_parallel_size", "2", "takes 1 here, not '2'; the engine computes on one device"),

@@ -90,6 +90,7 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
     ),
     "require_tiers": (("on", True), ("off", False), ("yes", True)),
     "speculative_method": (("ngram", "ngram"), ("suffix", "suffix"), ("none", "none")),
+    "speculative_model": (("/a", "/a"), ("./b/c", "./b/c"), ("org/model", "org/model")),
     "num_speculative_tokens": (("1", 1), ("8", 8), ("64", 64)),
     "prompt_lookup_min": (("1", 1), ("2", 2), ("3", 3)),
     "prompt_lookup_max": (("4", 4), ("5", 5), ("256", 256)),

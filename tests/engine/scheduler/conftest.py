@@ -118,10 +118,12 @@ class WorkerState:
         self.numbers = numbers[:num_kept]
         self.num_named = min(self.num_named, num_kept // SIZE)
         self.end = num_kept
-        if num_drafts:
-            for table in self.tables:
-                del table[-(-len(self.tokens) // SIZE) :]
         return said
+
+    def trim(self) -> None:
+        """Blocks behind its tokens, which drafts were given, are its own no longer."""
+        for table in self.tables:
+            del table[-(-len(self.tokens) // SIZE) :]
 
     def propose(self, rng: random.Random, most: int) -> list[int]:
         """Draft tokens, some of which are what it will say."""
@@ -220,6 +222,8 @@ class Engine:
             self._check(request_id, start, end)
             num_drafts = len(output.draft_token_ids.get(request_id, ()))
             sampled[request_id] = self.states[request_id].accept(num_drafts, start, end)
+            if num_drafts and request_id not in output.wanted_drafts:
+                self.states[request_id].trim()
         for new in output.new_requests:
             if new.fork_of:
                 assert sampled[new.fork_of], "the one that it is forked from says nothing"
@@ -229,14 +233,30 @@ class Engine:
                 sampled[new.request_id] = state.accept(0, state.num_prompt, state.num_prompt)
         self._store_ahead()
         proposed = {}
+        speculation = self.scheduler.speculation
         for request_id, most in output.wanted_drafts.items():
             if sampled[request_id]:
+                if speculation is not None and speculation.looks_ahead:
+                    self._check_room(request_id, most)
                 proposed[request_id] = self.propose(self.states[request_id], most)
+            self.states[request_id].trim()
         return ModelRunnerOutput(
             sampled,
             nan_request_ids=self.bad & sampled.keys(),
             draft_token_ids={name: drafts for name, drafts in proposed.items() if drafts},
         )
+
+    def _check_room(self, request_id: str, most: int) -> None:
+        """A draft model writes where the newest token and all drafts but the last will lie, which
+        is in blocks that no other request reads."""
+        state = self.states[request_id]
+        first, end = len(state.tokens) - 1, len(state.tokens) - 1 + most
+        for group, table in enumerate(state.tables):
+            assert len(table) * SIZE >= end
+            written = set(table[first // SIZE : (end - 1) // SIZE + 1])
+            for other in self.states.values():
+                if other is not state and other.in_batch:
+                    assert not written & set(other.tables[group])
 
     def propose(self, state: WorkerState, most: int) -> list[int]:
         """Draft tokens; a test may put its own in this place."""
@@ -406,6 +426,7 @@ def build_engine(
     attention: Sequence[LayerAttention] = (full(),),
     most_drafts: int = 0,
     is_adaptive: bool = False,
+    looks_ahead: bool = False,
     **options: object,
 ) -> Engine:
     """An engine: `num_blocks` of 4 tokens, options of SchedulerConfig."""
@@ -434,7 +455,7 @@ def build_engine(
         connector=tiers,
         fails_with_load=fails_with_load,
         pipelining=Pipelining(max_steps_in_flight, runs_ahead),
-        speculation=Speculation(most_drafts, is_adaptive=is_adaptive) if most_drafts else None,
+        speculation=Speculation(most_drafts, is_adaptive, looks_ahead) if most_drafts else None,
         observers=[*([] if observer is None else [observer]), *more_observers],
     )
     engine = Engine(scheduler, tiers, attention=attention, drafts=random.Random(most_drafts))

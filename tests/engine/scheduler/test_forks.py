@@ -67,6 +67,19 @@ def test_the_prompt_is_computed_once(length: int, attention: tuple[LayerAttentio
     check_answers(engine, PROMPT[:length], names)
 
 
+@pytest.mark.parametrize("length", [SIZE * 2, SIZE * 2 + 3])
+def test_drafts_are_computed_behind_blocks_that_are_shared_no_more(length: int) -> None:
+    engine = build_engine(most_drafts=4, looks_ahead=True)
+    names = add_family(engine, PROMPT[:length], 3, max_tokens=12)
+    output = engine.step()
+    # The first to be written is a new block, or one that they share.
+    assert len(output.wanted_drafts) == (0 if length % SIZE else 3)
+    assert len(engine.step().wanted_drafts) == 3
+    engine.run_all()
+    assert engine.scheduler.speculation.num_accepted_tokens > 3  # type: ignore[union-attr]
+    check_answers(engine, PROMPT[:length], names, max_tokens=12)
+
+
 @pytest.mark.parametrize("length", [2_000, 1_999])
 def test_blocks_beyond_those_of_the_prompt_are_few(length: int) -> None:
     """As of the gate: eight answers of up to 16 tokens to a prompt of 2,000."""

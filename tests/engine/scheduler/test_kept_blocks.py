@@ -175,6 +175,7 @@ def check_life(rng: random.Random, *, with_tiers: bool) -> None:
         policy=rng.choice(["fcfs", "priority", "continuum"]),
         reserve=rng.choice(["none", "prompt", "full"]),
         most_drafts=rng.choice([0, 3]),
+        looks_ahead=rng.random() < 0.5,
         **options,
     )
     scheduler = engine.scheduler

@@ -85,13 +85,13 @@ class Life:
         self.clock = clock
         policy = ways.of(["fcfs", "priority", "continuum"])
         reserve = ways.of(["none", "prompt", "full"])
-        most_drafts = ways.of([0, 4])
+        most_drafts, looks_ahead = ways.of([(0, False), (4, False), (4, True)])
         attention, spare = number.of(PLANS), number.of([0, 1, 3, 12])
         budget = 3 + number.below(28)
         pressure = number.of([(1.0, 1.0), (0.8, 0.95), (0.3, 0.3)])
         known, luck = 0.3 + 0.1 * number.below(8), number.below(2**10)
         note(f"{[*map(str, attention)]}, {spare=}, {budget=}, {pressure=}, {known=}, {luck=}")
-        note(f"{policy=}, {reserve=}, {most_drafts=}")
+        note(f"{policy=}, {reserve=}, {most_drafts=}, {looks_ahead=}")
         most = sum(kind.most_blocks(MAX_MODEL_LEN, SIZE, budget) for kind in attention)
         self.attention = attention
         self.most_step_tokens = budget
@@ -112,6 +112,7 @@ class Life:
             policy=policy,
             reserve=reserve,
             most_drafts=most_drafts,
+            looks_ahead=looks_ahead,
         )
         self.scheduler = self.engine.scheduler
         self.num_wishes = 0

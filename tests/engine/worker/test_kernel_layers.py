@@ -23,12 +23,12 @@ from stratakv.engine.models.checkpoint.weights import load_weights, random_weigh
 from stratakv.engine.models.decoder import AuxStates
 from stratakv.engine.models.layers import Elementwise
 from stratakv.engine.models.model_spec import load_model_spec
-from stratakv.engine.worker import model_runner
 from stratakv.engine.worker.block_table import BlockTable
 from stratakv.engine.worker.forward import kernel_attention, kernel_forward
 from stratakv.engine.worker.forward.forward import StepInputs
 from stratakv.engine.worker.forward.kernel_attention import KernelAttention, Kernels
 from stratakv.engine.worker.model_runner import ModelRunner
+from stratakv.engine.worker.runtime import model_loading
 from stratakv.engine.worker.runtime.placement import KERNELS, Placement
 from stratakv.engine.worker.runtime.runtimes import choose_layer_parts
 from stratakv.kernels.kernel_choice import TRITON
@@ -94,7 +94,7 @@ def layer_kernels(parts: Elementwise | None = None) -> Iterator[Counter[str]]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "choose_layer_parts", lambda *_: chosen)
+        patch.setattr(model_loading, "choose_layer_parts", lambda *_: chosen)
         patch.setattr(kernel_attention, "choose_rotate_write", lambda *_, **__: TRITON)
         patch.setattr(Kernels, "can_record_decodes", True)
         patch.setattr(Kernels, "can_record_chunks", True)

@@ -160,14 +160,13 @@ def on_a_gpu(
     runner._forward = runtimes.make_forward(
         FakeGpu(),
         runner.model,
-        pool,
+        pool.pages_of(runner.groups),
         placement,
         torch.bfloat16,
         max_model_len=1024,
         max_tokens=4096,
         max_requests=16,
         progress=print,
-        groups=runner.groups,
     )
     with Watcher():
         yield fetches

@@ -162,11 +162,11 @@ def test_one_chunk_of_three_windows(model: Path, path: str) -> None:
 def test_layers_of_one_group_may_differ_in_their_windows() -> None:
     layout = BlockLayout(4, BLOCK, 2, 4, "float32")
     kinds = (full(), window(9), full(), window(9))
-    apart = LayerViews(plan_groups(layout, 1, kinds), kinds)
+    apart = LayerViews(plan_groups(layout, 1, kinds).places(), kinds)
     assert apart.views == (View(0, None), View(1, 9))
     assert apart.places == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    together = LayerViews(plan_groups(layout), kinds)
+    together = LayerViews(plan_groups(layout).places(), kinds)
     assert together.views == (View(0, None), View(0, 9))
     assert together.places == [(0, 0), (1, 1), (0, 2), (1, 3)]
     with pytest.raises(ValueError, match="computes chunked local attention of 5"):
-        LayerViews(plan_groups(layout), (full(), chunk(5), full(), full()))
+        LayerViews(plan_groups(layout).places(), (full(), chunk(5), full(), full()))

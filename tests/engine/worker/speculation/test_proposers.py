@@ -22,7 +22,7 @@ def ask(
     proposer: Proposer, tokens: Sequence[int], *, name: str = "a", salt: bytes = b"",
     output: Sequence[int] = (), most: int = 4,
 ) -> list[int]:  # fmt: skip
-    query = DraftQuery(name, np.array(tokens, np.int32), output, salt, most)
+    query = DraftQuery(name, np.array(tokens, np.int32), output, salt, most, 0)
     [drafts] = proposer.propose([query])
     return drafts
 
@@ -131,7 +131,7 @@ def test_requests_beyond_the_room_get_no_drafts_until_others_have_ended() -> Non
     runs = RequestRuns(2, most_tokens=30)
 
     def query(name: str, count: int) -> DraftQuery:
-        return DraftQuery(name, np.arange(count, dtype=np.int32), [], b"", 4)
+        return DraftQuery(name, np.arange(count, dtype=np.int32), [], b"", 4, 0)
 
     assert runs.update(query("a", 20)) is not None
     assert runs.update(query("b", 11)) is None

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ModelLoader: the weights of a worker, of its model and of the draft model beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ...models.decoder import Decoder
+from ...models.draft_source import DraftSource
+from ...models.model_spec import ModelSpec
+from .placement import Placement
+from .runtimes import check_kernels, check_room, choose_layer_parts
+
+
+class ModelLoader:
+    """Checks what can be checked before weights are read."""
+
+    def __init__(
+        self,
+        path: Path,
+        spec: ModelSpec,
+        draft: DraftSource | None,
+        placement: Placement,
+        compute: torch.dtype,
+    ) -> None:
+        """Raises ConfigError where no kernel computes a model, or a GPU's memory does not hold the
+        weights."""
+        self._sources = [DraftSource(path, spec), *([] if draft is None else [draft])]
+        self._placement, self._compute = placement, compute
+        for source in self._sources:
+            check_kernels(source.spec, placement, compute)
+        specs = [source.spec for source in self._sources]
+        self._parts = [choose_layer_parts(each, placement, compute) for each in specs]
+        check_room(specs, placement, compute)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model's layers are computed by torch's operators."""
+        return self._parts[0].is_plain
+
+    def load(self, max_model_len: int) -> tuple[Decoder, Decoder | None]:
+        """The model, for a context of so many tokens, and the draft model, for as many of them as
+        it can see. Raises ConfigError where weights do not fit."""
+        model, *others = [
+            Decoder.load(
+                source.path,
+                source.spec,
+                min(max_model_len, source.spec.max_context),
+                self._compute,
+                self._placement.device,
+                parts,
+                is_random=self._placement.random_weights,
+            )
+            for source, parts in zip(self._sources, self._parts, strict=True)
+        ]
+        return model, others[0] if others else None
