@@ -27,7 +27,7 @@ from stratakv.engine.config.engine_config import (
     ModelConfig,
     SchedulerConfig,
 )
-from stratakv.engine.config.speculative_config import SpeculativeConfig
+from stratakv.engine.config.speculative_config import DRAFT_MODEL, SpeculativeConfig
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.executor import ExecutorDied, InProcessExecutor
 from stratakv.engine.core.worker_process.process_executor import ProcessExecutor
@@ -109,8 +109,11 @@ class Life:
         # Drawn apart, so that a seed leads the life that it led before.
         self._apart = random.Random(f"apart {seed}")
         self._depth, self._runs_ahead = self._apart.choice([(1, False), (2, False), (2, True)])
+        method = self._apart.choice(["none", "ngram", "suffix", DRAFT_MODEL])
+        self._has_draft = method == DRAFT_MODEL
         self._speculative = SpeculativeConfig(
-            method=self._apart.choice(["none", "ngram", "suffix"]),
+            method=method,
+            model=world.model if self._has_draft else None,
             num_tokens=self._apart.choice([1, 3, 8]),
             prompt_lookup_min=1,
             adaptive=self._apart.random() < 0.3,
@@ -300,7 +303,7 @@ class Life:
             async_scheduling=self._runs_ahead,
         )  # fmt: skip
         # Below what an operator may ask for, so that everything is evicted all the time.
-        slot_bytes = 4096 * -(-size * 1024 // 4096)
+        slot_bytes = 4096 * -(-size * 1024 * (1 + self._has_draft) // 4096)
         slots = MAX_MODEL_LEN // size
         for part, wanted in (
             (

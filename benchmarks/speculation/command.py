@@ -9,9 +9,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...engine.config.engine_options import EMBEDDED_MODEL, engine_config
+from ...engine.config.speculative_config import DRAFT_MODEL
 from ...engine.core.engine_core import EngineCore
 from ...engine.request.core_messages import AddRequest
 from ...engine.request.request import pack_token_ids
@@ -21,12 +23,15 @@ from ..harness.comparison import Comparison, Gate, Outcome, WrongWork, take_roun
 from ..harness.plots import caption, draw_bars, new_figure, save_figure
 from ..harness.report import Report, median, print_table, ratios, run_and_tell
 from ..harness.timer import Timer
+from .models import make_deep, make_unrelated
 from .quotes import QUOTE, Quotes
 from .texts import ANSWER, UNIQUE, Asked, repetitive, unique
 
 GATES = {
     "speedup_repetitive_1": Gate(least=1.8),
     "speedup_repetitive_16": Gate(least=1.3),
+    "speedup_draft_model_1": Gate(least=1.8),
+    "speedup_draft_model_16": Gate(least=1.3),
     "speedup_where_it_does_not_pay": Gate(least=0.98),
 }
 METHODS = ("ngram", "suffix")
@@ -101,14 +106,29 @@ def params_of(asked: Asked, number: int, length: int, *, is_drawn: bool) -> Samp
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A model, and who proposes its tokens."""
+
+    method: str
+    model: Path = EMBEDDED_MODEL
+    draft: Path | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of speculation."""
+        draft = {} if self.draft is None else {"speculative_model": str(self.draft)}
+        return {"speculative_method": self.method, **draft}
+
+
 @contextmanager
-def answers(rounds: Sequence[Sequence[AskedWith]], method: str) -> Iterator[Answers]:
-    """An engine with the proposer `method`."""
+def answers(rounds: Sequence[Sequence[AskedWith]], way: Way) -> Iterator[Answers]:
+    """An engine that speculates in this way."""
     count, length = len(rounds[0]), UNIQUE + ANSWER + 64
-    config = engine_config(EMBEDDED_MODEL, {
+    config = engine_config(way.model, {
         "dtype": "float32", "num_threads": 1, "max_num_seqs": count, "block_size": 16,
         "num_blocks": (count + 1) * (length // 16 + 2) * 3, "max_model_len": length,
-        "max_num_batched_tokens": 2048, "speculative_method": method,
+        "max_num_batched_tokens": 2048, **way.options,
         "logits_processors": f"{Quotes.__module__}:{Quotes.__name__}",
     })  # fmt: skip
     core = EngineCore(config, max_steps_in_flight=1)
@@ -119,21 +139,23 @@ def answers(rounds: Sequence[Sequence[AskedWith]], method: str) -> Iterator[Answ
 
 
 def compare(
-    report: Report, name: str, scale: Scale, count: int, method: str, *, is_drawn: bool
+    report: Report, name: str, scale: Scale, count: int, way: Way, *, is_drawn: bool
 ) -> Outcome:
-    """`count` requests at once, with the proposer `method` and without. Raises WrongWork where the
+    """`count` requests at once, with the drafts of this way and without. Raises WrongWork where the
     two do not say the same."""
     tokenizer = Tokenizer.load(EMBEDDED_MODEL)
     num_rounds = scale.warm_rounds + 1 + scale.rounds
     asked = (unique if is_drawn else repetitive)(tokenizer, count * num_rounds)
+    if way.draft is not None:  # it says what the model says, and no quotation
+        asked = [each._replace(quote=[]) for each in asked]
     with_params = [
         (each, params_of(each, number, scale.answer, is_drawn=is_drawn))
         for number, each in enumerate(asked)
     ]
     rounds = [with_params[at : at + count] for at in range(0, len(with_params), count)]
     with ExitStack() as stack:
-        ours = stack.enter_context(answers(rounds, method))
-        plain = stack.enter_context(answers(rounds, "none"))
+        ours = stack.enter_context(answers(rounds, way))
+        plain = stack.enter_context(answers(rounds, Way("none", way.model)))
         for _ in range(scale.warm_rounds):
             ours.run()
             plain.run()
@@ -147,7 +169,7 @@ def compare(
         report.figures["cases"][name] = {
             "requests": count,
             "answers": len(plain.texts),
-            "method": method,
+            "method": way.method,
             "ratio": outcome.ratio,
             "by_clock": median(ratios(ours.timer.by_clock[-scale.rounds :],
                                       plain.timer.by_clock[-scale.rounds :])),
@@ -171,17 +193,25 @@ def measure(report: Report, scale: Scale) -> None:
     """Fill the report: of each figure the worst of all methods."""
     report.figures |= {"plan": {"rounds": scale.rounds}, "cases": {}, "contests": {}, "spreads": {}}
     few, many = scale.sizes
+    ways = [Way(method) for method in METHODS]
     for size, name in ((few, "speedup_repetitive_1"), (many, "speedup_repetitive_16")):
         taken = [
-            compare(report, f"{name}_{method}", scale, size, method, is_drawn=False)
-            for method in METHODS
+            compare(report, f"{name}_{way.method}", scale, size, way, is_drawn=False)
+            for way in ways
         ]
         _add_worst(report, name, taken)
-    taken = [
-        compare(report, f"{NOT_PAYING}_{size}_{method}", scale, size, method, is_drawn=True)
-        for size in scale.sizes
-        for method in METHODS
-    ]
+    with TemporaryDirectory() as folder:
+        deep = make_deep(Path(folder) / "deep")
+        right = Way(DRAFT_MODEL, deep, EMBEDDED_MODEL)
+        for size, name in ((few, "speedup_draft_model_1"), (many, "speedup_draft_model_16")):
+            case = compare(report, f"{name}_right", scale, size, right, is_drawn=False)
+            _add_worst(report, name, [case])
+        ways.append(Way(DRAFT_MODEL, deep, make_unrelated(Path(folder) / "unrelated")))
+        taken = [
+            compare(report, f"{NOT_PAYING}_{size}_{way.method}", scale, size, way, is_drawn=True)
+            for size in scale.sizes
+            for way in ways
+        ]
     _add_worst(report, NOT_PAYING, taken)
 
 

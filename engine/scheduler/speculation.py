@@ -5,7 +5,8 @@ A step that checks drafts takes longer than one without, and gives a request one
 draft that is accepted. Both are measured while the engine runs:
 
 - *By request*: one whose drafts are accepted too seldom to pay for checking them gets none for a
-  while, twice as long each time. All accepted: it gets twice as many in the next step.
+  while, twice as long each time. All accepted: it gets twice as many in the next step. Where
+  drafts of no request pay, one that comes begins with such a while, but for some that try.
 - *By batch size*: where steps with drafts give fewer tokens a second than steps without, no
   request gets any for a while, twice as long each time. Batch sizes are told apart by powers of
   two.
@@ -27,6 +28,8 @@ _NEWEST = 0.2  # weight of the newest step in an average
 _STEPS_JUDGED = 4  # with drafts, before a request is judged
 _FIRST_PAUSE_TOKENS = 16
 _MOST_PAUSES = 6  # that double
+_VAIN_JUDGEMENTS = 2  # one after the other, from which on requests begin with a pause
+_REQUESTS_BETWEEN_TRIES = 8
 _UNKNOWN_BREAK_EVEN = 0.1
 _LEAST_BREAK_EVEN, _MOST_BREAK_EVEN = 0.02, 0.8
 _PLAIN_STEPS = 4  # without drafts, that a batch size is measured with first
@@ -98,6 +101,8 @@ class Speculation:
     num_switched_off: int = 0
     _paces: dict[int, _Pace] = field(default_factory=dict)
     _num_running: int = 1
+    _num_begun: int = 0  # requests
+    _num_vain: int = 0  # judgements since one said that drafts pay
     _is_on: bool = True
 
     def __post_init__(self) -> None:
@@ -127,6 +132,11 @@ class Speculation:
         if record is None:
             most = min(_FIRST_DRAFTS, self.most_drafts)
             record = request.progress.drafting = DraftRecord(most)
+            is_try = self._num_begun % _REQUESTS_BETWEEN_TRIES == 0
+            self._num_begun += 1
+            if self._num_vain >= _VAIN_JUDGEMENTS and not is_try:
+                num_pauses = min(self._num_vain, _MOST_PAUSES)
+                record.resume_at = request.num_tokens + (_FIRST_PAUSE_TOKENS << num_pauses)
         if request.num_tokens < record.resume_at:
             return 0
         return min(record.most, useful)
@@ -157,8 +167,9 @@ class Speculation:
         """A request whose drafts do not pay pauses."""
         break_even = self._pace.break_even(self._num_running)
         if record.num_accepted >= break_even * record.num_drafts:
-            record.num_pauses = 0
+            record.num_pauses = self._num_vain = 0
             return
+        self._num_vain += 1
         record.resume_at = request.num_tokens + (_FIRST_PAUSE_TOKENS << record.num_pauses)
         record.num_pauses = min(record.num_pauses + 1, _MOST_PAUSES)
         record.num_steps, record.most = _STEPS_JUDGED // 2, min(_FIRST_DRAFTS, self.most_drafts)

@@ -76,10 +76,13 @@ class InputBatch:
         self.row_of: dict[str, int] = {}
         # Memory of rows that were never used is never touched, so it is not taken either.
         self.token_ids: npt.NDArray[np.int32] = np.zeros((max_rows, max_model_len), np.int32)
+        self.num_prompt: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)  # tokens
         self.num_tokens: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.num_computed: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
         # Tokens whose K and V the draft model has too, where there is one.
         self.num_draft_computed: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
+        # Tokens that there were when drafts were asked for last.
+        self.drafts_asked_at: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.expected_index: npt.NDArray[np.int64] = np.full(max_rows, _KNOWN)
         self._num_updates = 0
         self._builder = BatchUpdateBuilder()
@@ -110,7 +113,8 @@ class InputBatch:
         prompt_length, length = len(request.prompt_token_ids), request.num_tokens
         self.token_ids[row, :prompt_length] = request.prompt_token_ids
         self.token_ids[row, prompt_length:length] = request.output_token_ids
-        self.num_tokens[row] = length
+        self.num_prompt[row] = prompt_length
+        self.num_tokens[row] = self.drafts_asked_at[row] = length
         self.num_computed[row] = self.num_draft_computed[row] = num_computed
         self.expected_index[row] = _KNOWN
         self.tables.add_row(block_ids, row)
@@ -266,9 +270,11 @@ class InputBatch:
             raise ValueError(f"row {source} of the batch is empty")
         length = min(int(self.num_tokens[source]), self.max_model_len)
         self.token_ids[target, :length] = self.token_ids[source, :length]
+        self.num_prompt[target] = self.num_prompt[source]
         self.num_tokens[target] = self.num_tokens[source]
         self.num_computed[target] = self.num_computed[source]
         self.num_draft_computed[target] = self.num_draft_computed[source]
+        self.drafts_asked_at[target] = self.drafts_asked_at[source]
         self.expected_index[target] = self.expected_index[source]
         self.tables.move_row(source, target)
         self.requests[source], self.requests[target] = None, request

@@ -169,14 +169,14 @@ class ModelRunner:
             pages = self.pool.pages_of(groups)
             self._forward = make(self.model, pages, max_tokens=max_num_batched_tokens)
             if draft_model is not None:
-                pages, most = self.pool.pages_of_draft(groups), max_num_batched_tokens + block_size
+                pages = self.pool.pages_of_draft(groups)
                 proposer = DraftModel(
                     draft_model,
-                    make(draft_model, pages, max_tokens=most),
+                    make(draft_model, pages, max_tokens=max_num_batched_tokens),
                     self.batch,
-                    tables[pages.places[0].group],
+                    pages,
                     vocab_size=spec.vocab_size,
-                    max_tokens=most,
+                    max_tokens=max_num_batched_tokens,
                 )
             self._drafts = StepDrafts(self.batch, self._sampler, proposer)
             self._prompt_logprobs = PromptLogprobsCollector(self.model.logits)

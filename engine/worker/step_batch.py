@@ -98,6 +98,8 @@ class StepBatch:
                 batch.add(request, block_ids or batch.tables.no_blocks, computed)
                 continue
             row = batch.row_of[request_id]
+            if computed > batch.num_computed[row]:  # a load has brought blocks meanwhile
+                batch.num_draft_computed[row] = computed
             batch.num_computed[row] = computed
             if block_ids is not None:
                 batch.tables.append_row(block_ids, row)

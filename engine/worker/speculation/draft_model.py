@@ -2,10 +2,13 @@
 """DraftModel: a small model with the same vocabulary proposes what it would say itself.
 
 Its K and V lie in the blocks of the model that it proposes to (`cache/group_spec.py`), so a block
-that is found, copied or loaded brings both. Before a block is named it has both, too:
+that is found, copied or loaded brings both. The draft model computes
 
-    prompts     the draft model computes what the model computes, in the same step
-    answers     it computes a block at once, when that is full; and for drafts what it lacks
+    prompts     what the model computes, in the same step
+    answers     a block at once, when that is full; and for drafts what it lacks
+
+An answer that no drafts were asked for in its last block is left: its full blocks get zeros for
+the draft model's K and V, so that whoever finds them never reads those of another text.
 
     tokens      a b c d e f g h i        `i` was chosen last
     K and V     of the model up to h, of the draft model up to f
@@ -18,6 +21,8 @@ Behind the newest token the draft model writes to blocks that the scheduler has 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -25,12 +30,15 @@ from torch import Tensor
 
 from ...batch.batch_update import IntArray
 from ...models.decoder import Decoder
+from ...sampling.copies import to_device
 from ..block_table import BlockTable
 from ..forward.attention_metadata import ranges
 from ..forward.forward import LateTokens, StepForward, StepInputs, step_order
 from ..input_batch import InputBatch
+from ..kv_pool import ModelPages
 from .proposer import ComputedStep, DraftQuery, Proposer
 
+_FOLLOWED_BLOCKS = 1  # of an answer, since drafts of it were asked for last
 _NONE: IntArray = np.zeros(0, np.int64)
 
 
@@ -42,39 +50,41 @@ class DraftModel(Proposer):
         model: Decoder,
         forward: StepForward,
         batch: InputBatch,
-        table: BlockTable,
+        pages: ModelPages,
         *,
         vocab_size: int,
         max_tokens: int,
     ) -> None:
-        """`forward` is of this model, and computes up to `max_tokens` at once: those of a step,
-        and a block. `table` names its blocks. Tokens are below `vocab_size`."""
-        self._model, self._forward = model, forward
-        self._batch, self._table = batch, table
+        """`forward` is of this model over these pages, and computes up to `max_tokens` at once.
+        Tokens are below `vocab_size`."""
+        self._model, self._forward, self._batch = model, forward, batch
+        self._table = batch.tables[pages.places[0].group]
+        # With the table that names them, those of its layers in each cache group.
+        self._pages: list[tuple[BlockTable, Tensor]] = []
+        for group, places in groupby(pages.places, key=attrgetter("group")):
+            own = [place.in_page for place in places]
+            layers = pages.tensor[:, own[0] : own[-1] + 1]
+            self._pages.append((batch.tables[group], layers))
         self._max_tokens = max_tokens
         self._max_model_len = min(batch.max_model_len, model.spec.max_context)
         self._vocab_size = min(vocab_size, model.spec.vocab_size)
 
     def follow_step(self, step: ComputedStep) -> None:
         """Compute prompts with the model, and blocks that become full."""
-        rows, ends, size = step.rows, step.computed + step.counts, self._table.given_size
-        known = self._batch.num_draft_computed
+        batch, rows, size = self._batch, step.rows, self._table.given_size
+        known, ends = batch.num_draft_computed, step.computed + step.counts
         # Behind that lie drafts which the step does not check.
         known[rows] = np.minimum(known[rows], ends)
-        is_prompt = step.counts - step.num_drafts > 1
-        is_due = is_prompt | (ends // size > known[rows] // size)
-        is_due &= (ends <= self._max_model_len) & (ends > known[rows])
-        if not is_due.any():
-            return
-        rows, ends, chosen = rows[is_due], ends[is_due], step.chosen
-        if chosen is not None:
-            chosen = chosen.clamp(max=self._vocab_size - 1)
-        for piece in self._pieces(rows, ends - known[rows]):
-            part, starts = rows[piece], known[rows[piece]]
-            counts = ends[piece] - starts
-            late = self._batch.late_tokens(chosen, part, starts, counts)
-            self._compute(part, starts, counts, _NONE, late)
-        known[rows] = ends
+        is_prompt = step.computed < batch.num_prompt[rows]
+        is_full = ends // size > step.computed // size
+        is_left = is_full & ~is_prompt
+        is_left &= ends - batch.drafts_asked_at[rows] > _FOLLOWED_BLOCKS * size
+        if is_left.any():
+            self._leave_blocks(rows[is_left], step.computed[is_left] // size, ends[is_left] // size)
+        ends = np.minimum(ends, self._max_model_len)
+        is_due = (is_prompt | is_full) & ~is_left & (ends > known[rows])
+        if is_due.any():
+            self._catch_up(rows[is_due], ends[is_due], step.chosen)
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in queries]
@@ -84,6 +94,10 @@ class DraftModel(Proposer):
         if len(index) == 0:
             return drafts
         known, lengths = self._batch.num_draft_computed, self._batch.num_tokens[rows]
+        self._batch.drafts_asked_at[rows] = lengths
+        far = index[(lengths - known[rows])[index] > self._max_tokens]
+        if len(far):
+            self._catch_up(rows[far], lengths[far] - 1, None)
         index = index[step_order(rows[index], (lengths - known[rows])[index])]
         chosen = self._choose_first(rows[index], lengths[index])
         told = [(index, chosen)]
@@ -102,6 +116,34 @@ class DraftModel(Proposer):
         for query, token_id in zip(np.concatenate([each for each, _ in told]), tokens, strict=True):
             drafts[query].append(token_id)
         return drafts
+
+    def _catch_up(self, rows: IntArray, ends: IntArray, chosen: Tensor | None) -> None:
+        """Compute what these rows lack of their first `ends` tokens, of which the last may be one
+        that the device has `chosen`."""
+        known = self._batch.num_draft_computed
+        if chosen is not None:
+            chosen = chosen.clamp(max=self._vocab_size - 1)
+        while len(rows):
+            for piece in self._pieces(rows, np.minimum(ends - known[rows], self._max_tokens)):
+                part = rows[piece]
+                starts = known[part]
+                counts = np.minimum(ends[piece] - starts, self._max_tokens)
+                late = self._batch.late_tokens(chosen, part, starts, counts)
+                self._compute(part, starts, counts, _NONE, late)
+                known[part] += counts
+            left = known[rows] < ends
+            rows, ends = rows[left], ends[left]
+
+    def _leave_blocks(self, rows: IntArray, firsts: IntArray, ends: IntArray) -> None:
+        """Zeros for K and V of the blocks from `firsts` to before `ends` of these rows."""
+        known, size = self._batch.num_draft_computed, self._table.given_size
+        known[rows] = np.minimum(known[rows], firsts * size)
+        each = size // self._table.block_size
+        counts = (ends - firsts) * each
+        places = np.repeat(rows, counts), ranges(firsts * each, counts)
+        for table, pages in self._pages:
+            blocks = to_device(table.array[places].astype(np.int64), pages.device)
+            pages.index_fill_(0, blocks, 0)
 
     def _room(self, rows: IntArray) -> IntArray:
         """Drafts that the blocks of each row, and the draft model's context, have room for."""

@@ -88,6 +88,57 @@ def test_another_plan_has_other_names() -> None:
     assert one.bound(FINGERPRINT) == plan([full(), window(8)] * 2).bound(FINGERPRINT)
 
 
+def drafted(
+    attention: list[LayerAttention], draft: BlockLayout, num_groups: int = 1
+) -> CacheGroups:
+    layout = BlockLayout(len(attention), 16, 2, 8, "float32")
+    return plan_groups(layout, num_groups, attention, draft)
+
+
+@pytest.mark.parametrize(("num_layers", "heads", "dim", "num_places", "first"), [
+    (3, 2, 8, 7, 4), (3, 1, 8, 6, 8), (3, 4, 8, 10, 2), (1, 3, 8, 6, 3), (2, 3, 16, 12, 2),
+])  # fmt: skip
+def test_a_draft_model_lies_behind_layers_that_see_everything(
+    num_layers: int, heads: int, dim: int, num_places: int, first: int
+) -> None:
+    """In pages that hold a whole number of its layers too, and overlap nowhere."""
+    draft = BlockLayout(num_layers, 16, heads, dim, "float32")
+    groups = drafted([full()] * 4, draft)
+    assert groups.layout.num_layers == groups.num_places == num_places
+    assert groups.draft is not None
+    assert groups.draft.layout.page_bytes == groups.layout.page_bytes
+    assert groups.draft.places == tuple((0, first + layer) for layer in range(num_layers))
+    assert first * draft.place_bytes >= 4 * groups.layout.place_bytes
+    assert groups.draft.layout.num_layers >= first + num_layers
+    assert groups.places() == [(0, layer) for layer in range(4)]
+
+
+def test_a_draft_model_has_groups_of_its_own_beside_windows() -> None:
+    draft = BlockLayout(5, 16, 2, 8, "float32")
+    groups = drafted([full(), full(), window(9), window(9)], draft)
+    assert [group.layers for group in groups.groups] == [(0, 1), (), (), (), (2, 3)]
+    assert [group.attention.is_full for group in groups.groups] == [True] * 4 + [False]
+    assert groups.draft is not None
+    assert groups.draft.places == ((1, 0), (1, 1), (2, 0), (2, 1), (3, 0))
+    assert groups.places() == [(0, 0), (0, 1), (4, 0), (4, 1)]
+    assert groups.num_places == 10
+    # Of windows alone it takes nothing that is forgotten.
+    groups = drafted([window(9)] * 2, draft)
+    assert [group.attention.is_full for group in groups.groups] == [True] * 3 + [False]
+    with pytest.raises(ConfigError, match=r"4096 bytes of a block, and the pages .* have 2048"):
+        drafted([full(), window(9)], BlockLayout(5, 16, 4, 8, "float32"))
+
+
+def test_a_plan_is_named_by_its_draft_model_too() -> None:
+    draft = BlockLayout(2, 16, 2, 8, "float32")
+    plans = [
+        drafted([full()] * 4, draft),
+        drafted([full()] * 4, BlockLayout(2, 16, 1, 8, "float32")),
+    ]
+    names = {each.bound(FINGERPRINT, other) for each in plans for other in ("a", "b")}
+    assert len(names | {FINGERPRINT}) == 5
+
+
 @pytest.mark.parametrize(
     ("attention", "num_groups", "words"),
     [

@@ -20,6 +20,8 @@ from stratakv.engine.core.draft_check import find_draft
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.models.model_spec import load_model_spec
 from stratakv.engine.request.core_messages import AddRequest, share_prompt
+from stratakv.engine.request.request import Request
+from stratakv.engine.scheduler.speculation import Speculation
 from stratakv.tiers.settings.values import ConfigError
 
 from ...tiny_models import make_llama, make_model
@@ -134,11 +136,46 @@ def test_nor_of_requests_that_share_their_blocks(model: Path, expected: dict[str
         assert figures["num_draft_tokens"] > 60  # it does not know which words are allowed
 
 
-@pytest.mark.parametrize(("shape", "backend"), [
-    ({"num_key_value_heads": 1}, "auto"), ({"num_key_value_heads": 1}, "kernels"),
-    ({"num_hidden_layers": 1, "head_dim": 8}, "gather"), ({"head_dim": 8}, "auto"),
-    ({"max_position_embeddings": 40}, "auto"), (LARGE, "auto"),
-], ids=str)  # fmt: skip
+def test_an_answer_that_no_drafts_are_wanted_of_is_left_and_caught_up_with(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks hold nothing that they held before."""
+    most_drafts_of = Speculation.most_drafts_of
+
+    def few(speculation: Speculation, request: Request) -> int:
+        is_left = 20 < request.num_tokens < 75
+        return 0 if is_left else most_drafts_of(speculation, request)
+
+    monkeypatch.setattr(Speculation, "most_drafts_of", few)
+    prompt, said = prompt_of(13), []
+    with core_with(tiny_model, None) as core:
+        expected = run(core, request("a", prompt, max_tokens=90))["a"].new_token_ids
+    with core_with(tiny_model, tiny_model, max_num_batched_tokens=11) as core:
+        runner = core.executor.runner  # type: ignore[attr-defined]
+        pages = runner.pool.pages_of_draft(runner.groups)
+        pages.tensor[1:] = float("nan")
+        core.add(request("a", prompt, max_tokens=90))
+        num_left = 0
+        while core.scheduler.requests:
+            [asked] = core.scheduler.requests.values()
+            if asked.num_tokens == 74:
+                left = runner.batch.tables[0].array[0, 4:9].astype(int)
+                for group, place in pages.places:
+                    assert group == 0
+                    num_left += int(not pages.tensor[left, place].any())
+            said += [token for output in core.step() for token in output.new_token_ids]
+        check_drafts(core, 10)
+        assert num_left == len(pages.places)
+    assert said == expected
+
+
+@pytest.mark.parametrize(("model", "shape", "backend"), [
+    ("full", {"num_key_value_heads": 1}, "kernels"),
+    ("full", {"max_position_embeddings": 40}, "auto"),
+    ("full", {"num_hidden_layers": 1, "head_dim": 8}, "gather"), ("full", LARGE, "auto"),
+    ("windows", {"head_dim": 8}, "auto"), ("both", {"num_key_value_heads": 1}, "auto"),
+    ("both", LARGE, "auto"),
+], ids=str, indirect=["model"])  # fmt: skip
 def test_a_model_of_any_shape_may_propose(
     model: Path, tmp_path: Path, shape: dict[str, Any], backend: str, seed: int
 ) -> None:

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models for a draft model to propose to, and a draft model that knows nothing of them.
+
+No two models of one family are there to be downloaded. What a pair would be is had another way: the
+embedded model with more layers, which add nothing, says what the embedded model says and takes as
+many times longer. So each draft is right, and the gain is the most that a draft model of this size
+can bring; the pairs of use lie between this and a draft model of random weights.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...engine.config.engine_options import EMBEDDED_MODEL
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DEPTH = 8  # times the layers of the embedded model
+_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+_ADDS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+
+
+def make_deep(folder: Path) -> Path:
+    """The embedded model with DEPTH times its layers, of which the added ones change nothing."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(EMBEDDED_MODEL / "model.safetensors")
+    config = json.loads((EMBEDDED_MODEL / "config.json").read_text())
+    num_layers = config["num_hidden_layers"]
+    for name, tensor in list(tensors.items()):
+        if not name.startswith("model.layers."):
+            continue
+        *before, number, after = name.split(".", 3)
+        for turn in range(1, DEPTH):
+            added = tensor * 0 if after in _ADDS else tensor.clone()
+            tensors[".".join([*before, str(int(number) + turn * num_layers), after])] = added
+    config["num_hidden_layers"] = DEPTH * num_layers
+    return _save(folder, config, tensors)
+
+
+def make_unrelated(folder: Path) -> Path:
+    """A model of the embedded one's shape and vocabulary, with random weights."""
+    import torch
+    from safetensors.torch import load_file
+
+    random = torch.Generator().manual_seed(5)
+    tensors = load_file(EMBEDDED_MODEL / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2:
+            tensors[name] = torch.randn(tensor.shape, generator=random) * tensor.std()
+    config = json.loads((EMBEDDED_MODEL / "config.json").read_text())
+    return _save(folder, config, tensors)
+
+
+def _save(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    for name in _FILES:
+        shutil.copy(EMBEDDED_MODEL / name, folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    return folder
