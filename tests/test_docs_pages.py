@@ -23,6 +23,7 @@ from stratakv.connector.vllm.settings import HOST
 from stratakv.engine.cli.args import Parser
 from stratakv.engine.cli.main import COMMANDS, import_command, main
 from stratakv.engine.config.cache_server_options import read_options
+from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 from stratakv.engine.config.resolve import OTHER_VARIABLES
 from stratakv.engine.config.schema import SCHEMA, variable_of
 
@@ -146,7 +147,9 @@ PAGES: Mapping[str, Page] = {
     "docs/reasoning.md": Page((("serve MODEL", "serve"),)),
     "docs/scheduling.md": Page(installs=True),
     "docs/sglang.md": Page(),
-    "docs/speculation.md": Page(),
+    "docs/speculation.md": Page(
+        (("serve MODEL --speculative-model DRAFT", f"serve --speculative-model {EMBEDDED_MODEL}"),)
+    ),
     "docs/step-trace.md": Page(
         (("--step-trace", "--kv-offload-cpu-bytes 64MiB --step-trace"), ("/tmp/", "{home}/"))
     ),

@@ -213,7 +213,7 @@ class BlockLayout:
 
     @property
     def place_bytes(self) -> int:
-        """Bytes of one of its layers."""
+        """Bytes of one layer of a block, K and V."""
         return self.page_bytes // self.num_layers
 
     @property

@@ -8,6 +8,8 @@ of processor seconds of all threads, with one that computes; the same by the clo
 
 speedup_repetitive_1, _16   Greedy answers that quote a text, or edit code: tokens a second, over
     those without drafts. `quotes.py` says how so small a model is had to quote.
+speedup_draft_model_1, _16   The same of a draft model that is always right, and an eighth as deep
+    (`models.py`): the most that such a pair can gain.
 speedup_where_it_does_not_pay   The least ratio of answers that are drawn behind words without an
-    order, of one request and of sixteen.
+    order, of one request and of sixteen, and of a draft model that is always wrong.
 """

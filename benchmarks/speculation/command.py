@@ -107,7 +107,7 @@ def params_of(asked: Asked, number: int, length: int, *, is_drawn: bool) -> Samp
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Pair:
     """A model, and who proposes its tokens."""
 
     method: str
@@ -122,13 +122,13 @@ class Way:
 
 
 @contextmanager
-def answers(rounds: Sequence[Sequence[AskedWith]], way: Way) -> Iterator[Answers]:
-    """An engine that speculates in this way."""
+def answers(rounds: Sequence[Sequence[AskedWith]], pair: Pair) -> Iterator[Answers]:
+    """An engine of this pair."""
     count, length = len(rounds[0]), UNIQUE + ANSWER + 64
-    config = engine_config(way.model, {
+    config = engine_config(pair.model, {
         "dtype": "float32", "num_threads": 1, "max_num_seqs": count, "block_size": 16,
         "num_blocks": (count + 1) * (length // 16 + 2) * 3, "max_model_len": length,
-        "max_num_batched_tokens": 2048, **way.options,
+        "max_num_batched_tokens": 2048, **pair.options,
         "logits_processors": f"{Quotes.__module__}:{Quotes.__name__}",
     })  # fmt: skip
     core = EngineCore(config, max_steps_in_flight=1)
@@ -139,14 +139,14 @@ def answers(rounds: Sequence[Sequence[AskedWith]], way: Way) -> Iterator[Answers
 
 
 def compare(
-    report: Report, name: str, scale: Scale, count: int, way: Way, *, is_drawn: bool
+    report: Report, name: str, scale: Scale, count: int, pair: Pair, *, is_drawn: bool
 ) -> Outcome:
-    """`count` requests at once, with the drafts of this way and without. Raises WrongWork where the
-    two do not say the same."""
+    """`count` requests at once, with the drafts of this pair and without. Raises WrongWork
+    where the two do not say the same."""
     tokenizer = Tokenizer.load(EMBEDDED_MODEL)
     num_rounds = scale.warm_rounds + 1 + scale.rounds
     asked = (unique if is_drawn else repetitive)(tokenizer, count * num_rounds)
-    if way.draft is not None:  # it says what the model says, and no quotation
+    if pair.draft is not None:  # it says what the model says, and no quotation
         asked = [each._replace(quote=[]) for each in asked]
     with_params = [
         (each, params_of(each, number, scale.answer, is_drawn=is_drawn))
@@ -154,8 +154,8 @@ def compare(
     ]
     rounds = [with_params[at : at + count] for at in range(0, len(with_params), count)]
     with ExitStack() as stack:
-        ours = stack.enter_context(answers(rounds, way))
-        plain = stack.enter_context(answers(rounds, Way("none", way.model)))
+        ours = stack.enter_context(answers(rounds, pair))
+        plain = stack.enter_context(answers(rounds, Pair("none", pair.model)))
         for _ in range(scale.warm_rounds):
             ours.run()
             plain.run()
@@ -169,7 +169,7 @@ def compare(
         report.figures["cases"][name] = {
             "requests": count,
             "answers": len(plain.texts),
-            "method": way.method,
+            "method": pair.method,
             "ratio": outcome.ratio,
             "by_clock": median(ratios(ours.timer.by_clock[-scale.rounds :],
                                       plain.timer.by_clock[-scale.rounds :])),
@@ -193,24 +193,24 @@ def measure(report: Report, scale: Scale) -> None:
     """Fill the report: of each figure the worst of all methods."""
     report.figures |= {"plan": {"rounds": scale.rounds}, "cases": {}, "contests": {}, "spreads": {}}
     few, many = scale.sizes
-    ways = [Way(method) for method in METHODS]
+    pairs = [Pair(method) for method in METHODS]
     for size, name in ((few, "speedup_repetitive_1"), (many, "speedup_repetitive_16")):
         taken = [
-            compare(report, f"{name}_{way.method}", scale, size, way, is_drawn=False)
-            for way in ways
+            compare(report, f"{name}_{pair.method}", scale, size, pair, is_drawn=False)
+            for pair in pairs
         ]
         _add_worst(report, name, taken)
     with TemporaryDirectory() as folder:
         deep = make_deep(Path(folder) / "deep")
-        right = Way(DRAFT_MODEL, deep, EMBEDDED_MODEL)
+        right = Pair(DRAFT_MODEL, deep, EMBEDDED_MODEL)
         for size, name in ((few, "speedup_draft_model_1"), (many, "speedup_draft_model_16")):
             case = compare(report, f"{name}_right", scale, size, right, is_drawn=False)
             _add_worst(report, name, [case])
-        ways.append(Way(DRAFT_MODEL, deep, make_unrelated(Path(folder) / "unrelated")))
+        pairs.append(Pair(DRAFT_MODEL, deep, make_unrelated(Path(folder) / "unrelated")))
         taken = [
-            compare(report, f"{NOT_PAYING}_{size}_{way.method}", scale, size, way, is_drawn=True)
+            compare(report, f"{NOT_PAYING}_{size}_{pair.method}", scale, size, pair, is_drawn=True)
             for size in scale.sizes
-            for way in ways
+            for pair in pairs
         ]
     _add_worst(report, NOT_PAYING, taken)
 

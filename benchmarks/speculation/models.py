@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models for a draft model to propose to, and a draft model that knows nothing of them.
+"""Models for a draft model to propose to, and a draft model that is never right.
 
-No two models of one family are there to be downloaded. What a pair would be is had another way: the
-embedded model with more layers, which add nothing, says what the embedded model says and takes as
-many times longer. So each draft is right, and the gain is the most that a draft model of this size
-can bring; the pairs of use lie between this and a draft model of random weights.
+No two models of one family can be downloaded here. So a pair is made: the embedded model with more
+layers, which add nothing, says what the embedded model says and takes as many times longer. Each
+draft is right, and the gain is the most that a draft model of this size can bring. Pairs of use lie
+between this one and a draft model of random weights.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class CacheGroup:
 
     @property
     def num_places(self) -> int:
-        """The places of a page that hold something."""
+        """Places of a page that hold layers, of the model or of a draft model."""
         return len(self.layers) + self.num_draft_places
 
     @property

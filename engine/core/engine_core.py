@@ -49,10 +49,9 @@ from ..worker.runtime.pool_sizing import context_that_fits
 from .beams.beam_families import BeamFamilies
 from .calls import CoreCalls
 from .core_stats import CoreStats
-from .draft_check import find_draft
 from .executor import Executor, ExecutorDied, InProcessExecutor, StepHandle, load_runner
 from .handover import HeldAnswers
-from .model_check import blocks_of_pool, check_backend, demand_of
+from .model_check import blocks_of_pool, check_backend, demand_of, find_draft
 from .offload import OpenTiers, describe_identity, open_tiers, parts_of
 from .request_adder import RequestAdder
 from .request_builder import RequestBuilder

@@ -22,9 +22,9 @@ from ..models.draft_source import DraftSource
 from ..models.dtypes import choose_dtype, kv_dtype_name
 from ..models.model_spec import ModelSpec, load_model_spec, resolve_max_model_len
 from ..plan.memory_plan import activation_bytes, weight_bytes
+from ..text.vocabulary_match import check_vocabulary
 from ..worker.pool_demand import PoolDemand, check_pool_size, num_blocks_in
 from ..worker.runtime.pool_sizing import HostMemory, host_pool_blocks, longest_context
-from .draft_check import find_draft
 
 
 def check_model(config: EngineConfig) -> None:
@@ -46,6 +46,17 @@ def check_model(config: EngineConfig) -> None:
         check_weights(model.path, spec)
         if draft is not None:
             check_weights(draft.path, draft.spec)
+
+
+def find_draft(config: EngineConfig, spec: ModelSpec) -> DraftSource | None:
+    """The draft model that the settings name; None without one. Raises ConfigError where it cannot
+    be read, or has another vocabulary than the model."""
+    path = config.speculative.model
+    if path is None:
+        return None
+    draft = load_model_spec(path)
+    check_vocabulary(config.model.path, spec, path, draft)
+    return DraftSource(path, draft)
 
 
 def check_weights(path: Path, spec: ModelSpec) -> None:
@@ -70,7 +81,7 @@ def check_backend(config: EngineConfig) -> None:
 def demand_of(
     config: EngineConfig, spec: ModelSpec, dtype: str, draft: DraftSource | None = None
 ) -> PoolDemand:
-    """What requests take of a pool of this engine, whose models are computed in `dtype`."""
+    """Pages that requests take of a pool of this engine, whose models are computed in `dtype`."""
     sizes = config.cache.block_size, kv_dtype_name(config.cache.kv_cache_dtype, dtype)
     groups = plan_groups(
         spec.layout(*sizes),

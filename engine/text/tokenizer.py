@@ -147,7 +147,7 @@ class Tokenizer:
         return self._fast.token_to_id(token)
 
     def difference(self, other: Tokenizer) -> str:
-        """In what the vocabularies differ, in words; empty where all ids mean the same tokens."""
+        """The first token whose id differs in the other vocabulary, in words; empty without one."""
         if self.digest and self.digest == other.digest:
             return ""
         own, others = (each._fast.get_vocab(with_added_tokens=True) for each in (self, other))

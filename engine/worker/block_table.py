@@ -99,8 +99,7 @@ class BlockTable:
 
     def take_changes(self, reader: object) -> tuple[IntArray, IntArray, BlockArray]:
         """The entries that changed since this reader's last call, all of them at its first: row,
-        place in the row, and block. For whoever keeps a copy; what lies behind a row's end may
-        differ there."""
+        place in the row, and block. A copy that takes them in may differ behind a row's end."""
         changed = self._changed.get(reader)
         if changed is None:
             changed = dict.fromkeys(np.flatnonzero(self.num_entries).tolist(), 0)

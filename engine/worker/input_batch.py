@@ -152,8 +152,8 @@ class InputBatch:
     def late_tokens(
         self, chosen: Tensor | None, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> LateTokens | None:
-        """Those of a step that computes `counts` tokens of these rows after `computed` ones, where
-        the device alone knows the tokens that the step before has `chosen`."""
+        """The last tokens of rows that compute `counts` tokens after `computed` ones, as far as the
+        device alone knows them: the step before has `chosen` them."""
         if chosen is None:
             return None
         index = self.expected_index[rows]

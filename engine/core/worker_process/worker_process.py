@@ -25,8 +25,8 @@ from ...models.model_spec import load_model_spec
 from ...worker.begun_step import BegunStep
 from ...worker.model_runner import ModelRunner
 from ...worker.runtime.device_runtime import is_device_lost
-from ..draft_check import find_draft
 from ..executor import call_runner, load_runner
+from ..model_check import find_draft
 from ..resolve_placement import dtype_for, placement_of
 from ..start import read_start
 from .worker_messages import (

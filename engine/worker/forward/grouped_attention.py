@@ -47,7 +47,7 @@ class LayerViews:
         self._is_plain = self.places == [(0, layer) for layer in range(len(self.places))]
 
     def attention_over(self, attention: Attention[Plan]) -> Attention[Any]:
-        """What computes a step that `plan_of` has put together."""
+        """The attention that computes steps which `plan_of` has put together."""
         return attention if self._is_plain else GroupedAttention(attention, self)
 
     def plan_of(self, plans: Sequence[Plan]) -> Plan | Sequence[Plan]:

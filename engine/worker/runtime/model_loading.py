@@ -37,7 +37,7 @@ class ModelLoader:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the model's layers are computed by torch's operators."""
+        """Whether torch's operators compute the model's layers, and no kernel of ours."""
         return self._parts[0].is_plain
 
     def load(self, max_model_len: int) -> tuple[Decoder, Decoder | None]:

@@ -8,7 +8,7 @@ that is found, copied or loaded brings both. The draft model computes
     answers     a block at once, when that is full; and for drafts what it lacks
 
 An answer that no drafts were asked for in its last block is left: its full blocks get zeros for
-the draft model's K and V, so that whoever finds them never reads those of another text.
+the draft model's K and V, so that a request which finds them never reads those of another text.
 
     tokens      a b c d e f g h i        `i` was chosen last
     K and V     of the model up to h, of the draft model up to f

@@ -66,7 +66,7 @@ class StepDrafts:
         return [(checked[index][0], firsts[index]) for index in lost if counts[index] == 1]
 
     def follow_step(self, step: ComputedStep) -> None:
-        """See `Proposer`."""
+        """The proposer follows a step whose forward pass has been launched."""
         if self._proposer is not None:
             self._proposer.follow_step(step)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.core.draft_check import find_draft
 from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.core.model_check import find_draft
 from stratakv.engine.models.model_spec import load_model_spec
 from stratakv.engine.request.core_messages import AddRequest, share_prompt
 from stratakv.engine.request.request import Request

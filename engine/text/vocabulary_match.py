@@ -1,27 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a draft model goes with the model that it proposes tokens to: both must mean the same
-tokens by the same ids. Needs no torch."""
+"""Whether two models mean the same tokens by the same ids."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from ...tiers.settings.values import ConfigError
-from ..config.engine_config import EngineConfig
-from ..models.draft_source import DraftSource
-from ..models.model_spec import ModelSpec, load_model_spec
-from ..text.tokenizer import Tokenizer
-
-
-def find_draft(config: EngineConfig, spec: ModelSpec) -> DraftSource | None:
-    """The draft model that the settings name; None without one. Raises ConfigError where it cannot
-    be read, or has another vocabulary than the model."""
-    path = config.speculative.model
-    if path is None:
-        return None
-    draft = load_model_spec(path)
-    check_vocabulary(config.model.path, spec, path, draft)
-    return DraftSource(path, draft)
+from ..models.model_spec import ModelSpec
+from .tokenizer import Tokenizer
 
 
 def check_vocabulary(path: Path, spec: ModelSpec, draft_path: Path, draft: ModelSpec) -> None:
