@@ -45,7 +45,7 @@ class KeptBlocks:
         """The request holds the blocks that `blocks_for` said, and what they hold is computed. They
         are kept no longer where no other request is to go on in them."""
         assert request.continues is not None
-        num_tokens = request.continues.num_prompt_tokens
+        num_tokens = num_common_tokens(request.continues, request)
         self._manager.fork(_kept_for(request).holder, request, num_tokens)
         request.num_computed_tokens = num_tokens
         self.remove_heir(request)
@@ -79,6 +79,12 @@ class KeptBlocks:
         oldest = self._ended[:1]
         self.release_blocks(oldest)
         return bool(oldest)
+
+
+def num_common_tokens(ended: Request, request: Request) -> int:
+    """The tokens that a request which continues an ended one need not compute: those of the other's
+    prompt, but for its own last one, whose logits are wanted."""
+    return min(ended.num_prompt_tokens, request.num_tokens - 1)
 
 
 def _kept_for(request: Request) -> KeptEnd:

@@ -46,6 +46,7 @@ BLOCK_HASHES = ("sha256", "sha256_cbor")
 DEFAULT_POOL_BYTES = 1 * GIB
 DEFAULT_GPU_SHARE = 0.9
 MAX_BLOCK_SIZE = 256
+MAX_IDLE_SECONDS = 86_400.0
 MAX_GROUPS = 4096  # of as many layers as a model may have
 
 
@@ -299,6 +300,11 @@ class EngineConfig:
         True, readers.switch,
         "on a GPU, or with --distributed-executor-backend mp: make the next step while one is "
         "computed",
+    )  # fmt: skip
+    session_idle_seconds: float = setting(
+        60.0, readers.number,
+        "a request whose prompt comes in parts ends after so long without one", "SECONDS",
+        bounds=(0.1, MAX_IDLE_SECONDS),
     )  # fmt: skip
     logits_processors: tuple[str, ...] = setting(
         (), processor_names,

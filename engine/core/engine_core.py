@@ -32,6 +32,7 @@ from ..request.core_messages import (
     PROTOCOL_VERSION,
     STOPPED,
     AddRequest,
+    ExtendPrompt,
     Ready,
     TokenOutput,
 )
@@ -46,8 +47,10 @@ from ..trace.step_trace import NO_CONNECTOR, StepTrace
 from ..worker.pool_demand import check_pool_size
 from ..worker.runtime.device_runtime import is_device_lost
 from ..worker.runtime.pool_sizing import context_that_fits
-from .beams.beam_families import BeamFamilies
 from .calls import CoreCalls
+from .continued.beam_families import BeamFamilies
+from .continued.continuations import Continuations
+from .continued.prompt_sessions import PromptSessions
 from .core_stats import CoreStats
 from .executor import Executor, ExecutorDied, InProcessExecutor, StepHandle, load_runner
 from .handover import HeldAnswers
@@ -179,11 +182,19 @@ class EngineCore:
                 backend=config.structured_outputs_backend,
                 most_waiting=config.scheduler.max_waiting_requests,
             )
-            self._beams = BeamFamilies(
-                self.scheduler,
-                self._request_builder,
-                self.spec.eos_token_ids,
-                self.spec.vocab_size,
+            self._continuations = Continuations(
+                BeamFamilies(
+                    self.scheduler,
+                    self._request_builder,
+                    self.spec.eos_token_ids,
+                    self.spec.vocab_size,
+                ),
+                PromptSessions(
+                    self.scheduler,
+                    self._request_builder,
+                    config.session_idle_seconds,
+                    config.scheduler.max_waiting_requests,
+                ),
             )
             self._adder = RequestAdder(
                 self.scheduler,
@@ -191,7 +202,7 @@ class EngineCore:
                 self._grammars,
                 self._held,
                 self._connector,
-                self._beams,
+                self._continuations,
                 max_steps_in_flight=max_steps_in_flight,
             )
             self._calls = CoreCalls(
@@ -237,6 +248,10 @@ class EngineCore:
         """Queue a request. One that cannot run ends here: its only output is returned."""
         return self._adder.add(request)
 
+    def extend(self, message: ExtendPrompt) -> list[TokenOutput]:
+        """The next part of a prompt has come. The last output of a request that cannot go on."""
+        return self._adder.extend(message)
+
     def abort_requests(self, request_ids: Iterable[str], reason: str = ABORTED) -> None:
         """End requests whose client is gone, or has what it wanted (STOPPED); unknown ids are
         ignored."""
@@ -244,7 +259,7 @@ class EngineCore:
         for request_id in request_ids:
             self._held.drop_answer(request_id)
         self._grammars.cancel_waiting(request_ids)
-        self._beams.abort_choices(request_ids)
+        self._continuations.abort(request_ids)
         stopped = reason == STOPPED
         status = RequestStatus.FINISHED_STOPPED if stopped else RequestStatus.FINISHED_ABORTED
         self.scheduler.finish_requests(request_ids, status)
@@ -257,7 +272,7 @@ class EngineCore:
         """Whether a step could do anything now."""
         if self._in_flight or self.scheduler.has_runnable_work() or self._held.is_due:
             return True
-        if self._grammars.is_due:
+        if self._grammars.is_due or self._continuations.sessions.is_due:
             return True
         return not self.executor.is_alive  # the next step says so
 
@@ -270,6 +285,7 @@ class EngineCore:
             scheduler.pin_seconds,
             self._held.idle_seconds,
             self._grammars.idle_seconds,
+            self._continuations.sessions.idle_seconds,
         )
 
     def step(self) -> list[TokenOutput]:
@@ -277,7 +293,7 @@ class EngineCore:
         back. A fault of the worker ends the requests of this step, and of those begun after it.
         Raises RuntimeError where the worker will not work again: after MAX_FAILED_STEPS in a row,
         or with a device that is lost."""
-        return self._adder.add_compiled() + self._run_step()
+        return self._adder.add_compiled() + self._adder.add_whole() + self._run_step()
 
     def _run_step(self) -> list[TokenOutput]:
         in_flight = self._in_flight
@@ -304,7 +320,7 @@ class EngineCore:
         self._stats.note_step(output, result, now - began)
         if (speculation := self.scheduler.speculation) is not None:
             speculation.note_step(output, result, now - began)
-        outputs = self._beams.take(self.scheduler.update_from_output(output, result))
+        outputs = self._continuations.take(self.scheduler.update_from_output(output, result))
         if in_flight:  # the worker must not have to wait for this
             try:
                 self._sample(in_flight[0])
@@ -492,7 +508,7 @@ class EngineCore:
     def _fail_step(self, output: SchedulerOutput, error: Exception) -> list[TokenOutput]:
         count = len(output.num_scheduled_tokens)
         logger.error("a step of %d requests failed in the worker", count, exc_info=error)
-        outputs = self._beams.take(self.scheduler.fail_step(output, error))
+        outputs = self._continuations.take(self.scheduler.fail_step(output, error))
         outputs += self._give_up_steps()
         outputs += self._take_ended()
         outputs = self._held.filter_outputs(outputs) + self._held.release_answers()
@@ -520,7 +536,7 @@ class EngineCore:
                 result = self.executor.result(step.handle)
             except Exception as error:  # noqa: BLE001 - behind a failed one, it was to fail
                 logger.debug("a step was given up: %s", error)
-            outputs += self._beams.take(self.scheduler.give_up_step(output, result))
+            outputs += self._continuations.take(self.scheduler.give_up_step(output, result))
         return outputs
 
     def _drain_and_close(self, timeout_seconds: float) -> None:

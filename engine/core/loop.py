@@ -19,6 +19,7 @@ from ..request.core_messages import (
     AbortRequests,
     AddRequest,
     Call,
+    ExtendPrompt,
     Fatal,
     FromCore,
     Outputs,
@@ -42,6 +43,7 @@ class Core(Protocol):
     num_failed_steps: int
 
     def add(self, request: AddRequest) -> list[TokenOutput]: ...
+    def extend(self, message: ExtendPrompt) -> list[TokenOutput]: ...
     def abort_requests(self, request_ids: list[str], reason: str) -> None: ...
     def call(self, name: str, argument: str) -> Any: ...
     def has_work(self) -> bool: ...
@@ -158,6 +160,8 @@ class CoreLoop:
             self._emit(message.message)
         elif isinstance(message, AddRequest):
             outputs += self._core.add(message)
+        elif isinstance(message, ExtendPrompt):
+            outputs += self._core.extend(message)
         elif isinstance(message, AbortRequests):
             self._core.abort_requests(message.request_ids, message.reason)
         elif message.name == "shutdown":

@@ -20,6 +20,7 @@ from ..request.core_messages import (
     NO_EXTRAS,
     OVERLOADED,
     AddRequest,
+    ExtendPrompt,
     RequestExtras,
     TokenOutput,
 )
@@ -29,7 +30,8 @@ from ..scheduler.request_limits import QueueFull
 from ..scheduler.scheduler import Scheduler
 from ..structured.compiler import TooManyGrammars
 from ..structured.manager import GrammarManager, Waiting
-from .beams.beam_families import BeamFamilies
+from .continued.continuations import Continuations
+from .continued.prompt_sessions import WholePrompt
 from .handover import HeldAnswers
 from .request_builder import RequestBuilder, context_of
 
@@ -49,7 +51,7 @@ class RequestAdder:
         grammars: GrammarManager,
         held: HeldAnswers,
         connector: KVConnectorScheduler,
-        beams: BeamFamilies,
+        continuations: Continuations,
         *,
         max_steps_in_flight: int,
     ) -> None:
@@ -58,13 +60,15 @@ class RequestAdder:
         self.grammars = grammars
         self._held = held
         self._connector = connector
-        self._beams = beams
+        self._beams, self._sessions = continuations.beams, continuations.sessions
         self._max_steps_in_flight = max_steps_in_flight
 
     def add(self, request: AddRequest) -> list[TokenOutput]:
         """Queue a request and its forks, or have them wait for their grammars; or begin a beam
         search. One that cannot run ends here: its only output is returned."""
         extras = request.extras
+        if extras is not None and extras.more_follows:
+            return _refusing(request, partial(self._open_session, request))
         if extras is not None and extras.beams is not None:
             return self._begin_search(request, extras)
         first: Request | None = None
@@ -95,6 +99,30 @@ class RequestAdder:
             for output in _refusing(waiting.message, partial(self._queue_compiled, waiting))
         ]
 
+    def extend(self, message: ExtendPrompt) -> list[TokenOutput]:
+        """The next part of a prompt has come."""
+        return self._sessions.extend(message) + self.add_whole()
+
+    def add_whole(self) -> list[TokenOutput]:
+        """Queue the sessions whose prompts are whole; the outputs of those that end, and of those
+        that have waited too long."""
+
+        def add_one(whole: WholePrompt) -> list[TokenOutput]:
+            return self._add(whole.message, self._sessions.make_whole(whole), None)
+
+        outputs = self._sessions.end_idle()
+        for whole in self._sessions.take_whole():
+            outputs += _refusing(whole.message, partial(add_one, whole))
+            before = whole.continued.request
+            if (kept := before.progress.kept) is not None and not kept.num_heirs:
+                self._scheduler.release_blocks([before])
+        return outputs
+
+    def _open_session(self, request: AddRequest) -> list[TokenOutput]:
+        self._check_free(request.request_id)
+        self._sessions.open_session(request)
+        return []
+
     def _begin_search(self, request: AddRequest, extras: RequestExtras) -> list[TokenOutput]:
         def begin() -> list[TokenOutput]:
             self._scheduler.check_queue()
@@ -110,7 +138,7 @@ class RequestAdder:
     def _check_free(self, request_id: str) -> None:
         """Raise before a request is built where it cannot be queued."""
         self._scheduler.check_queue()
-        if request_id in self.grammars:
+        if request_id in self.grammars or request_id in self._sessions:
             raise ValueError(f"request id {request_id!r} is in use; give each its own")
 
     def _add(self, request: AddRequest, built: Request, ticket: Ticket | None) -> list[TokenOutput]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -29,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 class Continued(NamedTuple):
-    """A request that has ended, and the token that another one has behind its prompt."""
+    """A request that has ended, and the tokens that another one has behind its prompt."""
 
     request: Request
-    token_id: int
+    token_ids: Sequence[int] | TokenArray
 
 
 class RequestBuilder:
@@ -102,9 +103,10 @@ class RequestBuilder:
             )
         embeds = None
         if continued is not None:
-            tokens = np.append(continued.request.prompt_token_ids, np.int32(continued.token_id))
+            behind = np.asarray(continued.token_ids, np.int32)
+            tokens = np.append(continued.request.prompt_token_ids, behind)
         elif fork_of is None:
-            tokens = self._check_tokens(request.prompt_token_ids)
+            tokens = self.read_tokens(request.prompt_token_ids)
             embeds = self._check_embeds(request, len(tokens))
         else:
             tokens, embeds = fork_of.prompt_token_ids, fork_of.prompt_embeds
@@ -180,7 +182,9 @@ class RequestBuilder:
             )
         return embeds
 
-    def _check_tokens(self, packed: bytes) -> TokenArray:
+    def read_tokens(self, packed: bytes, num_before: int = 0) -> TokenArray:
+        """The tokens of a prompt, or of what comes behind its first `num_before`. Raises ValueError
+        for none, and for those that the model does not have or has no room for."""
         if not packed or len(packed) % BYTES_PER_TOKEN:
             raise ValueError("the prompt is empty or no list of int32; give at least one token id")
         tokens = np.frombuffer(packed, "<i4")
@@ -190,9 +194,9 @@ class RequestBuilder:
                 f"token ids must be from 0 to {self._vocab_size - 1}, and the prompt holds "
                 f"{low if low < 0 else high}"
             )
-        if len(tokens) >= self._max_model_len:
+        if (num_tokens := num_before + len(tokens)) >= self._max_model_len:
             raise ValueError(
-                f"the prompt has {len(tokens)} tokens, but a context of {self._max_model_len} must "
+                f"the prompt has {num_tokens} tokens, but a context of {self._max_model_len} must "
                 "hold it and at least one new token; shorten it"
             )
         return tokens.astype(np.int32, copy=False)

@@ -62,6 +62,8 @@ class RequestExtras(
     # `last` or `mean`: the prompt's embedding is wanted, which comes with the first token.
     pooling: str = ""
     forks: list[Fork] = []  # what else is queued with this request; each is like it but for these
+    # The prompt goes on: an ExtendPrompt brings its next part.
+    more_follows: bool = False
     # The answers, of which the forks are the second and later ones, are those of a beam search.
     beams: BeamSearchParams | None = None
 
@@ -92,6 +94,14 @@ def share_prompt(requests: Sequence[AddRequest], beams: BeamSearchParams | None 
         first = requests[0]
         forks = [Fork(each.request_id, each.sampling_params) for each in requests[1:]]
         first.extras = msgspec.structs.replace(first.extras or NO_EXTRAS, forks=forks)
+
+
+class ExtendPrompt(msgspec.Struct, tag="extend", array_like=True):
+    """The next part of a prompt. One of a request that has ended is ignored."""
+
+    request_id: str
+    prompt_token_ids: bytes  # little-endian int32; may be empty in the last part
+    is_last: bool = False
 
 
 class AbortRequests(msgspec.Struct, tag="abort", array_like=True):
@@ -187,7 +197,7 @@ class Fatal(msgspec.Struct, tag="fatal", array_like=True):
     is_config_error: bool = False
 
 
-ToCore = AddRequest | AbortRequests | Call
+ToCore = AddRequest | AbortRequests | Call | ExtendPrompt
 FromCore = Outputs | Reply | Ready | Fatal
 
 to_core_decoder = msgspec.msgpack.Decoder(ToCore)

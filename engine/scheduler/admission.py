@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from ...connector.messages import Match, MatchKind
+from ..cache.kept_blocks import num_common_tokens
 from ..cache.kv_block import GroupBlocks
 from ..observer import Decision, Obstacle
 from ..request.request import Request, RequestStatus
@@ -234,9 +235,12 @@ class Admission:
         return Verdict.RUNS
 
     def _run_in_kept_blocks(self, request: Request, step: StepBuilder, now: float) -> Verdict:
-        """Let a request go on behind one that has ended, in its blocks: it computes one token."""
+        """Let a request go on behind one that has ended, in its blocks: it computes the tokens that
+        it has more than that."""
+        assert request.continues is not None
         kept, manager, reservations = self._states.kept, self._manager, self._reservations
-        if step.budget == 0:
+        num_more = request.num_tokens - num_common_tokens(request.continues, request)
+        if step.budget == 0 or (step.budget < num_more and not self._chunked):
             self._note_wait(request, Obstacle.BUDGET)
             return Verdict.NO_ROOM
         blocks, num_copied = kept.blocks_for(request), manager.num_groups
@@ -244,13 +248,14 @@ class Admission:
             self._note_wait(request, Obstacle.RESERVATION)
             return Verdict.NO_ROOM
         kept.lend(request)
-        while manager.allocate_slots(request, 1, keep_free_blocks=self._keep_free()) is None:
+        num_tokens, keep = min(num_more, step.budget, self._chunk_limit), self._keep_free()
+        while manager.allocate_slots(request, num_tokens, keep_free_blocks=keep) is None:
             if not self._make_room(request):
                 kept.take_back(request)
                 self._note_wait(request, Obstacle.ROOM)
                 return Verdict.NO_ROOM
         self._commit_reserved()
-        self._start_request(request, 1, step, now)
+        self._start_request(request, num_tokens, step, now)
         return Verdict.RUNS
 
     def _overlaps(
@@ -381,7 +386,7 @@ class Admission:
             if request.continues is None:
                 self._note_cached_tokens(request)
             else:  # its prompt was counted with the first of those that it continues
-                request.num_cached_tokens = 0
+                request.num_cached_tokens = max(request.num_cached_tokens, 0)
                 request.continues = None  # or each would keep all before it in memory
         resumes = request.num_preemptions > 0
         self._observer.decision(request, Decision.RESUMED if resumes else Decision.SCHEDULED)

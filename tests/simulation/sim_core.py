@@ -18,8 +18,10 @@ from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.connector.parts import Parts
 from stratakv.engine.config.engine_config import SchedulerConfig
-from stratakv.engine.core.beams.beam_families import BeamFamilies
 from stratakv.engine.core.calls import CoreCalls
+from stratakv.engine.core.continued.beam_families import BeamFamilies
+from stratakv.engine.core.continued.continuations import Continuations
+from stratakv.engine.core.continued.prompt_sessions import PromptSessions
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.executor import StepHandle
 from stratakv.engine.core.handover import HeldAnswers
@@ -151,14 +153,17 @@ class SimCore(EngineCore):
         self._ended = []
         # Nobody asks for a grammar here, so no model's vocabulary is read.
         self._grammars = GrammarManager(Path(), VOCAB, (), most_waiting=1)
-        self._beams = BeamFamilies(self.scheduler, self._request_builder, (), VOCAB)
+        self._continuations = Continuations(
+            BeamFamilies(self.scheduler, self._request_builder, (), VOCAB),
+            PromptSessions(self.scheduler, self._request_builder, 60.0, 100),
+        )
         self._adder = RequestAdder(
             self.scheduler,
             self._request_builder,
             self._grammars,
             self._held,
             side,
-            self._beams,
+            self._continuations,
             max_steps_in_flight=1,
         )
         self._calls = CoreCalls(

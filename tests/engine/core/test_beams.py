@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from stratakv.engine.core.beams.beam_search import BeamSearch
+from stratakv.engine.core.continued.beam_search import BeamSearch
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.request.beam_params import BeamSearchParams
 from stratakv.engine.request.core_messages import AddRequest, TokenOutput, share_prompt
@@ -106,7 +106,7 @@ def test_beams_are_those_of_transformers(model: Path, width: int, early: Any, sc
         assert [score for _, score in ours] == pytest.approx([s for _, s in theirs], abs=1e-4)
         num_ended += sum(tokens[-1] in ENDS for tokens, _ in ours)
     assert core.scheduler.manager.pool.is_idle
-    assert not core._beams._families
+    assert not core._continuations.beams._families
     assert width == 1 or num_ended > 2
     core.shutdown(5.0)
 
@@ -142,7 +142,7 @@ def test_beams_beside_others_are_the_same(model: Path, options: dict[str, Any]) 
     for name, output in plain.items():
         assert whole[name].new_token_ids == output.new_token_ids
     assert core.scheduler.manager.pool.is_idle
-    assert not core._beams._families
+    assert not core._continuations.beams._families
     assert not core.scheduler._states.kept
     core.shutdown(5.0)
 
@@ -263,7 +263,7 @@ def test_a_step_that_fails_ends_the_search(model: Path, monkeypatch: pytest.Monk
     assert all(each.finish_reason == "error" for each in outputs.values())
     assert all("no more" in (each.error or "") for each in outputs.values())
     assert core.scheduler.manager.pool.is_idle
-    assert not core._beams._families
+    assert not core._continuations.beams._families
     core.shutdown(5.0)
 
 

@@ -129,7 +129,7 @@ class BeamFamilies:
         if search.is_done:
             self._end(family)
             return _told_answers(family, search.answers)
-        self._add_beams(family, [Continued(family.beams[b.place], b.token_id) for b in following])
+        self._add_beams(family, [Continued(family.beams[b.place], [b.token_id]) for b in following])
         return []
 
     def _add_beams(self, family: BeamFamily, parents: Sequence[Continued | None]) -> None:

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuations: the beam searches and sessions of one engine core, whose requests are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ...request.core_messages import TokenOutput
+from .beam_families import BeamFamilies
+from .prompt_sessions import PromptSessions
+
+
+@dataclass(frozen=True, slots=True)
+class Continuations:
+    """Called by the engine's thread."""
+
+    beams: BeamFamilies
+    sessions: PromptSessions
+
+    def take(self, outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
+        """Take in the outputs of requests that a search or a session has made; the outputs that
+        clients are told."""
+        return self.sessions.take(self.beams.take(outputs))
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """The clients of these requests are gone; unknown ids are ignored."""
+        request_ids = list(request_ids)
+        self.beams.abort_choices(request_ids)
+        self.sessions.abort_sessions(request_ids)

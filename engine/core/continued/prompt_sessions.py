@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PromptSessions: requests whose prompts arrive in parts, which are computed as they come.
+
+    parts that come           a b c | d e | f g | h          the last one
+    requests for one token    a b c ──► d e f g ──► h        the request itself
+
+Each of them continues the one before in its blocks, and its token is dropped. What comes while one
+is computed goes with the next. In between no running request holds the blocks: who lacks room takes
+them, and the next part then finds them by their names, in the pool or in a tier.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from ...request.core_messages import NO_EXTRAS, AddRequest, ExtendPrompt, TokenOutput
+from ...request.request import Request, TokenArray
+from ...request.sampling_params import SamplingParams
+from ...scheduler.request_limits import QueueFull
+from ...scheduler.scheduler import Scheduler
+from ..request_builder import Continued, RequestBuilder, context_of
+
+_NO_TOKENS: TokenArray = np.zeros(0, np.int32)
+# Nothing is told of the tokens of parts.
+_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+class WholePrompt(NamedTuple):
+    """A session whose last part has come: a request, and what it continues."""
+
+    message: AddRequest
+    continued: Continued
+    first: TokenOutput | None  # of its first part
+
+
+@dataclass(slots=True, eq=False)
+class PromptSession:
+    """One session, from its first part to its last."""
+
+    message: AddRequest  # that opened it, with the wishes for the answer
+    tokens: list[TokenArray]  # parts that no request has yet
+    num_tokens: int  # of all parts
+    waits_since: float  # for a part; monotonic
+    before: Request | None = None  # the last of its requests that has ended
+    asked: Request | None = None  # one under way, which continues that
+    is_whole: bool = False
+    num_made: int = 0
+    first: TokenOutput | None = None  # of the first request
+
+    @property
+    def request_id(self) -> str:
+        return self.message.request_id
+
+    def take_tokens(self) -> TokenArray:
+        """The tokens of the parts that no request has yet; one has them now."""
+        taken = np.concatenate([_NO_TOKENS, *self.tokens])
+        self.tokens.clear()
+        return taken
+
+
+@dataclass(slots=True, eq=False)
+class PromptSessions:
+    """The sessions of one engine core, whose thread calls it. One that waits longer than
+    `idle_seconds` for a part ends; at most `most_sessions` are open."""
+
+    scheduler: Scheduler
+    builder: RequestBuilder
+    idle_limit_seconds: float
+    most_sessions: int
+    num_opened: int = 0
+    num_timed_out: int = 0
+    _open: dict[str, PromptSession] = field(default_factory=dict)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a session has become a request, or has waited too long."""
+        if not self._open:
+            return False
+        is_whole = any(each.is_whole and each.asked is None for each in self._open.values())
+        return is_whole or self.idle_seconds <= 0.0
+
+    @property
+    def idle_seconds(self) -> float:
+        """Until the next of them has."""
+        waiting = [
+            each.waits_since
+            for each in self._open.values()
+            if each.asked is None and not each.is_whole
+        ]
+        if not waiting:
+            return math.inf
+        return max(0.0, min(waiting) + self.idle_limit_seconds - time.monotonic())
+
+    def open_session(self, message: AddRequest) -> None:
+        """The first part has come. Raises ValueError for wishes that no session has and for tokens
+        that cannot be, and QueueFull where too many are open or wait."""
+        if message.request_id in self._open:
+            raise ValueError(f"request id {message.request_id!r} is in use; give each its own")
+        self.scheduler.check_queue()
+        if len(self._open) >= self.most_sessions:
+            raise QueueFull(f"{len(self._open)} sessions are open, no more may; try later")
+        _check_wishes(message)
+        # Whatever is wrong with the request itself is said now, and not when the prompt is whole.
+        tokens = self.builder.make_request(message).prompt_token_ids
+        session = PromptSession(message, [tokens], len(tokens), time.monotonic())
+        self._add_part(session)
+        self._open[session.request_id] = session
+        self.num_opened += 1
+
+    def extend(self, message: ExtendPrompt) -> list[TokenOutput]:
+        """The next part has come; one of a session that has ended is ignored. The last output of a
+        session that cannot go on."""
+        session = self._open.get(message.request_id)
+        if session is None or session.is_whole:
+            return []
+        try:
+            if message.prompt_token_ids or not message.is_last:
+                packed = message.prompt_token_ids
+                tokens = self.builder.read_tokens(packed, session.num_tokens)
+                session.tokens.append(tokens)
+                session.num_tokens += len(tokens)
+            session.is_whole = message.is_last
+            session.waits_since = time.monotonic()
+            if session.asked is None and not session.is_whole:
+                self._add_part(session)
+        except ValueError as error:
+            return [self._end_with(session, TokenOutput("", [], "error", error=str(error)))]
+        return []
+
+    def take(self, outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
+        """Take in the outputs of parts; the others are what clients are told."""
+        if not self._open:
+            return list(outputs)
+        owners = {each.asked.request_id: each for each in self._open.values() if each.asked}
+        told = []
+        for output in outputs:
+            session = owners.get(output.request_id)
+            if session is None:
+                told.append(output)
+            elif output.finish_reason not in (None, "length"):
+                told.append(self._end_with(session, output))
+            else:
+                session.first = session.first or output
+                if output.finish_reason is not None:
+                    told += self._go_on(session)
+        return told
+
+    def take_whole(self) -> list[WholePrompt]:
+        """The sessions whose prompts are whole and computed up to the last parts; each is a request
+        from now on."""
+        whole = [each for each in self._open.values() if each.is_whole and each.asked is None]
+        made = []
+        for session in whole:
+            del self._open[session.request_id]
+            assert session.before is not None
+            continued = Continued(session.before, session.take_tokens())
+            extras = session.message.extras or NO_EXTRAS
+            message = msgspec.structs.replace(
+                session.message, extras=msgspec.structs.replace(extras, more_follows=False)
+            )
+            made.append(WholePrompt(message, continued, session.first))
+        return made
+
+    def make_whole(self, whole: WholePrompt) -> Request:
+        """The request that a session has become. Raises as `RequestBuilder.make_request`."""
+        request = self._make_request(whole.message, whole.continued)
+        if whole.first is not None and request.continues is not None:
+            request.num_cached_tokens = whole.first.num_cached_tokens or 0
+            request.cached_tokens_by_tier = whole.first.cached_tokens_by_tier or {}
+        return request
+
+    def end_idle(self) -> list[TokenOutput]:
+        """The last outputs of sessions that have waited too long for a part."""
+        now, told = time.monotonic(), []
+        for session in list(self._open.values()):
+            waits = session.asked is None and not session.is_whole
+            if waits and now - session.waits_since >= self.idle_limit_seconds:
+                self.num_timed_out += 1
+                text = (
+                    f"no part of the prompt came for {self.idle_limit_seconds:g} s "
+                    f"(--session-idle-seconds) behind its first {session.num_tokens} tokens; send "
+                    "the whole prompt"
+                )
+                told.append(self._end_with(session, TokenOutput("", [], "error", error=text)))
+        return told
+
+    def abort_sessions(self, request_ids: Iterable[str]) -> None:
+        """Their clients are gone; unknown ids are ignored."""
+        for request_id in request_ids:
+            if (session := self._open.get(request_id)) is not None:
+                self._end(session)
+
+    def _go_on(self, session: PromptSession) -> list[TokenOutput]:
+        """What a part's request has computed is there, and the next one begins where more has
+        come."""
+        before, session.before, session.asked = session.before, session.asked, None
+        if before is not None:
+            self.scheduler.release_blocks([before])
+        session.waits_since = time.monotonic()
+        if not session.tokens or session.is_whole:
+            return []
+        try:
+            self._add_part(session)
+        except ValueError as error:
+            return [self._end_with(session, TokenOutput("", [], "error", error=str(error)))]
+        return []
+
+    def _add_part(self, session: PromptSession) -> None:
+        """Queue a request for the parts that have come. Raises as `Scheduler.add_request`."""
+        session.num_made += 1
+        message = msgspec.structs.replace(
+            session.message,
+            request_id=f"{session.request_id}\0{session.num_made}",  # no client can have sent it
+            sampling_params=_ONE_TOKEN,
+            extras=None,
+        )
+        tokens, continued = session.take_tokens(), None
+        if session.before is not None:
+            continued = Continued(session.before, tokens)
+        request = self._make_request(message, continued)
+        request.keeps_blocks, request.hands_over = True, False
+        self.scheduler.add_request(request, context_of(session.message))
+        session.asked = request
+
+    def _make_request(self, message: AddRequest, continued: Continued | None) -> Request:
+        request = self.builder.make_request(message, continued=continued)
+        is_kept = continued is not None and continued.request.progress.kept is not None
+        # Others may have taken its blocks, and while a grammar is compiled nobody holds them.
+        if not is_kept or message.sampling_params.structured_outputs is not None:
+            request.continues, request.external_load_failed = None, False
+        return request
+
+    def _end_with(self, session: PromptSession, output: TokenOutput) -> TokenOutput:
+        self._end(session)
+        return msgspec.structs.replace(output, request_id=session.request_id, new_token_ids=[])
+
+    def _end(self, session: PromptSession) -> None:
+        del self._open[session.request_id]
+        requests = [each for each in (session.before, session.asked) if each is not None]
+        self.scheduler.finish_requests([each.request_id for each in requests])
+        self.scheduler.release_blocks(requests)
+
+
+def _check_wishes(message: AddRequest) -> None:
+    """Raise ValueError for what goes with whole prompts alone."""
+    extras, params = message.extras or NO_EXTRAS, message.sampling_params
+    for name, is_asked in (
+        ("n", bool(extras.forks)),
+        ("use_beam_search", extras.beams is not None),
+        ("an embedding", bool(extras.pooling)),
+        ("prompt_embeds", bool(extras.prompt_embeds)),
+        ("prompt_logprobs", params.prompt_logprobs is not None),
+        ("the fields of a router", bool(extras.ticket or extras.hand_over)),
+    ):
+        if is_asked:
+            raise ValueError(
+                f"a prompt that comes in parts has one answer of its own, without {name}; send the "
+                "prompt whole"
+            )
