@@ -13,7 +13,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -45,6 +45,7 @@ from .offline.arguments import (
 from .offline.beam_outputs import beam_search_output, params_of_beams
 from .offline.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput
 from .offline.prompt_runner import CheckedPrompt, PromptRunner
+from .offline.prompt_session import PromptSession
 from .request.beam_params import BeamSearchParams
 from .request.core_messages import AddRequest, Ready, RequestExtras, check_priority
 from .request.pooling import EMBEDDING_PARAMS, Dimensions, with_pooling
@@ -184,7 +185,7 @@ class LLM:
         checked = []
         for index, (prompt, own) in enumerate(zip(chosen, params, strict=True)):
             with naming(f"prompt {index}"):
-                request = self._request(prompt, own, cache_salt, priorities[index])
+                request = self.make_request(prompt, own, cache_salt, priorities[index])
             checked.append(CheckedPrompt(request, prompt if isinstance(prompt, str) else None))
         return self._run(checked, use_tqdm)
 
@@ -208,7 +209,7 @@ class LLM:
         checked = []
         for index, prompt in enumerate(prompts_in(prompts)):
             with naming(f"prompt {index}"):
-                request = self._request(prompt, own, cache_salt)
+                request = self.make_request(prompt, own, cache_salt)
             text = prompt if isinstance(prompt, str) else None
             checked.append(CheckedPrompt(request, text, beams=params))
         return [
@@ -258,7 +259,7 @@ class LLM:
                 text = self._loop.run(renderer.render(conversation, options, shown))
                 # The template has written the special tokens itself.
                 ids = tokenizer.encode(text, add_special_tokens=False, max_tokens=longest)
-                request = self._request(
+                request = self.make_request(
                     ids, own, cache_salt, priorities[index], splits_thoughts=True
                 )
             is_inside = None if self.marks is None else self.marks.is_open(text, goes_on=goes_on)
@@ -285,7 +286,7 @@ class LLM:
         checked = []
         for index, prompt in enumerate(prompts_in(prompts)):
             with naming(f"prompt {index}"):
-                request = self._request(prompt, EMBEDDING_PARAMS, cache_salt)
+                request = self.make_request(prompt, EMBEDDING_PARAMS, cache_salt)
             text = prompt if isinstance(prompt, str) else None
             checked.append(CheckedPrompt(with_pooling(request, pooling), text))
         answers = self._run(checked, use_tqdm)
@@ -304,7 +305,42 @@ class LLM:
         params = sampling_params or SamplingParams()
         if isinstance(params, SamplingParams) and params.n != 1:
             raise ValueError(f"n must be 1 in a stream, got {params.n}; use generate")
-        return self._stream(self._request(prompt, params, cache_salt))
+        return self._stream(self.make_request(prompt, params, cache_salt))
+
+    def open_session(
+        self, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
+    ) -> PromptSession:
+        """A prompt that is given in parts, each of which is computed while the next one is on its
+        way. One that gets no part for `session_idle_seconds` ends. Raises ValueError for
+        parameters that no session has."""
+        params = sampling_params or SamplingParams()
+        if isinstance(params, SamplingParams) and params.n != 1:
+            raise ValueError(f"n must be 1 in a session, got {params.n}; use generate")
+        self.make_request([0], params, cache_salt)  # raises for what is wrong with them
+        return PromptSession(self, params, cache_salt)
+
+    @property
+    def client(self) -> EngineClient:
+        """The engine's client, which lives in the event loop of `wait_for`."""
+        return self._client
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt that leaves room for one token of an answer."""
+        return self._client.ready.max_model_len - 1
+
+    def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await a call of `client`. Raises EngineDead once this was closed."""
+        try:
+            self._check_open()
+        except EngineDead:
+            work.close()
+            raise
+        return self._loop.run(work)
+
+    def run_checked(self, prompts: Sequence[CheckedPrompt]) -> list[RequestOutput]:
+        """Run prompts that were checked to their ends."""
+        return self._run(prompts, False)
 
     def default_sampling_params(self) -> SamplingParams:
         """What the model's authors recommend in its generation_config.json; what they leave out is
@@ -373,7 +409,7 @@ class LLM:
 
         return self._loop.run(ProcessClient.start(self.config, log_level=log_level))
 
-    def _request(
+    def make_request(
         self,
         prompt: Prompt,
         params: SamplingParams,
@@ -382,7 +418,7 @@ class LLM:
         *,
         splits_thoughts: bool = False,
     ) -> AddRequest:
-        """Check a prompt and make it a request; raises ValueError."""
+        """Check a prompt, and make it a request with an id of its own. Raises ValueError."""
         self._check_open()
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling parameters are SamplingParams, not {type_name(params)}")

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any
 
-from ..request.core_messages import AddRequest, Ready, TokenOutput
+from ..request.core_messages import AddRequest, ExtendPrompt, Ready, TokenOutput
 
 # So many are no accident of one request; a few more end the core.
 UNHEALTHY_FAILED_STEPS = 3
@@ -39,6 +39,21 @@ class EngineClient(ABC):
     @abstractmethod
     def generate(self, request: AddRequest) -> AsyncIterator[TokenOutput]:
         """Run one request; see the promise above."""
+
+    @abstractmethod
+    async def open_prompt(self, request: AddRequest) -> None:
+        """Begin a request whose prompt goes on (`RequestExtras.more_follows`). Its outputs wait for
+        `generate` with the same id, or until `drop_prompt`. Raises ValueError for an id in use."""
+
+    @abstractmethod
+    async def extend_prompt(self, part: ExtendPrompt) -> None:
+        """The next part of a prompt that was opened. Raises ValueError with the reason where its
+        request has ended."""
+
+    @abstractmethod
+    async def drop_prompt(self, request_id: str) -> None:
+        """Nobody asks for the outputs of a prompt that was opened: abort it. One whose outputs are
+        read, or that is unknown, is ignored."""
 
     def has_enough(self, request_id: str) -> None:  # noqa: B027 - a hint, not a duty
         """A stop string has come: closing the iterator of this request ends it as stopped, not as

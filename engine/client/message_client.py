@@ -22,6 +22,7 @@ from ..request.core_messages import (
     AbortRequests,
     AddRequest,
     Call,
+    ExtendPrompt,
     Fatal,
     FromCore,
     Outputs,
@@ -49,8 +50,8 @@ class MessageClient(EngineClient):
 
     def __init__(self) -> None:
         self._mailboxes: dict[str, Mailbox] = {}
-        # Forks that their first request brings to the core, until their outputs are read: whether
-        # that request has been sent.
+        # Requests that reach the core before their outputs are asked for: forks, which their first
+        # request brings, and prompts that were opened. Whether they have been sent.
         self._brought: dict[str, asyncio.Future[bool]] = {}
         # Of forks whose outputs were not asked for in time.
         self._aborts: dict[str, asyncio.Task[None]] = {}
@@ -93,6 +94,34 @@ class MessageClient(EngineClient):
             self._stopped.discard(request_id)
             if not finished and self.is_alive:
                 self._send_soon(AbortRequests([request_id], reason))
+
+    async def open_prompt(self, request: AddRequest) -> None:
+        """See `EngineClient.open_prompt`."""
+        request_id = request.request_id
+        self._open_mailbox(request_id)
+        sent: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        sent.set_result(True)
+        self._brought[request_id] = sent
+        try:
+            await self._send_to_core(request)
+        except BaseException:
+            self._forget_unread(request_id)
+            raise
+
+    async def extend_prompt(self, part: ExtendPrompt) -> None:
+        """See `EngineClient.extend_prompt`."""
+        self._raise_if_dead()
+        mailbox = self._mailboxes.get(part.request_id)
+        if mailbox is None:
+            raise ValueError(f"the prompt of {part.request_id!r} is not open; it has ended")
+        if (last := mailbox.last_output) is not None:
+            raise ValueError(last.error or f"its request has ended ({last.finish_reason})")
+        await self._send_to_core(part)
+
+    async def drop_prompt(self, request_id: str) -> None:
+        """See `EngineClient.drop_prompt`."""
+        if self._forget_unread(request_id) and self.is_alive:
+            await self._send_to_core(AbortRequests([request_id], ABORTED))
 
     def has_enough(self, request_id: str) -> None:
         if request_id in self._mailboxes:
@@ -183,6 +212,13 @@ class MessageClient(EngineClient):
             if not sent.done():
                 sent.set_result(False)
 
+    def _forget_unread(self, request_id: str) -> bool:
+        """Drop the outputs of a request that nobody has asked for; whether there was one."""
+        if self._brought.pop(request_id, None) is None:
+            return False
+        del self._mailboxes[request_id]
+        return True
+
     def _drop_unread_forks(self, request: AddRequest) -> None:
         """A request has ended: its forks whose outputs were never asked for are aborted. A
         later reader sends them as requests of their own."""
@@ -262,6 +298,12 @@ class Mailbox:
         else:
             _merge(self._pending, output)
         self._filled.set()
+
+    @property
+    def last_output(self) -> TokenOutput | None:
+        """The output that waits, where it ends the request."""
+        pending = self._pending
+        return None if pending is None or pending.finish_reason is None else pending
 
     def fail(self, error: BaseException) -> None:
         """Let the reader have this error, after what waits."""

@@ -113,9 +113,10 @@ class RequestAdder:
         outputs = self._sessions.end_idle()
         for whole in self._sessions.take_whole():
             outputs += _refusing(whole.message, partial(add_one, whole))
-            before = whole.continued.request
-            if (kept := before.progress.kept) is not None and not kept.num_heirs:
-                self._scheduler.release_blocks([before])
+            before = whole.continued
+            kept = None if before is None else before.request.progress.kept
+            if before is not None and kept is not None and not kept.num_heirs:
+                self._scheduler.release_blocks([before.request])
         return outputs
 
     def _open_session(self, request: AddRequest) -> list[TokenOutput]:

@@ -36,7 +36,7 @@ class WholePrompt(NamedTuple):
     """A session whose last part has come: a request, and what it continues."""
 
     message: AddRequest
-    continued: Continued
+    continued: Continued | None
     first: TokenOutput | None  # of its first part
 
 
@@ -127,6 +127,8 @@ class PromptSessions:
         if session is None or session.is_whole:
             return []
         try:
+            if 0 <= message.num_kept < session.num_tokens:
+                self._restart(session, message.num_kept)
             if message.prompt_token_ids or not message.is_last:
                 packed = message.prompt_token_ids
                 tokens = self.builder.read_tokens(packed, session.num_tokens)
@@ -165,11 +167,14 @@ class PromptSessions:
         made = []
         for session in whole:
             del self._open[session.request_id]
-            assert session.before is not None
-            continued = Continued(session.before, session.take_tokens())
+            tokens, continued = session.take_tokens(), None
+            if session.before is not None:
+                continued = Continued(session.before, tokens)
             extras = session.message.extras or NO_EXTRAS
             message = msgspec.structs.replace(
-                session.message, extras=msgspec.structs.replace(extras, more_follows=False)
+                session.message,
+                prompt_token_ids=tokens.tobytes(),
+                extras=msgspec.structs.replace(extras, more_follows=False),
             )
             made.append(WholePrompt(message, continued, session.first))
         return made
@@ -235,6 +240,16 @@ class PromptSessions:
         self.scheduler.add_request(request, context_of(session.message))
         session.asked = request
 
+    def _restart(self, session: PromptSession, num_kept: int) -> None:
+        """Only the first tokens of those that have come are the prompt's own: their blocks are
+        found by their names, like those of any prompt."""
+        known = session.asked or session.before
+        assert known is not None
+        tokens = np.concatenate([known.prompt_token_ids, session.take_tokens()])[:num_kept]
+        self._give_up_requests(session)
+        session.before = session.asked = None
+        session.tokens, session.num_tokens = [tokens], num_kept
+
     def _make_request(self, message: AddRequest, continued: Continued | None) -> Request:
         request = self.builder.make_request(message, continued=continued)
         is_kept = continued is not None and continued.request.progress.kept is not None
@@ -249,6 +264,9 @@ class PromptSessions:
 
     def _end(self, session: PromptSession) -> None:
         del self._open[session.request_id]
+        self._give_up_requests(session)
+
+    def _give_up_requests(self, session: PromptSession) -> None:
         requests = [each for each in (session.before, session.asked) if each is not None]
         self.scheduler.finish_requests([each.request_id for each in requests])
         self.scheduler.release_blocks(requests)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PromptSession: a prompt that the Python API is given in parts, and its answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..request.core_messages import NO_EXTRAS, AddRequest, ExtendPrompt
+from ..request.request import pack_token_ids
+from ..request.sampling_params import SamplingParams
+from ..text.prompt_parts import PromptParts
+from .arguments import NO_LISTS, type_name
+from .outputs import RequestOutput
+from .prompt_runner import CheckedPrompt
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+
+
+class PromptSession:
+    """One prompt. `LLM.open_session` makes it; a context manager, which drops a session that was
+    never answered."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, cache_salt: str) -> None:
+        self._llm, self._params, self._cache_salt = llm, params, cache_salt
+        most = llm.max_prompt_tokens
+        self._parts = PromptParts(llm.tokenizer, most)
+        self._request: AddRequest | None = None  # once the first tokens are known
+        self._has_ended = False
+        self._feeding = threading.Lock()
+
+    def feed(self, part: str | Sequence[int]) -> None:
+        """The next part of the prompt, a text or a list of token ids; the engine computes it while
+        the rest is on its way. Raises ValueError for a part that cannot be, after the end, and
+        while another thread feeds."""
+        with self._exclusively():
+            tokens = self._parts.add(self._checked(part))
+            if not tokens:
+                return
+            if self._request is None:
+                request = self._llm.make_request(tokens, self._params, self._cache_salt)
+                extras = msgspec.structs.replace(request.extras or NO_EXTRAS, more_follows=True)
+                request.extras = extras
+                self._llm.wait_for(self._llm.client.open_prompt(request))
+                self._request = request
+            else:
+                self._extend(tokens)
+
+    def answer(self, part: str | Sequence[int] = "") -> RequestOutput:
+        """The last part, and the answer to the whole prompt. Raises as `feed` and as
+        `LLM.generate` do."""
+        with self._exclusively():
+            if len(part) or self._request is None:
+                self._parts.add(self._checked(part))
+            num_kept, tokens = self._parts.end()
+            whole = self._llm.make_request(self._parts.token_ids, self._params, self._cache_salt)
+            if self._request is not None:
+                self._extend(tokens, num_kept)
+                whole = msgspec.structs.replace(whole, request_id=self._request.request_id)
+            self._has_ended = True
+            [answer] = self._llm.run_checked([CheckedPrompt(whole, None)])
+            return answer
+
+    def close(self) -> None:
+        """Drop a session that was not answered. Idempotent."""
+        if not self._has_ended and self._request is not None:
+            self._llm.wait_for(self._llm.client.drop_prompt(self._request.request_id))
+        self._has_ended = True
+
+    def __enter__(self) -> PromptSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _checked(self, part: str | Sequence[int]) -> str | Sequence[int]:
+        """A text as it is, token ids as a list. Raises ValueError for anything else."""
+        if isinstance(part, str):
+            return part
+        if isinstance(part, NO_LISTS) or not hasattr(part, "__iter__"):
+            raise ValueError(f"a part is a text or a list of token ids, not {type_name(part)}")
+        tokens = list(part)
+        if tokens:
+            self._llm.make_request(tokens, self._params, self._cache_salt)
+        return tokens
+
+    def _extend(self, tokens: Sequence[int], num_kept: int | None = None) -> None:
+        assert self._request is not None
+        packed = pack_token_ids(tokens) if tokens else b""
+        message = ExtendPrompt(self._request.request_id, packed)
+        if num_kept is not None:
+            message.is_last, message.num_kept = True, num_kept
+        self._llm.wait_for(self._llm.client.extend_prompt(message))
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        if not self._feeding.acquire(blocking=False):
+            raise ValueError("another thread feeds this session; feed one part at a time")
+        try:
+            if self._has_ended:
+                raise ValueError("this session has had its last part; open another one")
+            yield
+        finally:
+            self._feeding.release()
