@@ -339,7 +339,7 @@ class LLM:
         return self._loop.run(work)
 
     def run_checked(self, prompts: Sequence[CheckedPrompt]) -> list[RequestOutput]:
-        """Run prompts that were checked to their ends."""
+        """Run requests that `make_request` has made, and return their answers in order."""
         return self._run(prompts, False)
 
     def default_sampling_params(self) -> SamplingParams:

@@ -10,6 +10,8 @@ speedup_repetitive_1, _16   Greedy answers that quote a text, or edit code: toke
     those without drafts. `quotes.py` says how so small a model is had to quote.
 speedup_draft_model_1, _16   The same of a draft model that is always right, and an eighth as deep
     (`models.py`): the most that such a pair can gain.
+first_token_in_parts   The time to the first token of a prompt of 3,600 tokens that came in fifty
+    parts, from the last one on, over that of the prompt sent whole, by the clock (`parts.py`).
 speedup_where_it_does_not_pay   The least ratio of answers that are drawn behind words without an
     order, of one request and of sixteen, and of a draft model that is always wrong.
 """

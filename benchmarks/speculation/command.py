@@ -24,14 +24,17 @@ from ..harness.plots import caption, draw_bars, new_figure, save_figure
 from ..harness.report import Report, median, print_table, ratios, run_and_tell
 from ..harness.timer import Timer
 from .models import make_deep, make_unrelated
+from .parts import prompts_of
 from .quotes import QUOTE, Quotes
 from .texts import ANSWER, UNIQUE, Asked, repetitive, unique
 
+IN_PARTS = "first_token_in_parts"
 GATES = {
     "speedup_repetitive_1": Gate(least=1.8),
     "speedup_repetitive_16": Gate(least=1.3),
     "speedup_draft_model_1": Gate(least=1.8),
     "speedup_draft_model_16": Gate(least=1.3),
+    IN_PARTS: Gate(most=0.15),
     "speedup_where_it_does_not_pay": Gate(least=0.98),
 }
 METHODS = ("ngram", "suffix")
@@ -50,10 +53,11 @@ class Scale:
     sizes: tuple[int, ...]  # requests at once
     answer: int  # tokens
     warm_rounds: int  # before anything is counted, in which speculation learns what pays
+    prompt: int  # tokens of one that comes in parts
 
 
-FULL = Scale(15, (1, 16), ANSWER, 3)
-QUICK = Scale(3, (1, 4), 32, 1)
+FULL = Scale(15, (1, 16), ANSWER, 3, 3600)
+QUICK = Scale(3, (1, 4), 32, 1, 600)
 
 
 @dataclass(slots=True)
@@ -182,6 +186,20 @@ def compare(
     return outcome
 
 
+def compare_parts(report: Report, scale: Scale) -> None:
+    """The time to the first token of a prompt that came in parts, over that of a whole one. Raises
+    WrongWork where these do not say the same."""
+    with prompts_of(scale.prompt) as prompts:
+        prompts.send_whole()
+        prompts.send_parts()
+        comparison = Comparison(
+            IN_PARTS, "seconds", "sent whole", prompts.send_parts, prompts.send_whole
+        )
+        take_rounds(comparison, scale.rounds).add_to(report)
+        if prompts.said["parts"] != prompts.said["whole"]:
+            raise WrongWork("prompts in parts are answered otherwise than whole ones")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Take all figures; 0, or 1 with the reason on the terminal."""
     report = Report("speculation", "stratakv bench speculation" + " --quick" * arguments.quick)
@@ -213,6 +231,7 @@ def measure(report: Report, scale: Scale) -> None:
             for pair in pairs
         ]
     _add_worst(report, NOT_PAYING, taken)
+    compare_parts(report, scale)
 
 
 def _add_worst(report: Report, name: str, taken: Sequence[Outcome]) -> None:

@@ -41,6 +41,7 @@ from .http.api_key import HEALTH_PATH, NODE_PATH, ApiKeyMiddleware
 from .http.hosts import HostMiddleware
 from .metrics.engine_metrics import Metrics
 from .openai.chat import create_chat_completion
+from .openai.completion_parts import create_completion_of_parts
 from .openai.completions import create_completion
 from .openai.embeddings import create_embeddings
 from .openai.follow import FOLLOW
@@ -132,6 +133,7 @@ def create_app(
     )
     routes = [
         _route("/v1/completions", ["POST"], front, create_completion, counted=True),
+        _route("/v1/completions/parts", ["POST"], front, create_completion_of_parts, counted=True),
         _route("/v1/chat/completions", ["POST"], front, create_chat_completion, counted=True),
         _route("/v1/embeddings", ["POST"], front, create_embeddings, counted=True),
         *[

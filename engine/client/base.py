@@ -52,8 +52,8 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def drop_prompt(self, request_id: str) -> None:
-        """Nobody asks for the outputs of a prompt that was opened: abort it. One whose outputs are
-        read, or that is unknown, is ignored."""
+        """Abort a request whose prompt was opened, before its outputs are asked for; any other id
+        is ignored."""
 
     def has_enough(self, request_id: str) -> None:  # noqa: B027 - a hint, not a duty
         """A stop string has come: closing the iterator of this request ends it as stopped, not as

@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 # For a core that takes no messages at all; a step is never this long.
 SEND_SECONDS = 60.0
+# For a prompt in parts, from its first part to the reader of its answer.
+UNREAD_SECONDS = 3600.0
 
 
 class MessageClient(EngineClient):
@@ -107,6 +109,7 @@ class MessageClient(EngineClient):
         except BaseException:
             self._forget_unread(request_id)
             raise
+        asyncio.get_running_loop().call_later(UNREAD_SECONDS, self._drop_unread, request_id, sent)
 
     async def extend_prompt(self, part: ExtendPrompt) -> None:
         """See `EngineClient.extend_prompt`."""
@@ -119,7 +122,7 @@ class MessageClient(EngineClient):
         await self._send_to_core(part)
 
     async def drop_prompt(self, request_id: str) -> None:
-        """See `EngineClient.drop_prompt`."""
+        """Abort a request that was opened and whose outputs were not asked for."""
         if self._forget_unread(request_id) and self.is_alive:
             await self._send_to_core(AbortRequests([request_id], ABORTED))
 
@@ -212,8 +215,15 @@ class MessageClient(EngineClient):
             if not sent.done():
                 sent.set_result(False)
 
+    def _drop_unread(self, request_id: str, sent: asyncio.Future[bool]) -> None:
+        """Abort a request whose prompt was opened long ago, if its outputs were never asked for."""
+        if self._brought.get(request_id) is sent:
+            self._forget_unread(request_id)
+            if self.is_alive:
+                self._send_soon(AbortRequests([request_id], ABORTED))
+
     def _forget_unread(self, request_id: str) -> bool:
-        """Drop the outputs of a request that nobody has asked for; whether there was one."""
+        """Drop the outputs of a request that were not asked for; whether it had a mailbox."""
         if self._brought.pop(request_id, None) is None:
             return False
         del self._mailboxes[request_id]
@@ -301,7 +311,7 @@ class Mailbox:
 
     @property
     def last_output(self) -> TokenOutput | None:
-        """The output that waits, where it ends the request."""
+        """The output that waits to be read, if it has a finish reason; None else."""
         pending = self._pending
         return None if pending is None or pending.finish_reason is None else pending
 

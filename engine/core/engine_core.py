@@ -48,9 +48,7 @@ from ..worker.pool_demand import check_pool_size
 from ..worker.runtime.device_runtime import is_device_lost
 from ..worker.runtime.pool_sizing import context_that_fits
 from .calls import CoreCalls
-from .continued.beam_families import BeamFamilies
 from .continued.continuations import Continuations
-from .continued.prompt_sessions import PromptSessions
 from .core_stats import CoreStats
 from .executor import Executor, ExecutorDied, InProcessExecutor, StepHandle, load_runner
 from .handover import HeldAnswers
@@ -182,19 +180,8 @@ class EngineCore:
                 backend=config.structured_outputs_backend,
                 most_waiting=config.scheduler.max_waiting_requests,
             )
-            self._continuations = Continuations(
-                BeamFamilies(
-                    self.scheduler,
-                    self._request_builder,
-                    self.spec.eos_token_ids,
-                    self.spec.vocab_size,
-                ),
-                PromptSessions(
-                    self.scheduler,
-                    self._request_builder,
-                    config.session_idle_seconds,
-                    config.scheduler.max_waiting_requests,
-                ),
+            self._continuations = Continuations.of(
+                self.scheduler, self._request_builder, self.spec, config
             )
             self._adder = RequestAdder(
                 self.scheduler,
@@ -248,9 +235,9 @@ class EngineCore:
         """Queue a request. One that cannot run ends here: its only output is returned."""
         return self._adder.add(request)
 
-    def extend(self, message: ExtendPrompt) -> list[TokenOutput]:
+    def extend_prompt(self, message: ExtendPrompt) -> list[TokenOutput]:
         """The next part of a prompt has come. The last output of a request that cannot go on."""
-        return self._adder.extend(message)
+        return self._adder.extend_prompt(message)
 
     def abort_requests(self, request_ids: Iterable[str], reason: str = ABORTED) -> None:
         """End requests whose client is gone, or has what it wanted (STOPPED); unknown ids are

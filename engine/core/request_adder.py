@@ -99,9 +99,9 @@ class RequestAdder:
             for output in _refusing(waiting.message, partial(self._queue_compiled, waiting))
         ]
 
-    def extend(self, message: ExtendPrompt) -> list[TokenOutput]:
-        """The next part of a prompt has come."""
-        return self._sessions.extend(message) + self.add_whole()
+    def extend_prompt(self, message: ExtendPrompt) -> list[TokenOutput]:
+        """Take in the next part of a prompt; the last output of a session that cannot go on."""
+        return self._sessions.extend_prompt(message) + self.add_whole()
 
     def add_whole(self) -> list[TokenOutput]:
         """Queue the sessions whose prompts are whole; the outputs of those that end, and of those

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class PromptSession:
-    """One prompt. `LLM.open_session` makes it; a context manager, which drops a session that was
-    never answered."""
+    """Feeds one prompt to the engine and asks for its answer. `LLM.open_session` makes it. At the
+    end of a `with` block a session that was never answered is dropped."""
 
     def __init__(self, llm: LLM, params: SamplingParams, cache_salt: str) -> None:
         self._llm, self._params, self._cache_salt = llm, params, cache_salt
@@ -39,7 +39,7 @@ class PromptSession:
         the rest is on its way. Raises ValueError for a part that cannot be, after the end, and
         while another thread feeds."""
         with self._exclusively():
-            tokens = self._parts.add(self._checked(part))
+            tokens = self._parts.add_part(self._checked(part))
             if not tokens:
                 return
             if self._request is None:
@@ -56,8 +56,8 @@ class PromptSession:
         `LLM.generate` do."""
         with self._exclusively():
             if len(part) or self._request is None:
-                self._parts.add(self._checked(part))
-            num_kept, tokens = self._parts.end()
+                self._parts.add_part(self._checked(part))
+            num_kept, tokens = self._parts.end_prompt()
             whole = self._llm.make_request(self._parts.token_ids, self._params, self._cache_salt)
             if self._request is not None:
                 self._extend(tokens, num_kept)
@@ -67,7 +67,7 @@ class PromptSession:
             return answer
 
     def close(self) -> None:
-        """Drop a session that was not answered. Idempotent."""
+        """Abort the request of a session that was not answered. Idempotent."""
         if not self._has_ended and self._request is not None:
             self._llm.wait_for(self._llm.client.drop_prompt(self._request.request_id))
         self._has_ended = True

@@ -30,7 +30,7 @@ class PromptParts:
         self._text = ""
         self._told: list[int] = []
 
-    def add(self, part: str | Sequence[int]) -> list[int]:
+    def add_part(self, part: str | Sequence[int]) -> list[int]:
         """A part has come. The tokens that can be told now, behind those told before."""
         if isinstance(part, str):
             self._text += part
@@ -52,7 +52,7 @@ class PromptParts:
         self._told += new
         return new
 
-    def end(self) -> tuple[int, list[int]]:
+    def end_prompt(self) -> tuple[int, list[int]]:
         """The prompt is whole: how many of the tokens that were told are its own, and those behind
         them."""
         self._end_text()
@@ -64,7 +64,7 @@ class PromptParts:
 
     @property
     def token_ids(self) -> list[int]:
-        """Those of the whole prompt, once it has ended."""
+        """The tokens of the whole prompt; to be asked for behind `end_prompt`."""
         return self._fixed
 
     def _end_text(self) -> None:

@@ -134,7 +134,7 @@ class ModelRunner:
             models = ModelLoader(path, spec, draft, placement, compute)
             if num_blocks is None:
                 sizer = open_sizer(placement)
-                self.model, draft_model = models.load(max_model_len)
+                self.model, draft_model = models.load_models(max_model_len)
                 num_blocks = sizer.blocks(
                     self.model,
                     demand,
@@ -146,7 +146,7 @@ class ModelRunner:
                     max_model_len = context_that_fits(demand, num_blocks, max_model_len)
             else:
                 check_pool_size(demand, num_blocks, max_model_len, on_host=device.type == "cpu")
-                self.model, draft_model = models.load(max_model_len)
+                self.model, draft_model = models.load_models(max_model_len)
             self.groups = groups
             self.pool = KvPool(
                 groups.layout, groups.num_pages(num_blocks), device, kernel_block_size

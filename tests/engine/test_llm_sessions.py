@@ -94,8 +94,8 @@ def test_tokens_are_told_as_they_are_in_the_whole(seed_of_parts: int, llm: LLM) 
     assert tokenizer is not None
     parts, told = PromptParts(tokenizer, 10_000), []
     for part in cut(TEXT, 30, rng):
-        told += parts.add(part)
-    num_kept, behind = parts.end()
+        told += parts.add_part(part)
+    num_kept, behind = parts.end_prompt()
     assert told[:num_kept] + behind == tokenizer.encode(TEXT) == parts.token_ids
     assert num_kept > 0.8 * len(parts.token_ids)
 
@@ -105,7 +105,7 @@ def test_what_was_told_and_is_not_so_is_taken_back(
 ) -> None:
     """A tokenizer may join what no space parts; then what has come counts up to there."""
     [whole] = llm.generate(TEXT, GREEDY)
-    add = PromptParts.add
+    add = PromptParts.add_part
 
     def hasty(parts: PromptParts, part: str) -> list[int]:
         add(parts, part)
@@ -113,7 +113,7 @@ def test_what_was_told_and_is_not_so_is_taken_back(
         parts._told += new
         return new
 
-    monkeypatch.setattr(PromptParts, "add", hasty)
+    monkeypatch.setattr(PromptParts, "add_part", hasty)
     with llm.open_session(GREEDY) as session:
         for place in range(0, len(TEXT) - 3, 7):
             session.feed(TEXT[place : place + 7])

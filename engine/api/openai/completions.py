@@ -137,7 +137,7 @@ async def create_completion(front: Front, http: Request, *, follows: bool = Fals
     generations = make_generations(
         front,
         request,
-        _tasks(front, request, prompts, embeds),
+        tasks_of(front, request, prompts, embeds),
         f"cmpl-{own_id}",
         arrival_seconds,
         tenant=tenant_of(front, http),
@@ -187,9 +187,11 @@ async def _resolve_embeds(
     return [data for data, _ in files], [bytes(BYTES_PER_TOKEN * count) for _, count in files]
 
 
-def _tasks(
+def tasks_of(
     front: Front, request: CompletionRequest, prompts: Sequence[bytes], embeds: Sequence[bytes]
 ) -> list[Task]:
+    """A task for each prompt, or for each of `embeds`. Raises ApiError for parameters that cannot
+    be."""
     asked, max_tokens = request.max_tokens is not None, request.max_tokens
     if max_tokens is None:
         max_tokens = default_max_tokens(front, DEFAULT_COMPLETION_TOKENS)

@@ -6,7 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ...config.engine_config import EngineConfig
+from ...models.model_spec import ModelSpec
 from ...request.core_messages import TokenOutput
+from ...scheduler.scheduler import Scheduler
+from ..request_builder import RequestBuilder
 from .beam_families import BeamFamilies
 from .prompt_sessions import PromptSessions
 
@@ -17,6 +21,25 @@ class Continuations:
 
     beams: BeamFamilies
     sessions: PromptSessions
+
+    @classmethod
+    def of(
+        cls,
+        scheduler: Scheduler,
+        builder: RequestBuilder,
+        spec: ModelSpec,
+        config: EngineConfig,
+    ) -> Continuations:
+        """Make the searches and sessions of an engine with this model and these settings."""
+        return cls(
+            BeamFamilies(scheduler, builder, spec.eos_token_ids, spec.vocab_size),
+            PromptSessions(
+                scheduler,
+                builder,
+                config.session_idle_seconds,
+                config.scheduler.max_waiting_requests,
+            ),
+        )
 
     def take(self, outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
         """Take in the outputs of requests that a search or a session has made; the outputs that

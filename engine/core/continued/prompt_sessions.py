@@ -42,7 +42,7 @@ class WholePrompt(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PromptSession:
-    """One session, from its first part to its last."""
+    """The parts of one prompt that have come, and the requests that compute them in turn."""
 
     message: AddRequest  # that opened it, with the wishes for the answer
     tokens: list[TokenArray]  # parts that no request has yet
@@ -120,7 +120,7 @@ class PromptSessions:
         self._open[session.request_id] = session
         self.num_opened += 1
 
-    def extend(self, message: ExtendPrompt) -> list[TokenOutput]:
+    def extend_prompt(self, message: ExtendPrompt) -> list[TokenOutput]:
         """The next part has come; one of a session that has ended is ignored. The last output of a
         session that cannot go on."""
         session = self._open.get(message.request_id)
@@ -203,14 +203,14 @@ class PromptSessions:
         return told
 
     def abort_sessions(self, request_ids: Iterable[str]) -> None:
-        """Their clients are gone; unknown ids are ignored."""
+        """End the sessions with these ids, whose clients are gone; unknown ids are ignored."""
         for request_id in request_ids:
             if (session := self._open.get(request_id)) is not None:
                 self._end(session)
 
     def _go_on(self, session: PromptSession) -> list[TokenOutput]:
-        """What a part's request has computed is there, and the next one begins where more has
-        come."""
+        """The request for a part has ended: queue the next one, if more has come meanwhile. The
+        last output of a session that cannot go on."""
         before, session.before, session.asked = session.before, session.asked, None
         if before is not None:
             self.scheduler.release_blocks([before])
@@ -253,7 +253,7 @@ class PromptSessions:
     def _make_request(self, message: AddRequest, continued: Continued | None) -> Request:
         request = self.builder.make_request(message, continued=continued)
         is_kept = continued is not None and continued.request.progress.kept is not None
-        # Others may have taken its blocks, and while a grammar is compiled nobody holds them.
+        # Its blocks may be others' by now, and are not kept while a grammar is compiled.
         if not is_kept or message.sampling_params.structured_outputs is not None:
             request.continues, request.external_load_failed = None, False
         return request

@@ -40,7 +40,7 @@ class ModelLoader:
         """Whether torch's operators compute the model's layers, and no kernel of ours."""
         return self._parts[0].is_plain
 
-    def load(self, max_model_len: int) -> tuple[Decoder, Decoder | None]:
+    def load_models(self, max_model_len: int) -> tuple[Decoder, Decoder | None]:
         """The model, for a context of so many tokens, and the draft model, for as many of them as
         it can see. Raises ConfigError where weights do not fit."""
         model, *others = [

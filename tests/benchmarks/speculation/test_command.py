@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.benchmarks.speculation import command
+from stratakv.benchmarks.speculation import command, models
 from stratakv.benchmarks.speculation.command import GATES, Scale
 from stratakv.benchmarks.speculation.texts import repetitive
 from stratakv.engine.cli.main import main
@@ -20,8 +20,9 @@ from stratakv.engine.worker.speculation.drafted_rows import DraftedRows
 
 @pytest.fixture(autouse=True)
 def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "QUICK", Scale(2, (1, 2), 24, 0))
+    monkeypatch.setattr(command, "QUICK", Scale(2, (1, 2), 24, 0, 200))
     monkeypatch.setattr(command, "METHODS", ("suffix",))
+    monkeypatch.setattr(models, "DEPTH", 2)
 
 
 def test_the_quick_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,7 +31,7 @@ def test_the_quick_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert set(written["ratios"]) == set(GATES)
     assert all(math.isfinite(ratio) and ratio > 0 for ratio in written["ratios"].values())
     cases = written["figures"]["cases"]
-    assert len(cases) == 4
+    assert len(cases) == 8
     assert all(case["same_answers"] == case["answers"] for case in cases.values())
     assert (tmp_path / "speculation.png").read_bytes().startswith(b"\x89PNG")
     assert "speedup_repetitive_1" in capsys.readouterr().out
@@ -49,7 +50,7 @@ def test_drafts_that_are_taken_unseen_are_no_figure(
         ]
 
     monkeypatch.setattr(DraftedRows, "accept", unseen)
-    monkeypatch.setattr(command, "QUICK", Scale(2, (1, 2), 60, 1))
+    monkeypatch.setattr(command, "QUICK", Scale(2, (1, 2), 60, 1, 200))
     assert main(["bench", "speculation", "--quick", "--out", str(tmp_path)]) == 1
     assert "answers differ" in capsys.readouterr().err
 

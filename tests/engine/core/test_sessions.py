@@ -78,7 +78,7 @@ def feed(
         for _ in range(rng.choice([0, 0, 1, 3])):
             if core.has_work():
                 outputs += core.step()
-        outputs += core.extend(part_of(name, part, is_last=number == len(parts)))
+        outputs += core.extend_prompt(part_of(name, part, is_last=number == len(parts)))
     return finish(core, outputs, 1)
 
 
@@ -119,12 +119,14 @@ def test_parts_are_computed_before_the_next_ones_come(model: Path) -> None:
         counts = core.scheduler.counts
         for end in (20, 21, 50):
             if end > 20:
-                assert core.extend(part_of("a", prompt[counts["scheduled_tokens"] : end])) == []
+                assert (
+                    core.extend_prompt(part_of("a", prompt[counts["scheduled_tokens"] : end])) == []
+                )
             while core.has_work():
                 assert core.step() == []
             assert counts["scheduled_tokens"] == end
             assert core.idle_seconds() > 4.0
-        outputs = core.extend(part_of("a", prompt[50:], is_last=True))
+        outputs = core.extend_prompt(part_of("a", prompt[50:], is_last=True))
         found = finish(core, outputs, 1)["a"]
         assert counts["scheduled_tokens"] == 61 + 3
         assert (found.timings or {})["first_token_seconds"] < 5.0
@@ -141,7 +143,7 @@ def test_a_last_part_may_be_empty(model: Path) -> None:
             core.add(opening("a", prompt))
             while core.has_work():
                 core.step()
-            outputs = core.extend(part_of("a", [], is_last=True))
+            outputs = core.extend_prompt(part_of("a", [], is_last=True))
             assert finish(core, outputs, 1)["a"].new_token_ids == expected
             assert core.scheduler.counts["scheduled_tokens"] == length + 1 + 5
             check_nothing_left(core)
@@ -162,7 +164,7 @@ def test_blocks_that_others_took_are_found_again_or_computed(
         assert len(core.scheduler._states.kept) == 1
         run(core, *[request(f"other {i}", each, max_tokens=20) for i, each in enumerate(others)])
         assert len(core.scheduler._states.kept) == 0
-        found = finish(core, core.extend(part_of("a", prompt[60:], is_last=True)), 1)["a"]
+        found = finish(core, core.extend_prompt(part_of("a", prompt[60:], is_last=True)), 1)["a"]
         assert found.new_token_ids == expected
         if tiers:
             assert (found.cached_tokens_by_tier or {}).get("cpu", 0) > 0
@@ -182,7 +184,7 @@ def test_a_session_that_gets_no_part_ends(model: Path, monkeypatch: pytest.Monke
         assert (output.request_id, output.finish_reason) == ("a", "error")
         assert "no part of the prompt came for 0.5 s" in (output.error or "")
         assert sessions.num_timed_out == 1
-        assert core.extend(part_of("a", [1], is_last=True)) == []
+        assert core.extend_prompt(part_of("a", [1], is_last=True)) == []
         check_nothing_left(core)
 
 
@@ -192,7 +194,7 @@ def test_sessions_that_are_aborted_leave_nothing(model: Path) -> None:
             core.add(opening("a", prompt_of(40)))
             for _ in range(num_steps):
                 core.step()
-            core.extend(part_of("a", prompt_of(9), is_last=num_steps % 2 == 0))
+            core.extend_prompt(part_of("a", prompt_of(9), is_last=num_steps % 2 == 0))
             core.abort_requests(["a"])
             while core.has_work():
                 assert core.step() == []
@@ -231,7 +233,7 @@ def test_parts_that_cannot_be_end_the_session(model: Path) -> None:
                               (prompt_of(20), "the prompt has 40 tokens")):  # fmt: skip
             core.add(opening("a", prompt_of(20)))
             core.step()
-            [output] = core.extend(part_of("a", tokens))
+            [output] = core.extend_prompt(part_of("a", tokens))
             assert output.finish_reason == "error" and words in (output.error or ""), output
             while core.has_work():
                 assert core.step() == []

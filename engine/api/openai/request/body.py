@@ -31,6 +31,7 @@ _WANTS_WHOLE = re.compile(r"Expected `int( \| null)?`, got `float`")
 _AT_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 _INDEX = re.compile(r"\[[^]]*\]")
 JSON = "application/json"
+JSON_LINES = "application/x-ndjson"
 MAX_QUOTED_CHARACTERS = 64
 # Most clients read no answer before they have sent everything, and a connection that is closed
 # before that looks like a fault of the network. So this much beyond the limit is read, and dropped.
@@ -53,7 +54,7 @@ async def read_body(request: Request, settings: ApiSettings) -> bytes:
     try:
         async with asyncio.timeout(settings.body_timeout_seconds):
             body = await _read(request, settings.max_body_bytes)
-            _check_kind(request)
+            check_kind(request)
             return body
     except ClientDisconnect:
         raise ClientGone from None
@@ -84,16 +85,16 @@ async def _read(request: Request, limit: int) -> bytes:
     return b"".join(chunks)
 
 
-def _check_kind(request: Request) -> None:
-    """A browser sends any other kind to any host without asking that host first, so that a page
-    from elsewhere could use a server without a key."""
+def check_kind(request: Request, wanted: str = JSON) -> None:
+    """Raise ApiError 415 for a body of another kind. A browser sends some kinds to any host without
+    asking that host first, so that a page from elsewhere could use a server without a key."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if kind == JSON and encoding == "identity":
+    if kind == wanted and encoding == "identity":
         return
     came = f"`Content-Type: {kind[:MAX_QUOTED_CHARACTERS]}`" if kind else "no Content-Type"
-    cure = f"with `Content-Type: {JSON}`"
-    if kind == JSON:
+    cure = f"with `Content-Type: {wanted}`"
+    if kind == wanted:
         came = f"`Content-Encoding: {encoding[:MAX_QUOTED_CHARACTERS]}`"
         cure = "uncompressed"
     message = f"the body came with {came}; send JSON {cure}"

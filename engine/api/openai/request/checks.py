@@ -32,6 +32,14 @@ async def read_completion(front: Front, http: Request) -> CompletionRequest:
     """The request of a completion. Raises ApiError for the first field that cannot be followed, and
     what `read_request` raises."""
     request, body = await read_request(http, front.settings, _completion_decoder)
+    check_completion(front, request)
+    if request.stream_options is not None:
+        front.dropped.report_unknown(body)
+    return request
+
+
+def check_completion(front: Front, request: CompletionRequest) -> None:
+    """Raise ApiError for the first field of a completion that cannot be followed."""
     _check_shared(front, request)
     _check_best_of(front, request)
     if request.echo:
@@ -43,9 +51,6 @@ async def read_completion(front: Front, http: Request) -> CompletionRequest:
         if request.min_tokens:
             message = f"`min_tokens` is {request.min_tokens} and `max_tokens` is 0; leave it out"
             raise _invalid("min_tokens", message)
-    if request.stream_options is not None:
-        front.dropped.report_unknown(body)
-    return request
 
 
 async def read_chat(front: Front, http: Request) -> ChatRequest:

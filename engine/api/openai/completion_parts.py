@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /v1/completions/parts: a prompt that arrives in parts, one line of JSON each.
+
+    {"model": "m", "max_tokens": 64, "prompt": "What is said in"}     as of /v1/completions
+    {"prompt": " the following text?\\n"}                             and as many more as there are
+
+The engine computes each part while the next one is on its way. The end of the body is the end of
+the prompt, and the answer is that of /v1/completions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp
+
+from ...request.core_messages import NO_EXTRAS, ExtendPrompt
+from ...request.request import pack_token_ids
+from ...text.prompt_parts import PromptParts
+from ..api_errors import ApiError, ClientGone
+from ..front import Front
+from .completions import CompletionAnswer, tasks_of
+from .request.body import JSON_LINES, check_kind, decode_body
+from .request.checks import check_completion
+from .request.protocol import CompletionRequest
+from .response.generation import Generation, job_of, make_generations, tenant_of
+
+_WHOLE_ONLY = ("prompt_embeds", "echo", "truncate_prompt_tokens", "best_of", "use_beam_search")
+
+_first_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+class PromptLine(msgspec.Struct, forbid_unknown_fields=True):
+    """A line behind the first."""
+
+    prompt: str | list[int]
+
+
+_line_decoder = msgspec.json.Decoder(PromptLine)
+
+
+@dataclass(slots=True)
+class PartReader:
+    """Turns the parts of one prompt into the engine's request, and at last into its choice."""
+
+    front: Front
+    http: Request
+    request: CompletionRequest
+    parts: PromptParts
+    own_id: str
+    arrival_seconds: float
+    opened: str = ""  # the id of the engine's request, once it has tokens
+
+    async def add_part(self, part: str | list[int], place: int) -> None:
+        """The part in line `place`. Raises ApiError for one that cannot be, and ValueError where
+        the engine has ended the request."""
+        if not part:
+            return
+        front = self.front
+        if isinstance(part, list):
+            front.check_vocabulary(part, f"prompt[{place}]")
+        elif front.tokenizer is None:
+            front.need_tokenizer("prompt", "send parts as lists of token ids")
+        try:
+            tokens = await front.off_loop(lambda: self.parts.add_part(part), len(part))
+        except ValueError as error:
+            raise _invalid(str(error), place) from None
+        if not tokens:
+            return
+        packed = pack_token_ids(tokens)
+        if self.opened:
+            await front.client.extend_prompt(ExtendPrompt(self.opened, packed))
+            return
+        [generation] = self.generations(packed)
+        message = generation.request
+        extras = msgspec.structs.replace(message.extras or NO_EXTRAS, more_follows=True)
+        await front.client.open_prompt(msgspec.structs.replace(message, extras=extras))
+        self.opened = message.request_id
+
+    async def end_prompt(self) -> list[Generation]:
+        """The prompt is whole. Raises as `add_part`."""
+        num_kept, tokens = self.parts.end_prompt()
+        token_ids = self.parts.token_ids
+        if not token_ids:
+            raise _invalid("the prompt is empty; send at least one token", 0)
+        self.front.check_vocabulary(token_ids, "prompt", is_text=True)
+        if self.opened:
+            packed = pack_token_ids(tokens) if tokens else b""
+            await self.front.client.extend_prompt(
+                ExtendPrompt(self.opened, packed, is_last=True, num_kept=num_kept)
+            )
+        return self.generations(pack_token_ids(token_ids))
+
+    def generations(self, prompt: bytes) -> list[Generation]:
+        """The choice that answers this prompt; its id is always the same."""
+        return make_generations(
+            self.front,
+            self.request,
+            tasks_of(self.front, self.request, [prompt], []),
+            f"cmpl-{self.own_id}",
+            self.arrival_seconds,
+            tenant=tenant_of(self.front, self.http),
+            job=job_of(self.http, self.request),
+        )
+
+    async def drop_prompt(self) -> None:
+        """Abort the engine's request, whose answer is not wanted any more."""
+        if self.opened:
+            await self.front.client.drop_prompt(self.opened)
+
+
+async def create_completion_of_parts(front: Front, http: Request) -> ASGIApp:
+    """The route."""
+    check_kind(http, JSON_LINES)
+    lines = _read_lines(front, http)
+    first = await anext(lines, b"")
+    request = decode_body(first, _first_decoder)
+    check_completion(front, request)
+    _refuse_whole_only(request)
+    own_id = uuid.uuid4().hex
+    parts = PromptParts(front.tokenizer, front.max_prompt_tokens)
+    reader = PartReader(front, http, request, parts, own_id, time.monotonic())
+    try:
+        if request.prompt:
+            await reader.add_part(_one_prompt(request.prompt), 0)
+        place = 0
+        async for line in lines:
+            place += 1
+            await reader.add_part(decode_body(line, _line_decoder).prompt, place)
+        reader.arrival_seconds = time.monotonic()
+        generations = await reader.end_prompt()
+    except ValueError as error:
+        await reader.drop_prompt()
+        raise ApiError(str(error), param="prompt", code="session_ended") from None
+    except BaseException:
+        await reader.drop_prompt()
+        raise
+    answer_id = f"cmpl-{request.request_id or own_id}"
+    return await CompletionAnswer(front, answer_id, request, generations, []).respond(http)
+
+
+async def _read_lines(front: Front, http: Request) -> AsyncIterator[bytes]:
+    """The lines of the body that are not empty. Raises ApiError for one that is too long or does
+    not come in time, and ClientGone."""
+    settings, left = front.settings, b""
+    stream = http.stream()
+    while True:
+        try:
+            async with asyncio.timeout(settings.body_timeout_seconds):
+                chunk = await anext(stream, None)
+        except TimeoutError:
+            message = (
+                f"no part of the prompt came for {settings.body_timeout_seconds:g} s; send the "
+                "whole prompt to /v1/completions"
+            )
+            raise ApiError(message, status=408, code="body_timeout") from None
+        except ClientDisconnect:
+            raise ClientGone from None
+        if chunk is None:
+            break
+        *lines, left = (left + chunk).split(b"\n")
+        for line in lines:
+            if line.strip():
+                yield line
+        if len(left) > settings.max_body_bytes:
+            message = f"a line is over the limit of {settings.max_body_bytes} bytes; send less"
+            raise ApiError(message, status=413, code="body_too_large")
+    if left.strip():
+        yield left
+
+
+def _one_prompt(prompt: object) -> str | list[int]:
+    is_ids = isinstance(prompt, list) and all(type(each) is int for each in prompt)
+    if isinstance(prompt, str) or is_ids:
+        return prompt  # type: ignore[return-value]
+    message = "`prompt` is one text or one list of token ids where it comes in parts"
+    raise ApiError(message, param="prompt", code="invalid_value")
+
+
+def _refuse_whole_only(request: CompletionRequest) -> None:
+    asked: Sequence[str] = [name for name in _WHOLE_ONLY if getattr(request, name)]
+    if request.n not in (None, 1):
+        asked = ["n", *asked]
+    if request.prompt_logprobs is not None:
+        asked = ["prompt_logprobs", *asked]
+    if asked:
+        message = f"`{asked[0]}` goes with whole prompts; send the prompt to /v1/completions"
+        raise ApiError(message, param=asked[0], code="invalid_value")
+
+
+def _invalid(message: str, place: int) -> ApiError:
+    return ApiError(message, param=f"prompt[{place}]", code="invalid_value")
