@@ -99,6 +99,7 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
     "distributed_executor_backend": (("mp", "mp"), ("uni", "uni"), ("mp", "mp")),
     "role": (("both", "both"), ("prefill", "prefill"), ("decode", "decode")),
     "async_scheduling": (("0", False), ("1", True), ("off", False)),
+    "session_idle_seconds": (("1", 1.0), ("2.5", 2.5), ("60", 60.0)),
     "logits_processors": (
         ("a:B", ("a:B",)),
         ("a:B,c.d:E", ("a:B", "c.d:E")),
