@@ -4,29 +4,46 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from ..client.base import EngineClient
 from ..request.core_messages import NO_EXTRAS, AddRequest, ExtendPrompt
 from ..request.request import pack_token_ids
 from ..request.sampling_params import SamplingParams
 from ..text.prompt_parts import PromptParts
+from ..text.tokenizer import Tokenizer
 from .arguments import NO_LISTS, type_name
 from .outputs import RequestOutput
 from .prompt_runner import CheckedPrompt
 
-if TYPE_CHECKING:
-    from ..llm import LLM
+T = TypeVar("T")
+
+
+class Requester(Protocol):
+    """An `LLM`, as far as a session needs it."""
+
+    tokenizer: Tokenizer | None
+
+    @property
+    def client(self) -> EngineClient: ...
+    @property
+    def max_prompt_tokens(self) -> int: ...
+    def make_request(
+        self, prompt: Sequence[int], params: SamplingParams, cache_salt: str
+    ) -> AddRequest: ...
+    def wait_for(self, work: Coroutine[Any, Any, T]) -> T: ...
+    def run_checked(self, prompts: Sequence[CheckedPrompt]) -> list[RequestOutput]: ...
 
 
 class PromptSession:
     """Feeds one prompt to the engine and asks for its answer. `LLM.open_session` makes it. At the
     end of a `with` block a session that was never answered is dropped."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, cache_salt: str) -> None:
+    def __init__(self, llm: Requester, params: SamplingParams, cache_salt: str) -> None:
         self._llm, self._params, self._cache_salt = llm, params, cache_salt
         most = llm.max_prompt_tokens
         self._parts = PromptParts(llm.tokenizer, most)
