@@ -77,7 +77,7 @@ def test_an_engine_takes_the_blocks_that_are_left(monkeypatch: pytest.MonkeyPatc
             assert limits == {"max_model_len": 64, "max_tokens": 128, "max_requests": 4}
             return 37
 
-    monkeypatch.setattr(engine_core, "blocks_of_pool", lambda config, spec, demand: None)
+    monkeypatch.setattr(engine_core, "blocks_of_pool", lambda *_: None)
     monkeypatch.setattr(model_runner, "open_sizer", lambda placement: Sizer())
     given = {"max_model_len": 64, "max_num_batched_tokens": 128, "max_num_seqs": 4}
     config = engine_config(None, given)
