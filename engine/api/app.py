@@ -246,7 +246,11 @@ def _cure(path: str, known: Sequence[str]) -> str:
         return f": {NOT_BUILT[other]}; chats are at /v1/chat/completions"
     if bare in ("", "/v1"):
         return "; it is the base of /v1/chat/completions, /v1/completions and /v1/models"
-    return did_you_mean(path, known) or "; the API lies under /v1"
+    if bare in known:
+        return f"; did you mean {bare}?"
+    # A route below another one is no nearer than that.
+    bases = [each for each in known if not any(each.startswith(f"{base}/") for base in known)]
+    return did_you_mean(path, bases) or "; the API lies under /v1"
 
 
 async def _list_models(front: Front, request: Request, *, created: int) -> ASGIApp:
