@@ -24,6 +24,10 @@ class EngineDead(RuntimeError):
     """The core is gone or cannot answer; nothing more will come of this client."""
 
 
+class PromptEnded(ValueError):
+    """The request of a prompt that was opened has ended, before the prompt was whole."""
+
+
 class EngineClient(ABC):
     """One engine core."""
 
@@ -47,7 +51,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def extend_prompt(self, part: ExtendPrompt) -> None:
-        """The next part of a prompt that was opened. Raises ValueError with the reason where its
+        """The next part of a prompt that was opened. Raises PromptEnded with the reason where its
         request has ended."""
 
     @abstractmethod

@@ -31,7 +31,7 @@ from ..request.core_messages import (
     ToCore,
     TokenOutput,
 )
-from .base import EngineClient, EngineDead
+from .base import EngineClient, EngineDead, PromptEnded
 
 _MERGED_FIELDS = tuple(
     name
@@ -116,9 +116,9 @@ class MessageClient(EngineClient):
         self._raise_if_dead()
         mailbox = self._mailboxes.get(part.request_id)
         if mailbox is None:
-            raise ValueError(f"the prompt of {part.request_id!r} is not open; it has ended")
+            raise PromptEnded(f"the prompt of {part.request_id!r} is not open; it has ended")
         if (last := mailbox.last_output) is not None:
-            raise ValueError(last.error or f"its request has ended ({last.finish_reason})")
+            raise PromptEnded(last.error or f"its request has ended ({last.finish_reason})")
         await self._send_to_core(part)
 
     async def drop_prompt(self, request_id: str) -> None:

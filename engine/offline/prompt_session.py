@@ -72,9 +72,7 @@ class PromptSession:
         """The last part, and the answer to the whole prompt. Raises as `feed` and as
         `LLM.generate` do."""
         with self._exclusively():
-            if len(part) or self._request is None:
-                self._parts.add_part(self._checked(part))
-            num_kept, tokens = self._parts.end_prompt()
+            num_kept, tokens = self._parts.end_prompt(self._checked(part))
             whole = self._llm.make_request(self._parts.token_ids, self._params, self._cache_salt)
             if self._request is not None:
                 self._extend(tokens, num_kept)

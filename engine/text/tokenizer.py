@@ -93,6 +93,16 @@ class Tokenizer:
             digest.update(add_tokens(fast, settings, config).encode())
         return cls(fast, settings, digest.hexdigest())
 
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Raise PromptTooLong for a text that has more than `max_tokens` tokens whatever they
+        are."""
+        most = max_tokens * self._longest_token * _NORMALISATION_SHRINKS
+        if len(text) > most:
+            raise PromptTooLong(
+                f"the prompt has {len(text)} characters, which cannot fit into "
+                f"{max_tokens} tokens; shorten it"
+            )
+
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
@@ -103,12 +113,7 @@ class Tokenizer:
         cannot spell.
         """
         if max_tokens is not None:
-            most = max_tokens * self._longest_token * _NORMALISATION_SHRINKS
-            if len(text) > most:
-                raise PromptTooLong(
-                    f"the prompt has {len(text)} characters, which cannot fit into "
-                    f"{max_tokens} tokens; shorten it"
-                )
+            self.check_length(text, max_tokens)
         try:
             with _panics_are_errors():
                 # A batch of one: `encode` holds the interpreter's lock, for a second with a long

@@ -80,6 +80,58 @@ def test_texts_and_tokens_in_turn(llm: LLM) -> None:
     assert found.outputs[0].token_ids == llm.generate([expected], GREEDY)[0].outputs[0].token_ids
 
 
+@pytest.mark.parametrize("last", ["and read the lines of", " ", [7, 8, 9], [7]], ids=repr)
+def test_the_last_part_counts(llm: LLM, last: str | list[int]) -> None:
+    text = "To open a file in Python and to close it again when all has been said and done,\n"
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+    whole = (
+        tokenizer.encode(text + last) if isinstance(last, str) else [*tokenizer.encode(text), *last]
+    )
+    [expected] = llm.generate([whole], GREEDY)
+    with llm.open_session(GREEDY) as session:
+        session.feed(text)
+        found = session.answer(last)
+    assert found.prompt_token_ids == whole
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_a_part_that_is_refused_has_not_come(llm: LLM) -> None:
+    with llm.open_session(GREEDY) as session:
+        session.feed("One two three ")
+        for part, words in (("four \ud83d five ", "half of a surrogate pair"),
+                            ("word " * 2_000, "at most 999 fit"), ("a" * 10**6, "cannot fit into"),
+                            ([5] * 1_000, "at most 999 fit")):  # fmt: skip
+            with pytest.raises(ValueError, match=words):
+                session.feed(part)
+        found = session.answer("four")
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+    assert found.prompt_token_ids == tokenizer.encode("One two three four")
+    parts = PromptParts(None, 100)
+    with pytest.raises(ValueError, match="no tokenizer"):
+        parts.add_part("text")
+    assert parts.add_part([4]) == [4]
+    assert parts.end_prompt() == (1, [])
+
+
+@pytest.mark.parametrize("part", ["a ", " ", "ab", "word\n"], ids=repr)
+def test_many_small_parts_take_some_times_their_length(
+    llm: LLM, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+    parts, sizes = PromptParts(tokenizer, 10_000), []
+    encode = parts._encode
+    monkeypatch.setattr(parts, "_encode", lambda text: sizes.append(len(text)) or encode(text))
+    told = []
+    for _ in range(3_000):
+        told += parts.add_part(part)
+    num_kept, behind = parts.end_prompt()
+    assert told[:num_kept] + behind == tokenizer.encode(part * 3_000)
+    assert sum(sizes) < 20 * 3_000 * len(part)
+
+
 def test_an_answer_without_parts_before(llm: LLM) -> None:
     with llm.open_session(GREEDY) as session:
         said = session.answer(TEXT).outputs[0].token_ids

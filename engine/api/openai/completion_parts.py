@@ -20,6 +20,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp
 
+from ...client.base import PromptEnded
 from ...request.core_messages import NO_EXTRAS, ExtendPrompt
 from ...request.request import pack_token_ids
 from ...text.prompt_parts import PromptParts
@@ -58,17 +59,21 @@ class PartReader:
     opened: str = ""  # the id of the engine's request, once it has tokens
 
     async def add_part(self, part: str | list[int], place: int) -> None:
-        """The part in line `place`. Raises ApiError for one that cannot be, and ValueError where
+        """The part in line `place`. Raises ApiError for one that cannot be, and PromptEnded where
         the engine has ended the request."""
         if not part:
             return
-        front = self.front
+        front, parts = self.front, self.parts
         if isinstance(part, list):
             front.check_vocabulary(part, f"prompt[{place}]")
-        elif front.tokenizer is None:
+            size = len(part)
+        else:
             front.need_tokenizer("prompt", "send parts as lists of token ids")
+            size = parts.num_characters + len(part)
+            if size > (most := front.settings.max_text_characters):
+                raise _invalid(f"the text has {size} characters and at most {most} fit", place)
         try:
-            tokens = await front.off_loop(lambda: self.parts.add_part(part), len(part))
+            tokens = await front.off_loop(lambda: parts.add_part(part), size)
         except ValueError as error:
             raise _invalid(str(error), place) from None
         if not tokens:
@@ -85,8 +90,12 @@ class PartReader:
 
     async def end_prompt(self) -> list[Generation]:
         """The prompt is whole. Raises as `add_part`."""
-        num_kept, tokens = self.parts.end_prompt()
-        token_ids = self.parts.token_ids
+        parts = self.parts
+        try:
+            num_kept, tokens = await self.front.off_loop(parts.end_prompt, parts.num_characters)
+        except ValueError as error:
+            raise _invalid(str(error), 0) from None
+        token_ids = parts.token_ids
         if not token_ids:
             raise _invalid("the prompt is empty; send at least one token", 0)
         self.front.check_vocabulary(token_ids, "prompt", is_text=True)
@@ -133,11 +142,11 @@ async def create_completion_of_parts(front: Front, http: Request) -> ASGIApp:
         async for line in lines:
             place += 1
             await reader.add_part(decode_body(line, _line_decoder).prompt, place)
+            await asyncio.sleep(0)  # of many lines that came at once each is a turn of its own
         reader.arrival_seconds = time.monotonic()
         generations = await reader.end_prompt()
-    except ValueError as error:
-        await reader.drop_prompt()
-        raise ApiError(str(error), param="prompt", code="session_ended") from None
+    except PromptEnded:  # what the engine says of it is the answer
+        generations = reader.generations(pack_token_ids(parts.told))
     except BaseException:
         await reader.drop_prompt()
         raise
@@ -149,10 +158,11 @@ async def _read_lines(front: Front, http: Request) -> AsyncIterator[bytes]:
     """The lines of the body that are not empty. Raises ApiError for one that is too long or does
     not come in time, and ClientGone."""
     settings, left = front.settings, b""
-    stream = http.stream()
+    stream, clock = http.stream(), asyncio.get_running_loop().time
+    deadline = clock() + settings.body_timeout_seconds
     while True:
         try:
-            async with asyncio.timeout(settings.body_timeout_seconds):
+            async with asyncio.timeout_at(deadline):
                 chunk = await anext(stream, None)
         except TimeoutError:
             message = (
@@ -168,6 +178,7 @@ async def _read_lines(front: Front, http: Request) -> AsyncIterator[bytes]:
         for line in lines:
             if line.strip():
                 yield line
+                deadline = clock() + settings.body_timeout_seconds
         if len(left) > settings.max_body_bytes:
             message = f"a line is over the limit of {settings.max_body_bytes} bytes; send less"
             raise ApiError(message, status=413, code="body_too_large")

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from ...tiers.store_contract import wait_until
+from .conftest import LiveServer
 from .test_completions import GREEDY, IDS, post
 
 PATH = "/v1/completions/parts"
@@ -114,6 +115,19 @@ def test_bad_parts_are_refused_by_name(
     response = send(http, lines)
     assert response.status_code == status, response.text
     assert response.json()["error"]["param"] == param
+
+
+def test_an_engine_that_is_full_says_so_as_ever(http: httpx.Client, server: LiveServer) -> None:
+    sessions = server.core._continuations.sessions
+    before = sessions.most_sessions
+    sessions.most_sessions = 0
+    try:
+        whole = lines_of([IDS, IDS, IDS], max_tokens=3)
+        response = send(http, whole)
+        assert response.status_code == 503, response.text
+        assert "try later" in response.json()["error"]["message"]
+    finally:
+        sessions.most_sessions = before
 
 
 def test_another_kind_of_body_is_refused(http: httpx.Client) -> None:
