@@ -39,12 +39,12 @@ class PromptParts:
 
     @property
     def num_characters(self) -> int:
-        """Characters of the text that the next part may be joined to."""
+        """The length of the text that the next part may be joined to, in characters."""
         return len(self._text)
 
     @property
     def told(self) -> Sequence[int]:
-        """The tokens that were told so far."""
+        """The tokens that the calls of `add_part` have given so far, in order."""
         return self._told
 
     @property
