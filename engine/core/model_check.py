@@ -21,8 +21,8 @@ from ..models.checkpoint.tensor_shapes import expected_tensors, name_of
 from ..models.draft_source import DraftSource
 from ..models.dtypes import choose_dtype, kv_dtype_name
 from ..models.model_spec import ModelSpec, load_model_spec, resolve_max_model_len
+from ..models.vocabulary_match import check_vocabulary
 from ..plan.memory_plan import activation_bytes, weight_bytes
-from ..text.vocabulary_match import check_vocabulary
 from ..worker.pool_demand import PoolDemand, check_pool_size, num_blocks_in
 from ..worker.runtime.pool_sizing import HostMemory, host_pool_blocks, longest_context
 
@@ -54,9 +54,9 @@ def find_draft(config: EngineConfig, spec: ModelSpec) -> DraftSource | None:
     path = config.speculative.model
     if path is None:
         return None
-    draft = load_model_spec(path)
-    check_vocabulary(config.model.path, spec, path, draft)
-    return DraftSource(path, draft)
+    draft = DraftSource(path, load_model_spec(path))
+    check_vocabulary(DraftSource(config.model.path, spec), draft)
+    return draft
 
 
 def check_weights(path: Path, spec: ModelSpec) -> None:

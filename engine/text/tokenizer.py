@@ -151,17 +151,6 @@ class Tokenizer:
         """The id of one token as it stands in the vocabulary."""
         return self._fast.token_to_id(token)
 
-    def difference(self, other: Tokenizer) -> str:
-        """The first token whose id differs in the other vocabulary, in words; empty without one."""
-        if self.digest and self.digest == other.digest:
-            return ""
-        own, others = (each._fast.get_vocab(with_added_tokens=True) for each in (self, other))
-        for token in sorted(own.keys() | others.keys()):
-            if own.get(token) != others.get(token):
-                ids = [found.get(token, "none") for found in (others, own)]
-                return f"the id of {token!r} is {ids[0]} against {ids[1]}"
-        return ""
-
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
         """The ids that `decode` leaves out unless it is told not to."""

@@ -127,7 +127,7 @@ def test_u01_a_gpu_takes_a_shorter_context(tmp_path: Path, monkeypatch: pytest.M
             assert limits["max_model_len"] < 37 * 16, "nobody asked for more"
             return 37
 
-    monkeypatch.setattr(engine_core, "blocks_of_pool", lambda config, spec, demand: None)
+    monkeypatch.setattr(engine_core, "blocks_of_pool", lambda *_: None)
     monkeypatch.setattr(model_runner, "open_sizer", lambda placement: Sizer())
     core = EngineCore(engine_config(None, {}))
     core.shutdown(1.0)

@@ -254,9 +254,11 @@ class Engine:
         for group, table in enumerate(state.tables):
             assert len(table) * SIZE >= end
             written = set(table[first // SIZE : (end - 1) // SIZE + 1])
-            for other in self.states.values():
-                if other is not state and other.in_batch:
-                    assert not written & set(other.tables[group])
+            if not written <= set(self.manager.get_block_ids(request_id)[group]):
+                continue  # sent back, or ended, since the step was made
+            for name in self.scheduler.requests:
+                if name != request_id:
+                    assert not written & set(self.manager.get_block_ids(name)[group])
 
     def propose(self, state: WorkerState, most: int) -> list[int]:
         """Draft tokens; a test may put its own in this place."""
