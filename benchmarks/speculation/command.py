@@ -120,7 +120,7 @@ class Pair:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of speculation."""
+        """The engine options that name the proposer and its model."""
         draft = {} if self.draft is None else {"speculative_model": str(self.draft)}
         return {"speculative_method": self.method, **draft}
 

@@ -27,8 +27,8 @@ import torch
 from ...connector.base import CLOSE_SECONDS, KVConnectorWorker
 from ...connector.messages import ConnectorMetadata, ConnectorWorkerOutput
 from ..config.engine_config import EngineConfig
-from ..models.draft_source import DraftSource
 from ..models.dtypes import dtype_name
+from ..models.model_source import ModelSource
 from ..models.model_spec import ModelSpec
 from ..sampling.processor_loading import load_processors
 from ..sampling.token_mask import TokenMask
@@ -124,7 +124,7 @@ def load_runner(
     placement: Placement,
     connector: KVConnectorWorker | None,
     progress: Callable[[str], None],
-    draft: DraftSource | None = None,
+    draft: ModelSource | None = None,
 ) -> ModelRunner:
     """The model runner that an engine's settings ask for; see `ModelRunner`. Raises ConfigError for
     a logits processor that cannot be loaded."""

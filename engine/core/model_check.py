@@ -18,8 +18,8 @@ from ..config.engine_options import has_tier
 from ..models.checkpoint.fingerprint import check_headers
 from ..models.checkpoint.stored_tensors import StoredTensors
 from ..models.checkpoint.tensor_shapes import expected_tensors, name_of
-from ..models.draft_source import DraftSource
 from ..models.dtypes import choose_dtype, kv_dtype_name
+from ..models.model_source import ModelSource
 from ..models.model_spec import ModelSpec, load_model_spec, resolve_max_model_len
 from ..models.vocabulary_match import check_vocabulary
 from ..plan.memory_plan import activation_bytes, weight_bytes
@@ -48,14 +48,14 @@ def check_model(config: EngineConfig) -> None:
             check_weights(draft.path, draft.spec)
 
 
-def find_draft(config: EngineConfig, spec: ModelSpec) -> DraftSource | None:
+def find_draft(config: EngineConfig, spec: ModelSpec) -> ModelSource | None:
     """The draft model that the settings name; None without one. Raises ConfigError where it cannot
     be read, or has another vocabulary than the model."""
     path = config.speculative.model
     if path is None:
         return None
-    draft = DraftSource(path, load_model_spec(path))
-    check_vocabulary(DraftSource(config.model.path, spec), draft)
+    draft = ModelSource(path, load_model_spec(path))
+    check_vocabulary(ModelSource(config.model.path, spec), draft)
     return draft
 
 
@@ -79,7 +79,7 @@ def check_backend(config: EngineConfig) -> None:
 
 
 def demand_of(
-    config: EngineConfig, spec: ModelSpec, dtype: str, draft: DraftSource | None = None
+    config: EngineConfig, spec: ModelSpec, dtype: str, draft: ModelSource | None = None
 ) -> PoolDemand:
     """Pages that requests take of a pool of this engine, whose models are computed in `dtype`."""
     sizes = config.cache.block_size, kv_dtype_name(config.cache.kv_cache_dtype, dtype)
@@ -93,7 +93,7 @@ def demand_of(
 
 
 def blocks_of_pool(
-    config: EngineConfig, spec: ModelSpec, demand: PoolDemand, draft: DraftSource | None = None
+    config: EngineConfig, spec: ModelSpec, demand: PoolDemand, draft: ModelSource | None = None
 ) -> int | None:
     """The size of the pool: what the settings say, or what the host's free memory has room for.
     None: what a GPU's memory has left, which is known after the weights are loaded. Raises

@@ -9,12 +9,12 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from ...tiers.settings.values import ConfigError
 from .checkpoint.files import is_there
-from .draft_source import DraftSource
+from .model_source import ModelSource
 
 _FILE = "tokenizer.json"
 
 
-def check_vocabulary(model: DraftSource, draft: DraftSource) -> None:
+def check_vocabulary(model: ModelSource, draft: ModelSource) -> None:
     """Raise ConfigError where the ids of two models mean different tokens. Where both bring a
     tokenizer, these are compared, and the models may have rows that no token uses; else the
     numbers of their rows must be equal."""

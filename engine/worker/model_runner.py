@@ -28,8 +28,8 @@ from ...connector.messages import NOTHING_TO_MOVE, ConnectorMetadata, ConnectorW
 from ...kernels.kernel_choice import AUTO, PLAIN
 from ..batch.batch_update import IntArray
 from ..cache.group_spec import plan_groups
-from ..models.draft_source import DraftSource
 from ..models.dtypes import compute_dtype, kv_dtype_name
+from ..models.model_source import ModelSource
 from ..models.model_spec import ModelSpec
 from ..sampling.processor_loading import LoadedProcessor
 from ..sampling.sampler import Sampled, Sampler
@@ -105,7 +105,7 @@ class ModelRunner:
         runtime: DeviceRuntime | None = None,
         processors: Sequence[LoadedProcessor] = (),
         proposer: Proposer | None = None,
-        draft: DraftSource | None = None,
+        draft: ModelSource | None = None,
         progress: Callable[[str], None] = logger.info,
     ) -> None:
         """Load the model under `path` and allocate everything a step needs. Without `num_blocks`

@@ -14,7 +14,8 @@ import pytest
 
 from stratakv.connector.vllm.region import LOCK, MARK, PREFIX, Hold
 from stratakv.engine.client.base import EngineDead
-from stratakv.engine.llm import LLM, EventLoopThread
+from stratakv.engine.llm import LLM
+from stratakv.engine.offline.event_loop_thread import EventLoopThread
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.ssd.folder.directory import StoreDirectory
 

@@ -32,7 +32,7 @@ class Beam(NamedTuple):
     total: float  # of all its tokens
 
     def positions(self) -> list[PositionLogprobs]:
-        """Its tokens in their order, each with its log-probability."""
+        """The beam's tokens in their order, each with its log-probability."""
         found, beam = [], self
         while True:
             found.append(PositionLogprobs([beam.token_id], [beam.logprob], beam.rank))

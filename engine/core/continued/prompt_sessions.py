@@ -74,7 +74,6 @@ class PromptSessions:
     builder: RequestBuilder
     idle_limit_seconds: float
     most_sessions: int
-    num_opened: int = 0
     num_timed_out: int = 0
     _open: dict[str, PromptSession] = field(default_factory=dict)
 
@@ -118,7 +117,6 @@ class PromptSessions:
         session = PromptSession(message, [tokens], len(tokens), time.monotonic())
         self._add_part(session)
         self._open[session.request_id] = session
-        self.num_opened += 1
 
     def extend_prompt(self, message: ExtendPrompt) -> list[TokenOutput]:
         """The next part has come; one of a session that has ended is ignored. The last output of a

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ...models.decoder import Decoder
-from ...models.draft_source import DraftSource
+from ...models.model_source import ModelSource
 from ...models.model_spec import ModelSpec
 from .placement import Placement
 from .runtimes import check_kernels, check_room, choose_layer_parts
@@ -21,13 +21,13 @@ class ModelLoader:
         self,
         path: Path,
         spec: ModelSpec,
-        draft: DraftSource | None,
+        draft: ModelSource | None,
         placement: Placement,
         compute: torch.dtype,
     ) -> None:
         """Raises ConfigError where no kernel computes a model, or a GPU's memory does not hold the
         weights."""
-        self._sources = [DraftSource(path, spec), *([] if draft is None else [draft])]
+        self._sources = [ModelSource(path, spec), *([] if draft is None else [draft])]
         self._placement, self._compute = placement, compute
         for source in self._sources:
             check_kernels(source.spec, placement, compute)

@@ -21,7 +21,7 @@ TEXT = "One morning, when Gregor woke\nfrom troubled dreams, he found himself " 
 
 
 def send(http: httpx.Client, lines: Sequence[Any]) -> httpx.Response:
-    """Each line in a chunk of its own."""
+    """Send each line in a chunk of its own."""
     return http.post(PATH, headers=LINES, content=bodies(lines))
 
 
@@ -68,7 +68,7 @@ def test_a_prompt_may_be_all_in_the_first_line_or_begin_in_the_second(http: http
 
 
 def test_what_has_come_is_computed_while_the_rest_is_awaited(http: httpx.Client) -> None:
-    """And a client that leaves in the middle leaves nothing."""
+    """A client that leaves in the middle leaves nothing behind."""
     host, port = http.base_url.host, http.base_url.port
     tokens = [7, 8, 9] * 15
     line = json.dumps({**GREEDY, "prompt": tokens}).encode() + b"\n"

@@ -101,7 +101,7 @@ def drafted(
 def test_a_draft_model_lies_behind_layers_that_see_everything(
     num_layers: int, heads: int, dim: int, num_places: int, first: int
 ) -> None:
-    """In pages that hold a whole number of its layers too, and overlap nowhere."""
+    """Pages hold a whole number of its layers too, and no two layers overlap."""
     draft = BlockLayout(num_layers, 16, heads, dim, "float32")
     groups = drafted([full()] * 4, draft)
     assert groups.layout.num_layers == groups.num_places == num_places

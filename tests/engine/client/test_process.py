@@ -22,7 +22,7 @@ from stratakv.engine.client.base import EngineDead
 from stratakv.engine.client.process_client import ProcessClient
 from stratakv.engine.config.engine_config import EngineConfig
 from stratakv.engine.config.engine_options import engine_config
-from stratakv.engine.llm import EventLoopThread
+from stratakv.engine.offline.event_loop_thread import EventLoopThread
 from stratakv.engine.request.core_messages import AddRequest, TokenOutput
 from stratakv.engine.request.request import pack_token_ids
 from stratakv.engine.request.sampling_params import SamplingParams

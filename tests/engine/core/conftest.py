@@ -33,6 +33,18 @@ def config_of(model: Path, **options: Any) -> EngineConfig:
     return engine_config(model, defaults | options)
 
 
+@pytest.fixture(scope="module", params=["full", "windowed"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models whose layers see everything, and of which some see a window."""
+    from ...tiny_models import make_llama, make_model
+
+    path = tmp_path_factory.mktemp("model")
+    if request.param == "full":
+        return make_llama(path, vocab_size=VOCAB)
+    return make_model(path, "qwen2", vocab_size=VOCAB, use_sliding_window=True, sliding_window=21,
+                      max_window_layers=1)  # fmt: skip
+
+
 @pytest.fixture
 def make_core(tiny_model: Path) -> Iterator[MakeCore]:
     """Makes cores on the tiny model and shuts them down."""

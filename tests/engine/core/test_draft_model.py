@@ -98,8 +98,7 @@ def check_drafts(core: EngineCore, at_least: int) -> None:
 def test_no_draft_of_the_model_itself_is_rejected(
     model: Path, expected: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    """Neither behind prompts that are computed, nor behind those that the pool has, with what was
-    answered before."""
+    """The prompts are computed first, and then found in the pool with what was answered."""
     with core_with(model, model, **options) as core:
         check(core, expected)
         check(core, expected, "again")
@@ -120,7 +119,7 @@ def test_nor_behind_blocks_that_a_tier_brings(model: Path, expected: dict[str, A
 
 
 def test_nor_of_requests_that_share_their_blocks(model: Path, expected: dict[str, Any]) -> None:
-    """Each answers with other words behind the same prompt."""
+    """The requests answer one prompt, each with other words."""
     prompt = prompt_of(37)
     asked = [
         request(str(i), prompt, max_tokens=20, logit_bias=dict.fromkeys(range(i, VOCAB, 4), 90.0))
@@ -139,7 +138,7 @@ def test_nor_of_requests_that_share_their_blocks(model: Path, expected: dict[str
 def test_an_answer_that_no_drafts_are_wanted_of_is_left_and_caught_up_with(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its blocks hold nothing that they held before."""
+    """The draft model's part of its blocks holds zeros, and nothing that was there before."""
     most_drafts_of = Speculation.most_drafts_of
 
     def few(speculation: Speculation, request: Request) -> int:

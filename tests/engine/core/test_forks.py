@@ -11,7 +11,7 @@ import pytest
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.request.core_messages import AddRequest, TokenOutput, share_prompt
 
-from ...tiny_models import make_llama, make_model
+from ...tiny_models import make_llama
 from .conftest import VOCAB, config_of, finish, prompt_of, request, run
 
 BLOCK = 16
@@ -33,15 +33,6 @@ def told(outputs: dict[str, TokenOutput]) -> dict[str, Any]:
     return {
         name: (each.new_token_ids, each.finish_reason, each.error) for name, each in outputs.items()
     }
-
-
-@pytest.fixture(scope="module", params=["full", "windowed"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    if request.param == "full":
-        return make_llama(path, vocab_size=VOCAB)
-    return make_model(path, "qwen2", vocab_size=VOCAB, use_sliding_window=True, sliding_window=21,
-                      max_window_layers=1)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=[32, 37])

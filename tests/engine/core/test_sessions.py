@@ -23,20 +23,10 @@ from stratakv.engine.request.core_messages import (
 from stratakv.engine.request.request import pack_token_ids
 from stratakv.engine.request.structured_params import StructuredOutputsParams
 
-from ...tiny_models import make_llama, make_model
 from .conftest import VOCAB, config_of, finish, prompt_of, request, run
 from .test_speculation import told
 
 OPEN = RequestExtras(more_follows=True)
-
-
-@pytest.fixture(scope="module", params=["full", "windowed"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    if request.param == "full":
-        return make_llama(path, vocab_size=VOCAB)
-    return make_model(path, "qwen2", vocab_size=VOCAB, use_sliding_window=True, sliding_window=21,
-                      max_window_layers=1)  # fmt: skip
 
 
 @contextmanager
@@ -134,7 +124,7 @@ def test_parts_are_computed_before_the_next_ones_come(model: Path) -> None:
 
 
 def test_a_last_part_may_be_empty(model: Path) -> None:
-    """Then the last token alone is computed again, for what is to be chosen behind it."""
+    """The last token alone is computed again, for what is to be chosen behind it."""
     for length in (31, 32, 33):
         prompt = prompt_of(length)
         with core_with(model) as core:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DraftSource: the draft model of an engine, as its settings and config.json have it."""
+"""ModelSource: a model on the disk, with what its config.json says."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 from .model_spec import ModelSpec
 
 
-class DraftSource(NamedTuple):
-    """A model that proposes tokens to another one."""
+class ModelSource(NamedTuple):
+    """The directory of a model, and its specification."""
 
     path: Path
     spec: ModelSpec

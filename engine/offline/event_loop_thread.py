@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EventLoopThread: an asyncio event loop for callers that have none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_JOIN_SECONDS = 5.0
+
+
+class EventLoopThread:
+    """An asyncio event loop in a thread of its own, for plain callers. Runs until `close`. The
+    thread is a daemon, so it never keeps Python from ending."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._process_id = os.getpid()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the thread is this process's: a fork copies none."""
+        return self._process_id == os.getpid()
+
+    def run(self, awaitable: Awaitable[T]) -> T:
+        """Await something on the loop and return its result. An interrupt cancels it."""
+
+        async def waiting() -> T:
+            return await awaitable
+
+        future = asyncio.run_coroutine_threadsafe(waiting(), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Cancel what still runs, end the thread. Idempotent; nothing in a child."""
+        if self._loop.is_closed() or not self.is_here:
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_JOIN_SECONDS)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            left = asyncio.all_tasks(self._loop)
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        finally:
+            self._loop.close()
