@@ -102,7 +102,7 @@ class ExtendPrompt(msgspec.Struct, tag="extend", array_like=True):
     request_id: str
     prompt_token_ids: bytes  # little-endian int32; may be empty in the last part
     is_last: bool = False
-    # In the last part: of the tokens before it, how many are the prompt's own; -1: all of them.
+    # Of the tokens before it, how many are the prompt's own; -1: all of them.
     num_kept: int = -1
 
 

@@ -224,13 +224,14 @@ class PromptSessions:
     def _add_part(self, session: PromptSession) -> None:
         """Queue a request for the parts that have come. Raises as `Scheduler.add_request`."""
         session.num_made += 1
+        tokens, continued = session.take_tokens(), None
         message = msgspec.structs.replace(
             session.message,
             request_id=f"{session.request_id}\0{session.num_made}",  # no client can have sent it
+            prompt_token_ids=tokens.tobytes(),
             sampling_params=_ONE_TOKEN,
             extras=None,
         )
-        tokens, continued = session.take_tokens(), None
         if session.before is not None:
             continued = Continued(session.before, tokens)
         request = self._make_request(message, continued)

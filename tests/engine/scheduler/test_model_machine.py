@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A state machine: users of a scheduler with several cache groups, tiers, faults and pauses, with
-priorities, jobs whose turns are kept, reservations, forks and draft tokens, against a slow model of
-what each request says, what it holds and what it finds.
+priorities, jobs whose turns are kept, reservations, forks, draft tokens and prompts that come in
+parts, against a slow model of what each request says, what it holds and what it finds.
 
 The worker (`conftest.py`) checks every slot that a group's layers see. The model beside it computes
 each answer alone, searches all lengths for a hit, and counts.
@@ -33,6 +33,7 @@ from stratakv.engine.cache.kv_block import GroupBlocks, KVCacheBlock
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
 from stratakv.engine.request.request import Request
 from stratakv.engine.request.sampling_params import SamplingParams
+from stratakv.engine.core.continued import prompt_sessions as sessions_module
 from stratakv.engine.scheduler import request_states as states_module
 from stratakv.engine.scheduler import scheduler as scheduler_module
 from stratakv.engine.scheduler.output import SchedulerOutput
@@ -42,10 +43,11 @@ from stratakv.engine.scheduler.scheduler import Pause
 from ...clock import Clock
 from .conftest import HASHER, build_engine, digest_of, fingerprint, reference, salted
 from .dict_tiers import SIZE, DictTiers, Load
+from .session_users import SessionUsers, owner_of
 
 STEPS = 60
 # Lives of each seed, and seeds: Hypothesis remembers all lives of one.
-RUNS = {"ci": (200, 1), "long": (1_000, 100)}
+RUNS = {"ci": (400, 1), "long": (1_000, 100)}
 # Up to here Hypothesis draws evenly.
 LAST = 2**24 - 1
 MAX_MODEL_LEN = 40
@@ -124,6 +126,9 @@ class Life:
         # Of the steps since the last act: request, cache group, place, and the page that was there.
         self.copied: set[tuple[str, int, int, int]] = set()
         self.num_steps = self.num_tokens = self.num_aborted = 0
+        self.sessions = SessionUsers(
+            self.engine, MAX_MODEL_LEN, clock.monotonic, self.expected, self.cut_short
+        )
         rng = random.Random(luck)
         for document in DOCUMENTS:
             held = fingerprint(document)
@@ -151,7 +156,7 @@ class Life:
             [
                 *(None, self.step, self.step, self.step, self.add, self.add, self.add),
                 *(self.abort, self.fail, self.pause, self.reset, self.lose, self.forget),
-                self.wait,
+                *(self.wait, self.open_session, self.feed, self.feed),
             ]
         )
         if act is None:
@@ -161,6 +166,7 @@ class Life:
         self.blocks_are_owned_as_tables_say()
         self.tables_only_grow_and_forget()
         self.answers_and_counts_are_those_of_the_model()
+        self.sessions.check_parts()
 
     def add(self, number: Number) -> None:
         document, length = number.of(DOCUMENTS), 1 + number.below(MAX_MODEL_LEN - 2)
@@ -194,6 +200,30 @@ class Life:
             first = first or request
             self.order.append(own_name)
 
+    def open_session(self, number: Number) -> None:
+        document, length = number.of(DOCUMENTS), 1 + number.below(12)
+        name, max_tokens = f"s{self.num_wishes}", 1 + number.below(10)
+        self.num_wishes += 1
+        note(f"open {name}: {length} tokens, {max_tokens=}")
+        self.sessions.begin(name, document[:length], max_tokens)
+
+    def feed(self, number: Number) -> None:
+        """Of a session that is open, mostly, the next part: of a document, or of its own."""
+        opened = sorted(self.sessions.open) or sorted(self.expected)
+        if number.below(16) == 15:
+            opened = sorted(self.expected)
+        if not opened:
+            return
+        name, document, length = number.of(opened), number.of(DOCUMENTS), number.below(9)
+        is_last, keeps = number.below(3) == 2, number.below(6) == 5
+        sent = self.sessions.open.get(name)
+        known = 0 if sent is None else len(sent.tokens)
+        num_kept = max(1, known - 1 - number.below(9)) if keeps else -1
+        start = known if num_kept < 0 else num_kept
+        part = document[start : start + max(length, 1 - is_last)] or [1] * (1 - is_last)
+        note(f"feed {name}: {len(part)} tokens behind {known}, {is_last=}, {num_kept=}")
+        self.sessions.feed(name, part, is_last=is_last, num_kept=num_kept)
+
     def step(self, number: Number) -> None:
         count = 1 + number.below(8)
         note(f"step {count} times")
@@ -213,10 +243,14 @@ class Life:
             self.copied.add((copy.request_id, copy.group_id, copy.place, copy.source))
 
     def abort(self, number: Number) -> None:
-        if not self.scheduler.requests:
+        names = sorted({owner_of(each) for each in (*self.scheduler.requests, *self.sessions.open)})
+        if not names:
             return
-        name = number.of(sorted(self.scheduler.requests))
+        name = number.of(names)
         note(f"abort {name}")
+        if name not in self.scheduler.requests:
+            self.sessions.leave(name)
+            return
         self.cut_short.add(name)
         self.num_aborted += 1
         self.engine.take(self.scheduler.finish_requests([name]))
@@ -232,8 +266,8 @@ class Life:
         self.engine.follow(output)
         self.engine._store()
         self.note_copies(output)
-        self.cut_short.update(output.num_scheduled_tokens)
-        self.cut_short.update(new.request_id for new in output.new_requests)
+        self.cut_short.update(map(owner_of, output.num_scheduled_tokens))
+        self.cut_short.update(owner_of(new.request_id) for new in output.new_requests)
         if output.num_scheduled_tokens:
             self.engine.take(self.scheduler.fail_step(output, "boom"))
 
@@ -249,12 +283,13 @@ class Life:
         seconds = number.of([0.5, PIN_SECONDS / 2, PIN_SECONDS])
         note(f"wait {seconds:g} s")
         self.clock.now += seconds
+        self.sessions.go_on()
 
     def reset(self, number: Number) -> None:
-        """Turns of jobs that are kept are in nobody's way."""
+        """Turns of jobs that are kept are in nobody's way, and so are blocks between parts."""
         tiers_too = number.of([False, True])
         note(f"reset, {tiers_too=}")
-        kept = {pin.holder for pin in self.pins()}
+        kept = {*self.holders()}
         tables = [table for name, each in self.now().items() if name not in kept for table in each]
         holds = any(block for table in tables for block in table)
         assert self.scheduler.reset_prefix_cache(tiers_too) is not holds
@@ -326,17 +361,21 @@ class Life:
     def now(self) -> dict[str, Sequence[Sequence[int]]]:
         """The tables of all who may hold blocks."""
         states = self.scheduler._states
-        kept = {pin.holder for pin in self.pins()}
-        names = {*states.requests, *kept}
+        names = {*states.requests, *self.holders()}
         return {name: self.engine.manager.get_block_ids(name) for name in sorted(names)}
 
     def pins(self) -> list[Pin]:
         pins = self.scheduler._states.pins
         return [] if pins is None else list(pins.jobs.values())
 
+    def holders(self) -> list[str]:
+        """The names under which blocks are kept that no request holds."""
+        return [*[pin.holder for pin in self.pins()], *self.sessions.holders()]
+
     def num_told(self) -> int:
         outputs = self.engine.outputs.values()
-        return sum(len(each.new_token_ids) for told in outputs for each in told)
+        told = sum(len(each.new_token_ids) for told in outputs for each in told)
+        return told + self.sessions.num_tokens
 
     def computed_names(self) -> set[tuple[int, bytes]]:
         """By block."""
@@ -371,7 +410,7 @@ class Life:
         assert not any(references[pool.num_usable + 1 :])
         assert pool.null_block.block_hash is None
         kept = Counter(
-            block for pin in self.pins() for table in tables[pin.holder] for block in table if block
+            block for name in self.holders() for table in tables[name] for block in table if block
         )
         alone = [block for block, count in kept.items() if references[block] == count]
         assert pool.num_reclaimable == len(alone)
@@ -409,14 +448,16 @@ class Life:
         counts = self.scheduler.counts
         assert counts["steps"] == self.num_steps
         assert counts["generated_tokens"] == self.num_tokens
-        assert counts["ended_abort"] == self.num_aborted
+        assert counts["ended_abort"] == self.num_aborted + self.sessions.num_aborted
         if self.scheduler.config.reserve == "full":
             assert counts["preemptions"] == 0
 
     def end(self) -> None:
         """Everybody ends, with the whole answer, and nothing is left."""
         self.scheduler.resume()
+        self.sessions.end_all()
         self.engine.run_all()
+        self.sessions.check_nothing_left()
         self.clock.now += PIN_SECONDS
         self.engine.follow(self.scheduler.schedule())
         for name, expected in self.expected.items():
@@ -443,7 +484,7 @@ def test_a_scheduler_is_what_its_model_says(seed: int, scale: str) -> None:
     def live(start: int, ways: int, acts: list[int]) -> None:
         clock = Clock()
         with ExitStack() as patches:
-            for module in (states_module, scheduler_module):
+            for module in (states_module, scheduler_module, sessions_module):
                 patches.enter_context(patch.object(module, "time", clock))
             life = Life(Number(start), Number(ways), clock)
             for act in acts:
