@@ -13,6 +13,7 @@ from ...connector.base import KVConnectorScheduler
 from ..request.core_messages import ToolCalled
 from ..scheduler.scheduler import Pause, Scheduler
 from ..structured.manager import GrammarManager
+from .continued.prompt_sessions import PromptSessions
 from .core_stats import CoreStats
 from .handover import HeldAnswers
 from .request_builder import RequestBuilder, decode_request
@@ -28,6 +29,7 @@ class CoreCalls:
         builder: RequestBuilder,
         grammars: GrammarManager,
         held: HeldAnswers,
+        sessions: PromptSessions,
         stats: CoreStats,
     ) -> None:
         self._scheduler = scheduler
@@ -35,6 +37,7 @@ class CoreCalls:
         self._builder = builder
         self.grammars = grammars
         self._held = held
+        self._sessions = sessions
         self._core_stats = stats
         self._answers: Mapping[str, Callable[[str], Any]] = {
             "stats": self._stats,
@@ -63,6 +66,7 @@ class CoreCalls:
             "core": self._core_stats.stats(),
             "grammar": self.grammars.stats(),
             "speculation": None if speculation is None else speculation.stats(),
+            "sessions": self._sessions.stats(),
             "handover": {"num_held": len(self._held), **asdict(self._held.counts)},
         }
 

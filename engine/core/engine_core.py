@@ -198,6 +198,7 @@ class EngineCore:
                 self._request_builder,
                 self._grammars,
                 self._held,
+                self._continuations.sessions,
                 self._stats,
             )
             self._identity = describe_identity(config, identity, self._groups)

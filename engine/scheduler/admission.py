@@ -188,7 +188,9 @@ class Admission:
         hits, num_hit_tokens, overlaps = None, 0, False
         before = request.continues
         if before is not None and before.progress.kept and request.num_computed_tokens == 0:
-            return self._run_in_kept_blocks(request, step, now)
+            verdict = self._run_in_kept_blocks(request, step, now)
+            if verdict is not None:
+                return verdict
         if request.num_computed_tokens == 0:
             hits, num_hit_tokens = self._manager.get_computed_blocks(request)
             running = self._states.running
@@ -234,9 +236,11 @@ class Admission:
         self._start_request(request, num_tokens, step, now)
         return Verdict.RUNS
 
-    def _run_in_kept_blocks(self, request: Request, step: StepBuilder, now: float) -> Verdict:
+    def _run_in_kept_blocks(
+        self, request: Request, step: StepBuilder, now: float
+    ) -> Verdict | None:
         """Let a request go on behind one that has ended, in its blocks: it computes the tokens that
-        it has more than that."""
+        it has more than that. None: these blocks had to be given up for it to have room."""
         assert request.continues is not None
         kept, manager, reservations = self._states.kept, self._manager, self._reservations
         num_more = request.num_tokens - num_common_tokens(request.continues, request)
@@ -244,9 +248,12 @@ class Admission:
             self._note_wait(request, Obstacle.BUDGET)
             return Verdict.NO_ROOM
         blocks, num_copied = kept.blocks_for(request), manager.num_groups
-        if reservations and not reservations.has_room_for(request, blocks, num_copied):
-            self._note_wait(request, Obstacle.RESERVATION)
-            return Verdict.NO_ROOM
+        while reservations and not reservations.has_room_for(request, blocks, num_copied):
+            if not self._make_room(request):
+                self._note_wait(request, Obstacle.RESERVATION)
+                return Verdict.NO_ROOM
+            if request.continues.progress.kept is None:
+                return None
         kept.lend(request)
         num_tokens, keep = min(num_more, step.budget, self._chunk_limit), self._keep_free()
         while manager.allocate_slots(request, num_tokens, keep_free_blocks=keep) is None:
@@ -361,6 +368,8 @@ class Admission:
         give any back."""
         if self._release_pin(request):
             return True
+        if self._reservations is not None:
+            self._reservations.recount()
         return not self._states.running and self._states.give_up_last_load(spare=request)
 
     def _take_from_paused(self, request: Request) -> bool:

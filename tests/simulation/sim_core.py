@@ -172,5 +172,6 @@ class SimCore(EngineCore):
             self._request_builder,
             self._grammars,
             self._held,
+            self._continuations.sessions,
             self._stats,
         )

@@ -69,6 +69,7 @@ class CoreCollector(Collector):
         scheduler, connector = stats["scheduler"], stats["connector"]
         yield from self._scheduler(scheduler)
         yield from self._table(tables.POOL, stats["pool"])
+        yield from self._table(tables.SESSIONS, stats["sessions"])
         if stats["speculation"] is not None:
             yield from self._speculation(stats["speculation"])
         yield from self._core(stats["core"], () if connector is None else connector["tiers"])

@@ -51,6 +51,12 @@ Table = tuple[tuple[str, Shown], ...]
 UP = _gauge("stratakv:engine_up", "1 while the engine core is alive.")
 AGE = _gauge("stratakv:stats_age_seconds", "Age of the core's figures.")
 
+# Prompts that come in parts.
+SESSIONS: Table = (
+    ("num_open", _gauge("stratakv:open_sessions", "Prompts that come in parts, under way.")),
+    ("num_timed_out", _counter("stratakv:sessions_timed_out", "Prompts whose next part was late.")),
+)
+
 # Scheduler metrics. A counter appears there with its first count; until then it is shown as 0.
 SCHEDULER: Table = (
     ("num_running", _gauge("vllm:num_requests_running", "Requests being computed.")),

@@ -76,6 +76,10 @@ class PromptSessions:
     most_sessions: int
     num_timed_out: int = 0
     _open: dict[str, PromptSession] = field(default_factory=dict)
+    # Each is in one of these, so that a step costs nothing for sessions that wait.
+    _asked: dict[str, PromptSession] = field(default_factory=dict)  # by the id of its request
+    _waiting: dict[str, PromptSession] = field(default_factory=dict)  # for a part; oldest first
+    _whole: dict[str, PromptSession] = field(default_factory=dict)  # and computed but for the end
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
@@ -83,25 +87,22 @@ class PromptSessions:
     def __len__(self) -> int:
         return len(self._open)
 
+    def stats(self) -> dict[str, int]:
+        """Sessions that are open now, and those since the start that waited for a part in vain."""
+        return {"num_open": len(self._open), "num_timed_out": self.num_timed_out}
+
     @property
     def is_due(self) -> bool:
         """Whether a session has become a request, or has waited too long."""
-        if not self._open:
-            return False
-        is_whole = any(each.is_whole and each.asked is None for each in self._open.values())
-        return is_whole or self.idle_seconds <= 0.0
+        return bool(self._whole) or self.idle_seconds <= 0.0
 
     @property
     def idle_seconds(self) -> float:
         """Until the next of them has."""
-        waiting = [
-            each.waits_since
-            for each in self._open.values()
-            if each.asked is None and not each.is_whole
-        ]
-        if not waiting:
+        oldest = next(iter(self._waiting.values()), None)
+        if oldest is None:
             return math.inf
-        return max(0.0, min(waiting) + self.idle_limit_seconds - time.monotonic())
+        return max(0.0, oldest.waits_since + self.idle_limit_seconds - time.monotonic())
 
     def open_session(self, message: AddRequest) -> None:
         """The first part has come. Raises ValueError for wishes that no session has and for tokens
@@ -133,9 +134,10 @@ class PromptSessions:
                 session.tokens.append(tokens)
                 session.num_tokens += len(tokens)
             session.is_whole = message.is_last
-            session.waits_since = time.monotonic()
             if session.asked is None and not session.is_whole:
                 self._add_part(session)
+            elif session.asked is None:
+                self._wait_for_part(session)
         except ValueError as error:
             return [self._end_with(session, TokenOutput("", [], "error", error=str(error)))]
         return []
@@ -144,10 +146,9 @@ class PromptSessions:
         """Take in the outputs of parts; the others are what clients are told."""
         if not self._open:
             return list(outputs)
-        owners = {each.asked.request_id: each for each in self._open.values() if each.asked}
         told = []
         for output in outputs:
-            session = owners.get(output.request_id)
+            session = self._asked.get(output.request_id)
             if session is None:
                 told.append(output)
             elif output.finish_reason not in (None, "length"):
@@ -161,9 +162,9 @@ class PromptSessions:
     def take_whole(self) -> list[WholePrompt]:
         """The sessions whose prompts are whole and computed up to the last parts; each is a request
         from now on."""
-        whole = [each for each in self._open.values() if each.is_whole and each.asked is None]
+        whole, self._whole = self._whole, {}
         made = []
-        for session in whole:
+        for session in whole.values():
             del self._open[session.request_id]
             tokens, continued = session.take_tokens(), None
             if session.before is not None:
@@ -187,17 +188,16 @@ class PromptSessions:
 
     def end_idle(self) -> list[TokenOutput]:
         """The last outputs of sessions that have waited too long for a part."""
-        now, told = time.monotonic(), []
-        for session in list(self._open.values()):
-            waits = session.asked is None and not session.is_whole
-            if waits and now - session.waits_since >= self.idle_limit_seconds:
-                self.num_timed_out += 1
-                text = (
-                    f"no part of the prompt came for {self.idle_limit_seconds:g} s "
-                    f"(--session-idle-seconds) behind its first {session.num_tokens} tokens; send "
-                    "the whole prompt"
-                )
-                told.append(self._end_with(session, TokenOutput("", [], "error", error=text)))
+        told = []
+        while self.idle_seconds <= 0.0:
+            session = next(iter(self._waiting.values()))
+            self.num_timed_out += 1
+            text = (
+                f"no part of the prompt came for {self.idle_limit_seconds:g} s "
+                f"(--session-idle-seconds) behind its first {session.num_tokens} tokens; send the "
+                "whole prompt"
+            )
+            told.append(self._end_with(session, TokenOutput("", [], "error", error=text)))
         return told
 
     def abort_sessions(self, request_ids: Iterable[str]) -> None:
@@ -209,11 +209,11 @@ class PromptSessions:
     def _go_on(self, session: PromptSession) -> list[TokenOutput]:
         """The request for a part has ended: queue the next one, if more has come meanwhile. The
         last output of a session that cannot go on."""
-        before, session.before, session.asked = session.before, session.asked, None
-        if before is not None:
-            self.scheduler.release_blocks([before])
-        session.waits_since = time.monotonic()
+        assert session.asked is not None
+        del self._asked[session.asked.request_id]
+        session.before, session.asked = session.asked, None
         if not session.tokens or session.is_whole:
+            self._wait_for_part(session)
             return []
         try:
             self._add_part(session)
@@ -237,7 +237,16 @@ class PromptSessions:
         request = self._make_request(message, continued)
         request.keeps_blocks, request.hands_over = True, False
         self.scheduler.add_request(request, context_of(session.message))
-        session.asked = request
+        session.asked, self._asked[request.request_id] = request, session
+        self._waiting.pop(session.request_id, None)
+
+    def _wait_for_part(self, session: PromptSession) -> None:
+        """No request of the session is under way: it waits for its next part, or to become a
+        request where it is whole."""
+        self._waiting.pop(session.request_id, None)
+        session.waits_since = time.monotonic()
+        waits_in = self._whole if session.is_whole else self._waiting
+        waits_in[session.request_id] = session
 
     def _restart(self, session: PromptSession, num_kept: int) -> None:
         """Only the first tokens of those that have come are the prompt's own: their blocks are
@@ -263,9 +272,13 @@ class PromptSessions:
 
     def _end(self, session: PromptSession) -> None:
         del self._open[session.request_id]
+        self._waiting.pop(session.request_id, None)
+        self._whole.pop(session.request_id, None)
         self._give_up_requests(session)
 
     def _give_up_requests(self, session: PromptSession) -> None:
+        if session.asked is not None:
+            self._asked.pop(session.asked.request_id, None)
         requests = [each for each in (session.before, session.asked) if each is not None]
         self.scheduler.finish_requests([each.request_id for each in requests])
         self.scheduler.release_blocks(requests)

@@ -180,6 +180,7 @@ def offload_stats() -> dict[str, Any]:
         "pool": BlockPool(9).residency.stats(),
         "core": CoreStats(config, layout, 9).stats(),
         "speculation": None,
+        "sessions": {"num_open": 4, "num_timed_out": 1},
         "handover": {"num_held": 1, **asdict(HandOverCounts(5, 2, 0.5))},
     }
 
@@ -193,6 +194,8 @@ def test_tiers_are_shown_by_name(offload_stats: dict[str, Any]) -> None:
     assert samples["vllm:external_prefix_cache_queries_total"] == 68
     assert samples["vllm:external_prefix_cache_hits_total"] == 36
     assert samples["vllm:prefix_cache_queries_total"] == 90
+    assert samples["stratakv:open_sessions"] == 4
+    assert samples["stratakv:sessions_timed_out_total"] == 1
     assert samples["vllm:kv_offload_cpu_cache_usage_perc"] == 0.375
     assert samples["vllm:kv_offload_cpu_cache_read_usage_perc"] == 0.25
     assert samples["vllm:kv_offload_cpu_cache_write_usage_perc"] == 0.125

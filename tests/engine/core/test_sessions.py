@@ -173,7 +173,7 @@ def test_a_session_that_gets_no_part_ends(model: Path, monkeypatch: pytest.Monke
         [output] = core.step()
         assert (output.request_id, output.finish_reason) == ("a", "error")
         assert "no part of the prompt came for 0.5 s" in (output.error or "")
-        assert sessions.num_timed_out == 1
+        assert core.call("stats", "")["sessions"] == {"num_open": 0, "num_timed_out": 1}
         assert core.extend_prompt(part_of("a", [1], is_last=True)) == []
         check_nothing_left(core)
 

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
+from stratakv.connector.page_names import group_suffix
 from stratakv.engine.models.layer_attention import LayerAttention, full, window
 from stratakv.engine.request.request import Request
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.scheduler.scheduler import Pause
 
-from .conftest import HASHER, Engine, build_engine, reference
+from .conftest import HASHER, Engine, build_engine, digest_of, fingerprint, reference
 from .dict_tiers import SIZE, DictTiers
 
 PROMPT = [7 * i % 49 + 1 for i in range(SIZE * 5)]
@@ -79,6 +80,31 @@ def test_who_lacks_room_takes_kept_blocks_the_oldest_first() -> None:
     assert engine.said("a1") == reference([*PROMPT[:11], 3], 1)
     assert engine.said("b1") == reference([*PROMPT[1:13], 3], 1)
     engine.scheduler.release_blocks([late, soon])
+    assert engine.manager.pool.is_idle
+
+
+def test_who_goes_on_takes_room_from_an_ended_load_where_nothing_runs() -> None:
+    """Each reserves all that it may come to: the first in turn has no room beside blocks that have
+    been loaded, and their request is behind it."""
+    tiers = DictTiers()
+    engine = build_engine(1 + 10, tiers=tiers, policy="priority", reserve="full")
+    other = PROMPT[1:13]
+    for index in range(2):
+        held = fingerprint(other)[SIZE * index : SIZE * (index + 1)]
+        tiers.kept[digest_of(other, index) + group_suffix(0)] = held
+    first = keep(engine, "a", PROMPT[:11])
+    engine.run_all()
+    wishes = SamplingParams(max_tokens=20, ignore_eos=True)
+    engine.scheduler.add_request(
+        Request("loaded", other, SamplingParams(max_tokens=5), block_hasher=HASHER, priority=1)
+    )
+    assert engine.step().num_scheduled_tokens == {}  # it waits for its load
+    heir = Request("b", [*PROMPT[:11], 3], wishes, block_hasher=HASHER, continues=first)
+    engine.scheduler.add_request(heir)
+    engine.run_all()
+    assert engine.scheduler.counts["loads_given_up"] == 1
+    assert engine.said("b") == reference([*PROMPT[:11], 3], 20, ignore_eos=True)
+    assert engine.said("loaded") == reference(other, 5)
     assert engine.manager.pool.is_idle
 
 
