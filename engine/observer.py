@@ -45,6 +45,7 @@ class Obstacle(Enum):
     LOOKUP = "lookup"  # a tier is still to answer
     WRITER = "writer"  # blocks that it shares are being computed in this step
     PREFILL = "prefill"  # another engine computes its prompt
+    GRAMMAR = "grammar"  # its grammar is being compiled; told once
     MASK = "mask"  # which tokens its grammar allows next is being found out
 
 

@@ -2,7 +2,8 @@
 """RequestAdder: takes requests in, at once or when their grammar is there, and refuses the others.
 
 add ──► built and checked ──► queued
-             └─► its grammar is compiled beside the steps ──► add_compiled ──► queued
+             └─► queued without a turn ──► its grammar is compiled beside the steps
+                                           ──► add_compiled ──► it has turns
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..request.core_messages import (
     TokenOutput,
 )
 from ..request.handover_ticket import Ticket
-from ..request.request import Request
+from ..request.request import Request, RequestStatus
 from ..scheduler.request_limits import QueueFull
 from ..scheduler.scheduler import Scheduler
 from ..structured.compiler import TooManyGrammars
@@ -92,11 +93,11 @@ class RequestAdder:
         return outputs
 
     def add_compiled(self) -> list[TokenOutput]:
-        """Queue the requests that wait no more; the outputs of those that end."""
+        """The requests whose grammars are there may run; the outputs of those that end."""
         return [
             output
             for waiting in self.grammars.take_compiled()
-            for output in _refusing(waiting.message, partial(self._queue_compiled, waiting))
+            for output in _refusing(waiting.message, partial(self._take_compiled, waiting))
         ]
 
     def extend_prompt(self, message: ExtendPrompt) -> list[TokenOutput]:
@@ -151,26 +152,53 @@ class RequestAdder:
                 f"and {self._max_steps_in_flight} are in flight; start with fewer"
             )
         waiting = self.grammars.ask(request, built)
-        return self._queue_compiled(waiting) if waiting.compilation.is_done else []
-
-    def _queue_compiled(self, waiting: Waiting) -> list[TokenOutput]:
-        """Queue a request whose grammar is there; or end it, since that cannot be compiled."""
-        request_id = waiting.message.request_id
-        if error := waiting.compilation.error:
-            text = f"this request's schema or grammar cannot be used: {error}"
-            code = OVERLOADED if waiting.compilation.may_be_later else INVALID_GRAMMAR
-            return [TokenOutput(request_id, [], "error", error=text, error_code=code)]
-        outputs = self._queue(waiting.message, waiting.built, None)
-        self.grammars.activate_grammar(waiting)
+        is_done = waiting.compilation.is_done
+        if is_done and waiting.compilation.error:
+            return [_output_without_grammar(waiting)]
+        try:
+            outputs = self._queue(request, built, None, awaits_grammar=not is_done)
+        except Exception:
+            self.grammars.cancel_waiting([request.request_id])
+            raise
+        if is_done:
+            self.grammars.activate_grammar(waiting)
         return outputs
 
+    def _take_compiled(self, waiting: Waiting) -> list[TokenOutput]:
+        """A request that has waited for its grammar may run; or ends, since that cannot be
+        compiled."""
+        request_id = waiting.message.request_id
+        if waiting.compilation.error:
+            output = _output_without_grammar(waiting)
+            ended = self._scheduler.finish_requests(
+                [request_id], RequestStatus.FINISHED_ERROR, output.error
+            )
+            self._held.drop_answer(request_id)
+            return [msgspec.structs.replace(each, error_code=output.error_code) for each in ended]
+        try:
+            self.grammars.activate_grammar(waiting)
+        except Exception:
+            self._scheduler.finish_requests([request_id], RequestStatus.FINISHED_ERROR)
+            raise
+        self._scheduler.grammar_ready(waiting.built)
+        return []
+
     def _queue(
-        self, request: AddRequest, built: Request, ticket: Ticket | None
+        self,
+        request: AddRequest,
+        built: Request,
+        ticket: Ticket | None,
+        *,
+        awaits_grammar: bool = False,
     ) -> list[TokenOutput]:
         tool = "" if request.extras is None else request.extras.tool
         first = None if ticket is None else ticket.first_token
         output = self._scheduler.add_request(
-            built, context_of(request), first_token=first, tool=tool
+            built,
+            context_of(request),
+            first_token=first,
+            tool=tool,
+            awaits_grammar=awaits_grammar,
         )
         if output is None or output.finish_reason is None:
             self._held.expect(built)
@@ -184,6 +212,13 @@ class RequestAdder:
         if ticket is not None and ticket.logprobs is not None:
             output.logprobs = [ticket.logprobs]
         return [output]
+
+
+def _output_without_grammar(waiting: Waiting) -> TokenOutput:
+    """The only output of a request whose grammar cannot be compiled."""
+    text = f"this request's schema or grammar cannot be used: {waiting.compilation.error}"
+    code = OVERLOADED if waiting.compilation.may_be_later else INVALID_GRAMMAR
+    return TokenOutput(waiting.message.request_id, [], "error", error=text, error_code=code)
 
 
 def _refusing(request: AddRequest, queue: Callable[[], list[TokenOutput]]) -> list[TokenOutput]:

@@ -66,6 +66,7 @@ class RequestStatus(enum.IntEnum):
     """Where a request stands. Everything after PREEMPTED is finished."""
 
     WAITING = enum.auto()
+    WAITING_FOR_GRAMMAR = enum.auto()  # that is being compiled
     WAITING_FOR_REMOTE_KVS = enum.auto()
     RUNNING = enum.auto()
     PREEMPTED = enum.auto()

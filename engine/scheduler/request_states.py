@@ -4,6 +4,7 @@
     waiting   arrived or preempted; holds no blocks
     deferred  as waiting, but the tiers told it to ask again; asked in turns, before the others
     skipped   as waiting, but its load has ended; asked before `waiting`
+    grammar   its grammar is being compiled; holds no blocks, is in no queue
     loading   its load is under way; holds blocks, is in no queue
     forking   has the prompt of another one, and waits until that has been computed; in no queue
     running   holds blocks, gets tokens; the loads of some are overlapped (`request_loads.py`)
@@ -23,10 +24,11 @@ import numpy as np
 from ...connector.messages import LoadReport
 from ...tiers.base import RequestContext
 from ..cache.kept_blocks import KeptBlocks
-from ..observer import Decision
+from ..observer import Decision, Obstacle
 from ..request.request import LoadKind, Request, RequestStatus
 from .context import SchedulerContext
 from .pins import Pins
+from .policies import RequestQueue
 from .request_loads import RequestLoads
 
 _log = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ class RequestStates:
         self.loaded: list[Request] = []
         self.loads = RequestLoads(context)
         self.kept = KeptBlocks(context.manager)
+        self.awaiting_grammar: dict[Request, RequestContext] = {}
         self.num_forking = 0  # requests that wait for the prompt of another one
         # The worker has not been told yet: requests that have ended, and that were sent back.
         self.finished_ids: set[str] = set()
@@ -86,21 +89,46 @@ class RequestStates:
         request = self.requests.get(request_id)
         return None if request is None or request.is_finished else request
 
-    def enter(self, request: Request, context: RequestContext) -> bool:
-        """A new request waits for its turn; or for the prompt of another one, and False."""
-        parent = self.find_unfinished(request.fork_of) if request.fork_of else None
+    def enter(
+        self, request: Request, context: RequestContext, *, awaits_grammar: bool = False
+    ) -> bool:
+        """A new request waits for its turn, or for its grammar; or for the prompt of another one,
+        and False."""
         if request.continues is not None:
             self.kept.add_heir(request.continues)
         self.requests[request.request_id] = request
         self.num_unfinished += 1
         self.embed_bytes += request.embed_bytes
+        if not awaits_grammar:
+            return self._queue_new(request, context)
+        request.status = RequestStatus.WAITING_FOR_GRAMMAR
+        self.awaiting_grammar[request] = context
+        self.context.observer.decision(request, Decision.WAITS, Obstacle.GRAMMAR.value)
+        return not request.fork_of
+
+    def grammar_ready(self, request: Request) -> bool:
+        """A request whose grammar was being compiled waits for its turn, before those that came
+        later; or for the prompt of another one, and False."""
+        context = self.awaiting_grammar.pop(request)
+        request.status = RequestStatus.WAITING
+        is_fork = bool(request.fork_of)
+        waits_for_turn = self._queue_new(request, context, in_queue=self.skipped)
+        if is_fork and waits_for_turn and not request.skip_reading_prefix_cache:
+            self.context.connector.request_queued(request, context)
+        return waits_for_turn
+
+    def _queue_new(
+        self, request: Request, context: RequestContext, in_queue: RequestQueue | None = None
+    ) -> bool:
+        queue = self.waiting if in_queue is None else in_queue
+        parent = self.find_unfinished(request.fork_of) if request.fork_of else None
         if parent is not None and _can_fork(parent, request):
             parent.progress.forks[request] = context
             self.num_forking += 1
         else:
             request.fork_of = ""
             # What it continues was let in before all that wait.
-            (self.waiting.add if request.continues is None else self.waiting.prepend)(request)
+            (queue.add if request.continues is None else queue.prepend)(request)
         self.context.observer.decision(request, Decision.QUEUED)
         return not request.fork_of
 
@@ -234,6 +262,7 @@ class RequestStates:
         if request.hands_over and was_running and request.num_output_tokens == 1:
             context.manager.name_tail(request)
         context.connector.request_finished(request_id)
+        self.awaiting_grammar.pop(request, None)
         if self.num_forking:
             self._stop_forking(request)
         if before is RequestStatus.WAITING_FOR_REMOTE_KVS:

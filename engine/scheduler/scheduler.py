@@ -171,8 +171,10 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Unfinished requests that do not run, loading ones among them."""
-        return self._states.num_unfinished - len(self._states.running)
+        """Unfinished requests that do not run, loading ones among them; those whose grammars are
+        being compiled are counted apart."""
+        states = self._states
+        return states.num_unfinished - len(states.running) - len(states.awaiting_grammar)
 
     def has_runnable_work(self) -> bool:
         """Whether a step now could do anything. False while all that is unfinished waits for loads
@@ -180,7 +182,8 @@ class Scheduler:
         if self._stalled:
             is_due = self._retry_at is not None and time.monotonic() >= self._retry_at
         else:
-            is_due = self._states.num_unfinished > self._states.num_loading
+            num_away = self._states.num_loading + len(self._states.awaiting_grammar)
+            is_due = self._states.num_unfinished > num_away
         if is_due:  # what the connector has to do, that step does too
             return True
         if (pins := self._states.pins) and pins.is_due(time.monotonic()):
@@ -203,11 +206,13 @@ class Scheduler:
         *,
         first_token: int | None = None,
         tool: str = "",
+        awaits_grammar: bool = False,
     ) -> TokenOutput | None:
         """Queue a request. `context` is for the tiers; `first_token` was chosen by an engine that
         has computed the prompt, and its output comes at once. Raises ValueError for a request that
         can never run or whose id is taken, and QueueFull if too many wait. `tool`: of a job's turn,
-        whose result it brings."""
+        whose result it brings. `awaits_grammar`: it has no turn before `grammar_ready`; the tiers
+        may read for it meanwhile."""
         states = self._states
         if request.request_id in states.requests:
             raise ValueError(f"request id {request.request_id!r} is in use; give each its own")
@@ -222,7 +227,7 @@ class Scheduler:
         request.progress.end_ids = end_token_ids(request, self.eos_token_ids)
         if first_token is not None:
             request.fork_of = ""
-        waits_for_turn = states.enter(request, context)
+        waits_for_turn = states.enter(request, context, awaits_grammar=awaits_grammar)
         self._stalled = False
         output = None
         if first_token is not None:
@@ -232,6 +237,13 @@ class Scheduler:
         if waits_for_turn and may_load and not request.is_finished:
             self.connector.request_queued(request, context)
         return output
+
+    def grammar_ready(self, request: Request) -> None:
+        """A request that was added before its grammar was there may run. One that has ended since
+        is ignored."""
+        if request in self._states.awaiting_grammar:
+            self._states.grammar_ready(request)
+            self._stalled = False
 
     def finish_requests(
         self,
@@ -496,9 +508,9 @@ class Scheduler:
         pool, pins = self.manager.pool, self._states.pins
         return {
             "num_running": self.num_running,
-            "num_waiting": self.num_waiting,
+            "num_waiting": self.num_waiting + len(self._states.awaiting_grammar),
             "num_parked": self._states.num_loading,
-            "num_deferred": self._states.num_deferred,
+            "num_deferred": self._states.num_deferred + len(self._states.awaiting_grammar),
             "num_blocks": pool.num_blocks,
             "num_free_blocks": pool.num_free,
             "pool_usage": pool.usage,

@@ -176,5 +176,3 @@ class SessionUsers:
 def owner_of(request_id: str) -> str:
     """The session that a request for a part belongs to; other ids stay as they are."""
     return request_id.partition("\0")[0]
-
-

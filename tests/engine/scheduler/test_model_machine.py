@@ -30,10 +30,10 @@ from hypothesis import strategies as st
 from stratakv.connector.messages import EvictedBlock
 from stratakv.connector.page_names import group_suffix
 from stratakv.engine.cache.kv_block import GroupBlocks, KVCacheBlock
+from stratakv.engine.core.continued import prompt_sessions as sessions_module
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
 from stratakv.engine.request.request import Request
 from stratakv.engine.request.sampling_params import SamplingParams
-from stratakv.engine.core.continued import prompt_sessions as sessions_module
 from stratakv.engine.scheduler import request_states as states_module
 from stratakv.engine.scheduler import scheduler as scheduler_module
 from stratakv.engine.scheduler.output import SchedulerOutput
@@ -120,6 +120,7 @@ class Life:
         self.num_wishes = 0
         self.expected: dict[str, list[int]] = {}
         self.cut_short: set[str] = set()
+        self.without_grammar: list[Request] = []
         self.order: list[str] = []  # of those that have never run nor loaded, as they were added
         # Of those that run, by name and the times that they were sent back.
         self.tables: dict[tuple[str, int], Sequence[Sequence[int]]] = {}
@@ -156,7 +157,7 @@ class Life:
             [
                 *(None, self.step, self.step, self.step, self.add, self.add, self.add),
                 *(self.abort, self.fail, self.pause, self.reset, self.lose, self.forget),
-                *(self.wait, self.open_session, self.feed, self.feed),
+                *(self.wait, self.open_session, self.feed, self.feed, self.compile_grammar),
             ]
         )
         if act is None:
@@ -177,10 +178,11 @@ class Life:
         skips, priority = number.below(6) == 5, number.below(3) - 1
         job, is_last = number.of(["", "j1", "j2", "j3"]), number.below(2) == 1
         num_forks = number.of([0, 0, 0, 0, 0, 0, 1, 3])
+        awaits_grammar = number.below(6) == 5
         unread = ", without reading the cache" if skips else ""
         turn = f", {'the last turn' if is_last else 'a turn'} of {job}" if job else ""
         note(f"add {name}: {len(prompt)} tokens, {max_tokens=}, {priority=}{unread}{turn}")
-        note(f"and {num_forks} forks of it")
+        note(f"and {num_forks} forks of it{', each with a grammar' if awaits_grammar else ''}")
         first = None
         for fork in range(1 + num_forks):
             own_name, seed = (f"{name}-{fork}", fork) if fork else (name, None)
@@ -196,9 +198,19 @@ class Life:
                 is_last_step=is_last and bool(job),
                 fork_of=first,
             )
-            self.scheduler.add_request(request)
+            self.scheduler.add_request(request, awaits_grammar=awaits_grammar)
             first = first or request
-            self.order.append(own_name)
+            if awaits_grammar:
+                self.without_grammar.append(request)
+            else:
+                self.order.append(own_name)
+
+    def compile_grammar(self, number: Number) -> None:
+        """The grammar of a request is there; it may have ended since."""
+        if self.without_grammar:
+            request = self.without_grammar.pop(number.below(len(self.without_grammar)))
+            note(f"the grammar of {request.request_id} is there")
+            self.scheduler.grammar_ready(request)
 
     def open_session(self, number: Number) -> None:
         document, length = number.of(DOCUMENTS), 1 + number.below(12)
@@ -331,8 +343,8 @@ class Life:
         return hits, num_tokens
 
     def checked_order(self) -> SchedulerOutput:
-        """Who begins overtakes no equal, unless that one stands aside. Who is away for a load holds
-        nothing that a step has yet to write."""
+        """No request runs before its grammar is there. Who begins overtakes no equal, unless that
+        one stands aside. Who is away for a load holds nothing that a step has yet to write."""
         output, states = self.schedule(), self.scheduler._states
         self.evicted += self.tiers.stores
         tables = self.engine.manager.tables
@@ -344,6 +356,8 @@ class Life:
         for other in requests.values():
             aside |= {each.request_id for each in other.progress.forks}
         self.order = [name for name in self.order if name in requests and name not in aside]
+        without = {each.request_id for each in self.without_grammar}
+        assert without.isdisjoint(each.request_id for each in output.new_requests)
         for name in (each.request_id for each in output.new_requests):
             if name in self.order:
                 at = self.order.index(name)
@@ -456,6 +470,8 @@ class Life:
         """Everybody ends, with the whole answer, and nothing is left."""
         self.scheduler.resume()
         self.sessions.end_all()
+        while self.without_grammar:
+            self.compile_grammar(Number(0))
         self.engine.run_all()
         self.sessions.check_nothing_left()
         self.clock.now += PIN_SECONDS
@@ -469,7 +485,7 @@ class Life:
         assert self.engine.states == {}
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3_600)
 def test_a_scheduler_is_what_its_model_says(seed: int, scale: str) -> None:
     lives, seeds = RUNS[scale]
 
