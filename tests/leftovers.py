@@ -107,6 +107,9 @@ def check_ended(scheduler: Scheduler, side: Any) -> None:
     states, manager = scheduler._states, scheduler.manager
     assert manager.pool.is_idle
     assert manager._tables == {}
+    assert not (manager.pool._pins or manager.pool.num_reclaimable)
+    assert not (manager.shared_tails.families or manager.shared_tails.sources)
+    assert not (len(states.kept) or states.num_forking)
     assert not (states.requests or states.num_unfinished or states.running or states.loaded)
     assert not (len(states.waiting) or len(states.skipped) or len(states.deferred))
     assert not (states.loads.blocking or states.loads.num_overlapped)

@@ -3,10 +3,12 @@
 
 A caller has a prefill engine compute each prompt, waits for its ticket, and goes on with it on a
 decode engine; or without one, or with another one's; or it asks both at once, and the decode engine
-waits for the blocks, as long as that is of use. Meanwhile engines are killed, steps fail, the
-server hangs, refuses, loses answers and restarts empty, for one engine or for all. After every step
-the books must balance; in the end everybody has been answered once and rightly, by one engine's
-tokens, and nothing is held, leased for ever, or left.
+waits for the blocks, as long as that is of use. In half of the lives some prompts come in parts to
+one engine, some with waits that are too long, and others are asked for several answers, which share
+their blocks; and engines may have draft tokens. Meanwhile engines are killed, steps fail or give
+NaN, the server hangs, refuses, loses answers and restarts empty, for one engine or for all. After
+every step the books must balance; in the end everybody has been answered once and rightly, by one
+engine's tokens, and nothing is held, leased for ever, or left.
 
     Cluster(clock, rng).live(seed)  →  the hash of all that happened, the same for the same seed
 """
@@ -21,24 +23,32 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 
 from stratakv.connector.prefill_decode.hand_overs import LEASE_SECONDS
 from stratakv.connector.prefill_decode.hand_overs import MOST_SECONDS as MOVE_SECONDS
 from stratakv.connector.prefill_decode.wait_limit import MOST_SECONDS as WAIT_SECONDS
 from stratakv.connector.request_offload import Stage
 from stratakv.engine.core.handover import MOST_SECONDS as GIVE_SECONDS
-from stratakv.engine.request.core_messages import AddRequest, RequestExtras, TokenOutput
+from stratakv.engine.request.core_messages import (
+    AddRequest,
+    ExtendPrompt,
+    Fork,
+    RequestExtras,
+    TokenOutput,
+)
 from stratakv.engine.request.handover_ticket import Ticket
-from stratakv.engine.request.request import Request
+from stratakv.engine.request.request import Request, pack_token_ids
 from stratakv.engine.request.sampling_params import SamplingParams
+from stratakv.engine.scheduler.output import SchedulerOutput
+from stratakv.engine.scheduler.speculation import Speculation
 
 from ..engine.scheduler.conftest import HASHER, NO_WISHES, SIZE, fingerprint, reference
 from ..engine.scheduler.test_random_lives import check_invariants
 from .books import check_writes
 from .clock import VirtualClock, VirtualEvent
+from .prompt_parts import PromptParts
 from .shared_store import ClientStore, Server
-from .sim_core import SimCore
+from .sim_core import SESSION_IDLE_SECONDS, SimCore
 from .tiny_engine import LAYOUT, check_nothing_left, is_busy, shut_down
 
 MAX_MODEL_LEN = 32
@@ -63,6 +73,9 @@ class Asked:
     is_prefill: bool = False
     is_helper: bool = False  # the prefill leg of another one, whose answer nobody reads
     ticket: Ticket | None = None
+    seed: int | None = None  # of one of several answers to its prompt
+    parts: PromptParts | None = None  # its prompt comes in these
+    fed_at: float = 0.0  # when the newest of them came
     tries: int = 0
     told: list[int] = field(default_factory=list)
     end: str = ""  # how it ended
@@ -70,7 +83,7 @@ class Asked:
     @functools.cached_property
     def right(self) -> list[int]:
         """What the client must be told."""
-        return reference(self.prompt, self.count, MAX_MODEL_LEN)
+        return reference(self.prompt, self.count, MAX_MODEL_LEN, seed=self.seed)
 
 
 class Node:
@@ -106,6 +119,9 @@ class Node:
             fault_rate=fault_rate,
             pass_seconds=cluster.pass_seconds,
             fails=cluster.fails,
+            spoils=cluster.spoils,
+            speculation=cluster.make_speculation(),
+            more=cluster.more,
         )
         self.core.set_wakeup(self.woken.set)
 
@@ -134,6 +150,8 @@ class Cluster:
         """From start to shutdown; the hash of the trace."""
         self.clock.restart()
         self.rng.seed(f"cluster {seed}")
+        # Drawn apart, so that half of all seeds lead the lives that they led before.
+        self.more = random.Random(f"more {seed}")
         self._build()
         try:
             self._live()
@@ -157,13 +175,31 @@ class Cluster:
         self.seen["failed steps"] += 1
         return self.rng.random() < 0.5
 
+    def spoils(self, step: SchedulerOutput) -> str:
+        """The request of a step that writes NaN; none: ""."""
+        if not self._nan_rate or self.more.random() >= self._nan_rate:
+            return ""
+        self.seen["spoilt"] += 1
+        return self.more.choice(sorted(step.num_scheduled_tokens))
+
+    def make_speculation(self) -> Speculation | None:
+        if not self._most_drafts:
+            return None
+        return Speculation(self._most_drafts, self.more.random() < 0.3, self.more.random() < 0.5)
+
     def _build(self) -> None:
-        rng = self.rng
+        rng, more = self.rng, self.more
+        is_plain = more.random() < 0.5
+        self._parts_rate = 0.0 if is_plain else more.choice([0.0, 0.4, 0.4])
+        self._forks_rate = 0.0 if is_plain else more.choice([0.0, 0.3, 0.3])
+        self._most_drafts = 0 if is_plain else more.choice([0, 0, 2, 5])
         self.wrong: list[str] = []
         self.names: dict[bytes, list[int]] = {}
         self.is_faulty = rng.random() < 0.8
         self.pass_seconds = rng.choice([0.0005, 0.003])
         self._step_faults = rng.choice([0.0, 0.01]) if self.is_faulty else 0.0
+        has_nan = self.is_faulty and not is_plain
+        self._nan_rate = more.choice([0.0, 0.0, 0.02]) if has_nan else 0.0
         self._trace = hashlib.sha256()
         self.server = Server(self.clock, rng.choice([6, 30, 500]))
         self._all: list[Node] = []
@@ -193,8 +229,7 @@ class Cluster:
         while to_ask or any(not asked.end for asked in self._asked):
             assert self.clock.now < deadline, "somebody waits for ever"
             if to_ask and (rng.random() < pace or all(asked.end for asked in self._asked)):
-                self._ask()
-                to_ask -= 1
+                to_ask = max(0, to_ask - self._ask())
             if self.is_faulty:
                 self._trouble()
             self._turn()
@@ -227,7 +262,8 @@ class Cluster:
         if is_late:
             retry_at = core.scheduler._retry_at
             is_known = retry_at is not None and retry_at <= self.clock.now
-            came = is_known or core._held.is_due or self._is_woken_now(node)
+            came = is_known or core._held.is_due or core.sessions.idle_seconds <= 0.0
+            came = came or self._is_woken_now(node)
             assert came, f"there is work, and nobody woke {node.name}"
         # Messages are taken between the question and the step.
         if self.is_faulty and self.rng.random() < 0.01:
@@ -247,6 +283,8 @@ class Cluster:
         incomplete = counts.incomplete
         stored = set(node.store._blocks) if self._show is None else set()
         outputs = core.step()
+        if core.simulated.wrong is not None:
+            raise core.simulated.wrong
         self.note(node.name, sorted(core.scheduler.requests), node.store.mode, node.store.log)
         node.store.log.clear()
         self._check_released(node, outputs, counts.incomplete - incomplete)
@@ -314,13 +352,21 @@ class Cluster:
 
     # The caller, between two steps.
 
-    def _ask(self) -> None:
+    def _ask(self) -> int:
+        """A client comes with a prompt; as how many it counts."""
         rng = self.rng
         text = rng.choice(self._documents)[: rng.randint(1, MAX_MODEL_LEN - 6)]
         text = text + [rng.randint(1, 49) for _ in range(rng.choice([0, 0, 1, 3]))]
         _name_blocks(self.names, text)
         asked = Asked(f"r{len(self._asked)}", text, rng.randint(1, 6), rng.choice([1, 1, 1, 3]))
         self._asked.append(asked)
+        luck = self.more.random()
+        if luck < self._parts_rate:
+            asked.hand_over_tokens = asked.count
+            self._open_session(asked)
+            return 2
+        if luck < self._parts_rate + self._forks_rate:
+            return self._ask_for_several(asked)
         if rng.random() < 0.3:
             self._ask_both(asked)
         elif rng.random() < 0.9:
@@ -332,6 +378,69 @@ class Cluster:
                 node.is_awake = True
         else:
             self._decode(asked)
+        return 1
+
+    def _ask_for_several(self, asked: Asked) -> int:
+        """Several answers to one prompt, of one engine; how many."""
+        more, forks = self.more, []
+        asked.hand_over_tokens = asked.count
+        node = more.choice(self._nodes)
+        for seed in range(1, more.choice([2, 2, 3, 4])):
+            fork = Asked(f"{asked.name}-{seed}", asked.prompt, count := more.randint(1, 6), count)
+            fork.seed = seed
+            self._asked.append(fork)
+            self._assign(fork, node)
+            forks.append(Fork(fork.request_id, self._params(fork, fork.count)))
+        self._send(asked, node, RequestExtras(forks=forks))
+        self.seen["several answers"] += 1
+        return 1 + len(forks)
+
+    def _open_session(self, asked: Asked) -> None:
+        """Its prompt comes in parts to one engine, which makes the answer too."""
+        asked.is_prefill, asked.fed_at = False, self.clock.now
+        most_tokens = MAX_MODEL_LEN - 1
+        parts = PromptParts.of(asked.prompt, self.more, most_tokens, SESSION_IDLE_SECONDS)
+        asked.parts, node = parts, self.more.choice(self._nodes)
+        self._send(asked, node, RequestExtras(more_follows=True))
+        self._feed_later(asked, node, asked.request_id, parts, 1)
+
+    def _feed_later(
+        self, asked: Asked, node: Node, request_id: str, parts: PromptParts, number: int
+    ) -> None:
+        feed = functools.partial(self._feed, asked, node, request_id, parts, number)
+        self.clock.after(parts.waits[number - 1], functools.partial(self._todo.append, feed))
+
+    def _feed(
+        self, asked: Asked, node: Node, request_id: str, parts: PromptParts, number: int
+    ) -> None:
+        """The part of this number comes; where its session has ended, for nothing."""
+        if not node.is_alive:
+            return
+        if self.is_faulty and self.more.random() < 0.03 and not asked.end:
+            self.note(asked.name, "leaves in the middle of its prompt")
+            self._abort(asked)
+            asked.end = "left"
+        is_open = node.asked.get(request_id) is asked
+        is_last = number == len(parts.tokens) - 1
+        if is_open:
+            asked.fed_at = self.clock.now
+        else:
+            self.seen["parts for nothing"] += 1
+        self.note(request_id, node.name, "part", number, len(parts.tokens[number]))
+        message = ExtendPrompt(
+            request_id,
+            pack_token_ids(parts.tokens[number]),
+            is_last,
+            parts.num_kept if is_last else -1,
+        )
+        node.is_awake = True
+        for output in node.core.extend_prompt(message):
+            self._deliver(node, output)
+        if is_open and is_last:
+            self.seen["whole in parts"] += 1
+            self.seen["changed prompts"] += -1 < parts.num_kept < sum(map(len, parts.tokens[:-1]))
+        elif is_open:
+            self._feed_later(asked, node, request_id, parts, number + 1)
 
     def _ask_both(self, asked: Asked) -> None:
         """As routers do that have the nodes find each other."""
@@ -360,20 +469,30 @@ class Cluster:
     def _message(
         self, asked: Asked, request_id: str, max_tokens: int, extras: RequestExtras
     ) -> AddRequest:
-        tokens = np.array(asked.prompt, "<i4").tobytes()
-        params = SamplingParams(max_tokens=max_tokens)
-        return AddRequest(request_id, tokens, params, extras=extras)
+        tokens = asked.prompt
+        if extras.more_follows:
+            assert asked.parts is not None
+            tokens = asked.parts.tokens[0]
+        params = self._params(asked, max_tokens)
+        return AddRequest(request_id, pack_token_ids(tokens), params, extras=extras)
+
+    def _params(self, asked: Asked, max_tokens: int) -> SamplingParams:
+        return SamplingParams(max_tokens=max_tokens, seed=asked.seed)
 
     def _send(self, asked: Asked, node: Node, extras: RequestExtras) -> None:
-        asked.tries += 1
         max_tokens = asked.hand_over_tokens if asked.is_prefill else asked.count
+        self._assign(asked, node)
+        self.note(asked.request_id, node.name, len(asked.prompt), max_tokens)
+        for output in node.core.add(self._message(asked, asked.request_id, max_tokens, extras)):
+            self._deliver(node, output)
+
+    def _assign(self, asked: Asked, node: Node) -> None:
+        """From now on this engine is to answer."""
+        asked.tries += 1
         asked.request_id = f"{asked.name}{node.role[0]}{asked.tries}"
         asked.node = node
         node.asked[asked.request_id] = asked
         node.is_awake = True
-        self.note(asked.request_id, node.name, len(asked.prompt), max_tokens)
-        for output in node.core.add(self._message(asked, asked.request_id, max_tokens, extras)):
-            self._deliver(node, output)
 
     def _prefill(self, asked: Asked) -> None:
         asked.is_prefill = True
@@ -393,7 +512,7 @@ class Cluster:
             self._decode(asked)
 
     def _decode(self, asked: Asked) -> None:
-        asked.is_prefill = False
+        asked.is_prefill, asked.parts = False, None
         self._send(asked, self._pick("decode"), RequestExtras(ticket=self._ticket_for(asked)))
 
     def _ticket_for(self, asked: Asked) -> Ticket | None:
@@ -428,6 +547,9 @@ class Cluster:
             asked.end = "helper lost"
         elif asked.told:
             asked.end = "cut"  # the client is told so
+        elif asked.parts is not None and self.more.random() < 0.5:
+            again = functools.partial(self._again, asked, asked.tries, self._open_session)
+            self._todo.append(again)
         elif asked.is_prefill and self.rng.random() < 0.5:
             self._todo.append(functools.partial(self._again, asked, asked.tries, self._prefill))
         else:
@@ -446,12 +568,13 @@ class Cluster:
         if not asked.is_prefill:
             asked.told += output.new_token_ids
             assert asked.told == right[: len(asked.told)], asked.name
-            self.seen["handed on whole"] += output.num_cached_tokens == len(asked.prompt)
+            is_whole = output.num_cached_tokens == len(asked.prompt)
+            self.seen["handed on whole"] += is_whole and asked.seed is None
         if reason is None:
             return
         del node.asked[output.request_id]
         if reason == "error":
-            assert self.is_faulty and "the worker was to fail" in (output.error or ""), output
+            self._check_error(node, asked, output)
             self._lost(asked)
         elif asked.is_prefill:
             self.seen["handed over"] += 1
@@ -467,6 +590,25 @@ class Cluster:
             assert asked.told == right, asked.name
             assert reason in ("stop", "length")
             asked.end = reason
+
+    def _check_error(self, node: Node, asked: Asked, output: TokenOutput) -> None:
+        """A request may end so, and now."""
+        error = output.error or ""
+        if error.startswith("no part of the prompt came"):
+            assert asked.parts is not None
+            assert self.clock.now >= asked.fed_at + SESSION_IDLE_SECONDS, "a session ends too soon"
+            self.seen["waited too long"] += 1
+        elif "sessions are open" in error:
+            assert asked.parts is not None
+            assert len(node.core.sessions) >= node.core.sessions.most_sessions
+            asked.parts = None
+            self.seen["sessions refused"] += 1
+        elif "not finite" in error:
+            names = {name.partition("\0")[0] for name in node.core.engine.nan}
+            assert output.request_id in names, "it met no NaN"
+            self.seen["nan"] += 1
+        else:
+            assert self.is_faulty and "the worker was to fail" in error, output
 
     # What must hold.
 
@@ -513,10 +655,25 @@ class Cluster:
         assert waiting <= node.asked.keys(), "an answer is held that nobody waits for"
         assert held._expected.keys() <= node.core.scheduler.requests.keys()
         assert all(end <= now + LEASE_SECONDS for end in self.server._leases.values())
+        self._check_sessions(node, began)
+
+    def _check_sessions(self, node: Node, began: float) -> None:
+        """Each has a client, and waits for a part as long as it may; blocks are kept for who goes
+        on in them, and for nobody else."""
+        core, states = node.core, node.core.scheduler._states
+        open_sessions = core.sessions._open
+        assert open_sessions.keys() <= node.asked.keys(), "a session goes on that nobody feeds"
+        going_on = {each.continues for each in states.requests.values()}
+        for session in open_sessions.values():
+            going_on.add(session.before)
+            if session.asked is None:
+                waits = began - session.waits_since
+                assert waits <= SESSION_IDLE_SECONDS + SLACK_SECONDS, "a session waits for ever"
+        assert going_on.issuperset(states.kept._ended), "blocks are kept for nobody"
 
     def _end(self) -> None:
         """All is well again; what is under way ends, and nothing is left."""
-        self._step_faults = 0.0
+        self._step_faults = self._nan_rate = 0.0
         for node in self._nodes:
             node.store.set_mode("up")
             node.store.give_up_lost()
@@ -534,6 +691,11 @@ class Cluster:
             held, moves = node.core._held, node.core.engine.parts.side.handover
             assert not (held._held or held._expected or held._first_logprobs or moves.moving)
             assert not (moves.ended or node.asked or node.core.engine.states)
+            assert not len(node.core.sessions)
+            if (speculation := node.core.scheduler.speculation) is not None:
+                self.seen["accepted drafts"] += speculation.num_accepted_tokens
+                num_rejected = speculation.num_draft_tokens - speculation.num_accepted_tokens
+                self.seen["rejected drafts"] += num_rejected
             for name, count in node.core.scheduler.counts.items():
                 self.seen[name] += count
             waits = node.core.engine.parts.side._counters.prefill_waits

@@ -28,6 +28,7 @@ from stratakv.engine.core.handover import HeldAnswers
 from stratakv.engine.core.request_adder import RequestAdder
 from stratakv.engine.core.request_builder import RequestBuilder
 from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from stratakv.engine.scheduler.speculation import Speculation
 from stratakv.engine.structured.manager import GrammarManager
 from stratakv.tiers.base import StoreTier
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
@@ -40,16 +41,26 @@ from .device import COPY_SECONDS, SimDevice
 from .small_slab import small_slab
 from .tiny_engine import LAYOUT, EngineParts, InjectedFault, Slots, TinyEngine
 
+# A session waits so long for a part.
+SESSION_IDLE_SECONDS = 2.0
+
 
 class SimExecutor:
     """Computes a step where the core asks for its result. `fails`: whether this one raises, and
-    whether before its pass."""
+    whether before its pass. `spoils`: which request of it writes NaN, if any."""
 
     is_alive = True
 
-    def __init__(self, engine: TinyEngine, fails: Callable[[], bool | None]) -> None:
+    def __init__(
+        self,
+        engine: TinyEngine,
+        fails: Callable[[], bool | None],
+        spoils: Callable[[SchedulerOutput], str],
+    ) -> None:
         self._engine = engine
         self._fails = fails
+        self._spoils = spoils
+        self.wrong: AssertionError | None = None  # the core takes it for a fault of a worker
 
     def dispatch(self, step: SchedulerOutput) -> StepHandle:
         return StepHandle(step)
@@ -60,11 +71,17 @@ class SimExecutor:
     def result(self, handle: StepHandle) -> ModelRunnerOutput:
         step = handle.step
         before = self._fails() if step.num_scheduled_tokens else None
-        if before is None:
-            return self._engine.run(step)
-        self._engine.begin(step)
-        if not before:
-            self._engine.compute(step)
+        try:
+            if before is None:
+                if step.num_scheduled_tokens and (name := self._spoils(step)):
+                    self._engine.spoil(name)
+                return self._engine.run(step)
+            self._engine.begin(step)
+            if not before:
+                self._engine.compute(step)
+        except AssertionError as error:
+            self.wrong = error
+            raise
         raise InjectedFault("the worker was to fail")
 
 
@@ -82,7 +99,8 @@ class _NoStats:
 
 
 class SimCore(EngineCore):
-    """Drawn from `rng`. `store` is what it shares with others; `role` as of `--role`."""
+    """Drawn from `rng`. `store` is what it shares with others; `role` as of `--role`. `more` draws
+    what other draws do not depend on, the drafts of a core with `speculation` among it."""
 
     def __init__(  # what the product's does opens models
         self,
@@ -96,6 +114,9 @@ class SimCore(EngineCore):
         fault_rate: float,
         pass_seconds: float,
         fails: Callable[[], bool | None],
+        spoils: Callable[[SchedulerOutput], str],
+        speculation: Speculation | None,
+        more: random.Random,
     ) -> None:
         slots = Slots(1 + max_model_len // SIZE + rng.choice([0, 1, 4, 20]))
         num_slots = rng.choice([2, 8, 40])
@@ -138,6 +159,8 @@ class SimCore(EngineCore):
             max_model_len=max_model_len,
             targets=lambda: device.targets,
             pass_time=lambda: clock.advance(pass_seconds),
+            speculation=speculation,
+            drafts=more,
         )
         self.engine.names = names
         self.scheduler = self.engine.scheduler
@@ -146,7 +169,8 @@ class SimCore(EngineCore):
         self._max_steps_in_flight = 1
         self._last_ended = 0.0
         self._connector = side
-        self._executor = SimExecutor(self.engine, fails)  # type: ignore[assignment]
+        self.simulated = SimExecutor(self.engine, fails, spoils)
+        self._executor = self.simulated  # type: ignore[assignment]
         self._stats = _NoStats()  # type: ignore[assignment]
         self._held = HeldAnswers(self.scheduler.manager, side.handover if side.wants_all else None)
         self._request_builder = RequestBuilder(VOCAB, 8, max_model_len, HASHER, b"", role)
@@ -155,8 +179,11 @@ class SimCore(EngineCore):
         self._grammars = GrammarManager(Path(), VOCAB, (), most_waiting=1)
         self._continuations = Continuations(
             BeamFamilies(self.scheduler, self._request_builder, (), VOCAB),
-            PromptSessions(self.scheduler, self._request_builder, 60.0, 100),
+            PromptSessions(
+                self.scheduler, self._request_builder, SESSION_IDLE_SECONDS, more.choice([1, 3])
+            ),
         )
+        self.sessions = self._continuations.sessions
         self._adder = RequestAdder(
             self.scheduler,
             self._request_builder,

@@ -5,13 +5,15 @@ The worker is the one of the scheduler's tests: it writes a fingerprint of all t
 position into that position's slot, and checks every slot that it reads. Here the slots are bytes of
 a pool that a copy device moves to a slab and back, so a block that was torn, lost or mixed up on
 its way is noticed at its first use. Beside it the product's persistent batch follows every step,
-and must agree. `spoil` has a pass write a number that stands for NaN: whoever attends to it gets no
-token, and what it writes itself is no better.
+and must agree; the product's code also takes in forks, draft tokens and what became of those.
+`spoil` has a pass write a number that stands for NaN: whoever attends to it gets no token, and what
+it writes itself is no better.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +26,14 @@ from stratakv.engine.batch.batch_update import BatchUpdate
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager
 from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.models.layer_attention import LayerAttention, full
+from stratakv.engine.sampling.sampler import Sampled
 from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from stratakv.engine.scheduler.scheduler import Scheduler
+from stratakv.engine.scheduler.speculation import Speculation
 from stratakv.engine.worker.block_table import BlockTable, MultiGroupBlockTable
 from stratakv.engine.worker.input_batch import InputBatch
+from stratakv.engine.worker.speculation.drafted_rows import DraftedRows
+from stratakv.engine.worker.speculation.step_drafts import StepDrafts
 from stratakv.engine.worker.step_batch import StepBatch
 from stratakv.tiers.block import BlockLayout
 
@@ -35,6 +41,7 @@ from ..engine.scheduler.conftest import (
     EOS,
     SIZE,
     Engine,
+    check_copies,
     next_token,
     salted,
 )
@@ -111,6 +118,8 @@ class TinyEngine(Engine):
         pass_time: Callable[[], None] = lambda: None,
         fails: Callable[[], bool] = lambda: False,
         attention: Sequence[LayerAttention] = (full(),),
+        speculation: Speculation | None = None,
+        drafts: random.Random | None = None,
     ) -> None:
         manager = KVCacheManager(
             len(slots.pool),
@@ -126,8 +135,11 @@ class TinyEngine(Engine):
             eos_token_ids=frozenset({EOS}),
             connector=parts.side,
             fails_with_load=fails_with_load,
+            speculation=speculation,
         )
         super().__init__(scheduler, slots=slots, attention=attention)  # type: ignore[arg-type]
+        if drafts is not None:
+            self.drafts = drafts
         self._pool = slots.pool
         self.parts = parts
         self._targets = targets
@@ -139,6 +151,8 @@ class TinyEngine(Engine):
             table.fails = fails
         batch = InputBatch(config.max_num_seqs, max_model_len, MultiGroupBlockTable(tables))
         self._steps = StepBatch(batch)
+        sampler: Any = None  # nothing is asked of one where drafts are proposed here
+        self._step_drafts = StepDrafts(batch, sampler, None)
         self._rows = Rows()
         self._to_spoil: str | None = None
         self.nan: set[str] = set()  # requests that attended to such a number
@@ -168,7 +182,11 @@ class TinyEngine(Engine):
         positions: dict[str, tuple[int, int]] = {}
         if output.num_scheduled_tokens:
             self.parts.worker.wait_before_forward()
+            self._copy(output)
             self._pass_time()
+            for request_id, drafts in output.draft_token_ids.items():
+                assert 0 < len(drafts) < output.num_scheduled_tokens[request_id]
+                self.states[request_id].tokens += drafts
             for request_id, count in output.num_scheduled_tokens.items():
                 computed = self._computed[request_id]
                 positions[request_id] = (computed, computed + count)
@@ -178,17 +196,86 @@ class TinyEngine(Engine):
             self._to_spoil = None
             self._pass_time()
         result = ModelRunnerOutput({})
+        choosing: dict[str, int] = {}
         for request_id, (_, end) in positions.items():
             state = self._check(request_id, *positions[request_id])
-            done = end == len(self.states[request_id].tokens)
             result.sampled_token_ids[request_id] = []
-            if done and state == NAN:
+            if end == len(self.states[request_id].tokens):
+                choosing[request_id] = state
+        if (
+            output.wanted_drafts
+            or output.draft_token_ids
+            or any(new.fork_of for new in output.new_requests)
+        ):
+            self._choose_together(output, choosing, result)
+            return result
+        for request_id, state in choosing.items():
+            if state == NAN:
                 result.nan_request_ids.add(request_id)
                 self.nan.add(request_id)
-            elif done:
-                self._append(request_id, next_token(state))
-                result.sampled_token_ids[request_id] = [next_token(state)]
+            else:
+                self._append(request_id, next_token(state, self.states[request_id].seed))
+                result.sampled_token_ids[request_id] = self.states[request_id].tokens[-1:]
         return result
+
+    def _copy(self, output: SchedulerOutput) -> None:
+        if output.block_copies:
+            check_copies(output.block_copies, self._targets())
+            for each in output.block_copies:
+                self._pool[each.target] = self._pool[each.source]
+                self.num_copied += 1
+
+    def _choose_together(
+        self, output: SchedulerOutput, choosing: Mapping[str, int], result: ModelRunnerOutput
+    ) -> None:
+        """The tokens of a step with drafts or forks, as the model runner has them chosen.
+        `choosing`: the requests that are at their ends, and what their pass has seen there."""
+        batch, names = self._steps.batch, list(choosing)
+        rows = np.array([batch.row_of[name] for name in names], np.int64)
+        rows, places = self._steps.with_forks(output.new_requests, rows, np.arange(len(rows)))
+        for new in output.new_requests:
+            if new.fork_of:
+                assert new.num_computed_tokens == self.states[new.request_id].num_prompt
+                seen = self._check(
+                    new.request_id, new.num_computed_tokens - 1, new.num_computed_tokens
+                )
+                assert seen == choosing[new.fork_of], "a fork sees another prompt"
+        if not len(rows):
+            return
+        self._step_drafts.put_drafts(output.draft_token_ids, rows)
+        drafted = DraftedRows.of(batch, rows, output.draft_token_ids)
+        expected = batch.expect_tokens(rows, drafted.known_index())
+        sampled = Sampled([], [], [], {})
+        for request, place in zip(expected.requests, places.tolist(), strict=True):
+            num_rows = 1 + len(output.draft_token_ids.get(request.request_id, ()))
+            for state in self.states[names[place]].fingerprint()[-num_rows:]:
+                sampled.token_ids.append(next_token(state, request.params.seed))
+                sampled.is_finite.append(choosing[names[place]] != NAN)
+                sampled.has_choice.append(True)
+        for request, _ in self._step_drafts.take_checked(expected, drafted, sampled, result):
+            result.nan_request_ids.add(request.request_id)
+            self.nan.add(request.request_id)
+        for request in expected.requests:
+            name = request.request_id
+            drafts, said = output.draft_token_ids.get(name, ()), result.sampled_token_ids[name]
+            if drafts or said:
+                self.states[name].keep_accepted(len(drafts), said)
+        self._propose_drafts(output, result)
+        self._step_drafts.propose(output, expected.requests, result)
+
+    def _propose_drafts(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """As `Engine.run` does it, in place of a proposer of the worker's."""
+        speculation = self.scheduler.speculation
+        for name, most in output.wanted_drafts.items():
+            if result.sampled_token_ids.get(name):
+                # Where drafts of this step were accepted, the context may have room for fewer.
+                most = min(most, self.manager.max_model_len + 1 - len(self.states[name].tokens))
+                if speculation is not None and speculation.looks_ahead:
+                    self._check_room(name, most)
+                if drafts := self.propose(self.states[name], most):
+                    result.draft_token_ids[name] = drafts
+        for name in output.wanted_drafts.keys() | output.draft_token_ids.keys():
+            self.states[name].trim()
 
     def _append(self, request_id: str, token: int) -> None:
         self.states[request_id].tokens.append(token)
@@ -220,6 +307,7 @@ class TinyEngine(Engine):
 
     def _write(self, request_id: str, start: int, end: int) -> None:
         state = self.states[request_id]
+        assert all(len(table) * SIZE >= end for table in state.tables), "a table is too short"
         places = [divmod(position, SIZE) for position in range(start, end)]
         written = {table[index] for table in state.tables for index, _ in places}
         assert written.isdisjoint(self._targets()), "written while a load is writing to it"

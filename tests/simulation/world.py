@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One simulated life of an engine with its tiers, drawn from a seed and lived in virtual time.
 
-Requests that share beginnings come, are aborted, preempted and parked; copies are refused, break
-and get stuck; stores are slow, hang, fail and forget, each for a while, and now and then all at
+Requests that share beginnings come, are aborted, preempted and parked; some are forked from others
+and share their blocks, and in some lives they have draft tokens. Copies are refused, break and get
+stuck; stores are slow, hang, fail and forget, each for a while, and now and then all at
 once, to come back one by one. Steps fail in the worker, caches are forgotten. After every step the
 books must balance; in the end everybody has been answered rightly and nothing is left.
 
@@ -26,8 +27,10 @@ from stratakv.connector.parts import Parts as KeyParts
 from stratakv.connector.request_offload import Stage
 from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
+from stratakv.engine.request.request import Request
 from stratakv.engine.scheduler.exchange import LOAD_FAILED
-from stratakv.engine.scheduler.output import SchedulerOutput
+from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from stratakv.engine.scheduler.speculation import Speculation
 from stratakv.tiers.admission import make_filter
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.hierarchy.hierarchy_options import HierarchyOptions
@@ -91,7 +94,8 @@ class World:
         self._fails_with_load = rng.random() < 0.2
         self._pass_seconds = rng.choice([0.0005, 0.003])
         self._token_seconds = rng.choice([1e-6, 1e-4, 1e-2])  # what the engine says of its prefill
-        self._prompts: dict[str, tuple[list[int], int]] = {}
+        # By name: the prompt, the tokens of the answer at most, and the seed that tells it apart.
+        self._prompts: dict[str, tuple[list[int], int, int | None]] = {}
         self._spoilt: set[str] = set()
         # Drawn apart, so that half of all seeds lead the lives that they led before.
         self._harm = random.Random(f"harm {seed}")
@@ -102,6 +106,11 @@ class World:
         # Drawn apart too, for the same reason.
         groups = random.Random(f"groups {seed}")
         self._attention = groups.choice(PLANS) if groups.random() < 0.5 else (full(),)
+        # And these; by this word the pinned seeds lead the lives that they led before.
+        self._more = more = random.Random(f"checked {seed}")
+        is_plain = more.random() < 0.5
+        self._fork_rate = 0.0 if is_plain else more.choice([0.0, 0.1, 0.4])
+        self._most_drafts = 0 if is_plain else more.choice([0, 1, 3, 6])
         self._calm_at = 0.0  # what is to befall the stores has befallen them
         self._woken = VirtualEvent(self.clock)
         size = MAX_MODEL_LEN - 1
@@ -194,6 +203,8 @@ class World:
             pass_time=lambda: clock.advance(self._pass_seconds),
             fails=lambda: self._is_harmed("batch"),
             attention=kinds,
+            speculation=self._speculation(),
+            drafts=self._more,
         )
         self._driver = Driver(
             self.engine.scheduler,
@@ -226,26 +237,43 @@ class World:
             preempt_above=max(admit_below, self._harm.choice([0.5, 0.9, 1.0, 1.0])),
         )
 
+    def _speculation(self) -> Speculation | None:
+        if not self._most_drafts:
+            return None
+        is_adaptive, looks_ahead = self._more.random() < 0.3, self._more.random() < 0.5
+        return Speculation(self._most_drafts, is_adaptive, looks_ahead)
+
     def _live(self) -> None:
         rng = self.rng
         pace = rng.choice([0.1, 0.3, 1.0])
         to_ask = rng.randint(3, 40)
         while to_ask or self.engine.scheduler.requests:
             if to_ask and (rng.random() < pace or not self.engine.scheduler.requests):
-                self._ask()
-                to_ask -= 1
+                to_ask = max(0, to_ask - self._ask())
             if self._faulty:
                 self._trouble()
             self._driver.turn()
 
-    def _ask(self) -> None:
-        rng = self.rng
+    def _ask(self) -> int:
+        """A prompt is asked, once or for several answers, and how many."""
+        rng, more = self.rng, self._more
         text = rng.choice(self._documents)[: rng.randint(1, MAX_MODEL_LEN - 2)]
         text = (text + [rng.randint(1, 49) for _ in range(rng.randint(0, 5))])[: MAX_MODEL_LEN - 1]
         name = f"r{len(self._prompts)}"
-        self._prompts[name] = (text, rng.randint(1, 12))
-        self.engine.add(name, text, max_tokens=self._prompts[name][1])
+        self._prompts[name] = (text, rng.randint(1, 12), None)
+        first = self._add(name)
+        num_forks = 0
+        if self._fork_rate and more.random() < self._fork_rate:
+            num_forks = more.choice([1, 1, 2, 5])
+        for seed in range(1, 1 + num_forks):
+            self._prompts[f"{name}-{seed}"] = (text, more.randint(1, 12), seed)
+            self._add(f"{name}-{seed}", first)
         self.note("asked", name, len(text))
+        return 1 + num_forks
+
+    def _add(self, name: str, fork_of: Request | None = None) -> Request:
+        text, count, seed = self._prompts[name]
+        return self.engine.add(name, text, fork_of=fork_of, max_tokens=count, seed=seed)
 
     def _trouble(self) -> None:
         """What the world does to an engine."""
@@ -294,7 +322,7 @@ class World:
 
     def _run(self, output: SchedulerOutput) -> None:
         """As the engine core does it."""
-        engine = self.engine
+        engine, began = self.engine, self.clock.now
         try:
             result = engine.run(output)
         except (InjectedFault, DeviceError):
@@ -303,7 +331,7 @@ class World:
         except (ValueError, RuntimeError) as error:
             raise AssertionError("the worker failed by itself") from error
         engine.take(engine.scheduler.update_from_output(output, result))
-        self._note_costs(output)
+        self._note_costs(output, result, self.clock.now - began)
 
     def _fail(self, output: SchedulerOutput) -> None:
         """The worker raises, before or after its pass."""
@@ -317,11 +345,16 @@ class World:
 
     def _end_failed(self, output: SchedulerOutput) -> None:
         self._spoilt |= output.num_scheduled_tokens.keys()
+        self._spoilt.update(new.request_id for new in output.new_requests)
         self.engine.take(self.engine.scheduler.fail_step(output, "the worker raised"))
         self.note("failed", sorted(output.num_scheduled_tokens))
 
-    def _note_costs(self, output: SchedulerOutput) -> None:
+    def _note_costs(
+        self, output: SchedulerOutput, result: ModelRunnerOutput, seconds: float
+    ) -> None:
         """As the engine core does it, which measures."""
+        if (speculation := self.engine.scheduler.speculation) is not None:
+            speculation.note_step(output, result, seconds)
         counts = [count for count in output.num_scheduled_tokens.values() if count > 1]
         if counts:
             context = sum(count * count // 2 for count in counts)
@@ -383,11 +416,10 @@ class World:
         """Whatever gave somebody NaN is gone: the same prompt may meet what an aborted request left
         behind, once, and is then answered."""
         for number, name in enumerate(sorted(self.engine.nan)):
-            text, count = self._prompts[name]
             for again in range(2):
                 retry = f"{name} again {number} {again}"
-                self._prompts[retry] = (text, count)
-                self.engine.add(retry, text, max_tokens=count)
+                self._prompts[retry] = self._prompts[name]
+                self._add(retry)
                 while self.engine.scheduler.requests or is_busy(self.engine):
                     self._driver.turn()
                 if retry not in self.engine.nan:
@@ -401,10 +433,10 @@ class World:
             self._driver.turn()
 
     def _check_answers(self) -> None:
-        for name, (text, count) in self._prompts.items():
+        for name, (text, count, seed) in self._prompts.items():
             told = self.engine.outputs[name]
             assert [output.finish_reason is not None for output in told].count(True) == 1
-            expected = reference(text, count, MAX_MODEL_LEN)
+            expected = reference(text, count, MAX_MODEL_LEN, seed=seed)
             said = self.engine.said(name)
             error = told[-1].error or ""
             if error.startswith(LOAD_FAILED.partition("{")[0]):
@@ -423,6 +455,10 @@ class World:
                 assert said == expected, name
                 assert told[-1].finish_reason in ("stop", "length")
         self.seen["requests"] += len(self._prompts)
+        if (speculation := self.engine.scheduler.speculation) is not None:
+            self.seen["accepted drafts"] += speculation.num_accepted_tokens
+            num_rejected = speculation.num_draft_tokens - speculation.num_accepted_tokens
+            self.seen["rejected drafts"] += num_rejected
 
     def _note_step(self, output: SchedulerOutput) -> None:
         meta = output.connector_meta

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 import pytest
@@ -20,6 +20,7 @@ import pytest
 from stratakv.connector.messages import EvictedBlock
 from stratakv.connector.page_names import pages_of
 from stratakv.engine.cache.block_hash import make_block_hasher
+from stratakv.engine.cache.kv_block import BlockCopy
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager
 from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.models.layer_attention import LayerAttention, full
@@ -113,12 +114,18 @@ class WorkerState:
             said.append(next_token(numbers[place], self.seed))
             if place + 1 < end and self.tokens[place + 1] != said[-1]:
                 break
-        num_kept = num_verified + len(said) - 1
-        self.tokens = self.tokens[:num_kept] + said[-1:]
-        self.numbers = numbers[:num_kept]
+        self.keep_accepted(num_drafts, said)
+        return said
+
+    def keep_accepted(self, num_drafts: int, said: Sequence[int]) -> None:
+        """A step has ended with these tokens, none of them where its last verified token is to be
+        computed again; what it computed behind them was for drafts."""
+        num_kept = len(self.tokens) - num_drafts + len(said) - 1
+        newest = said[-1] if said else self.tokens[num_kept]
+        self.tokens = [*self.tokens[:num_kept], newest]
+        self.numbers = self.numbers[:num_kept]
         self.num_named = min(self.num_named, num_kept // SIZE)
         self.end = num_kept
-        return said
 
     def trim(self) -> None:
         """Blocks behind its tokens, which drafts were given, are its own no longer."""
@@ -334,15 +341,8 @@ class Engine:
 
     def _copy(self, output: SchedulerOutput) -> None:
         """All at once, as a device may."""
-        copies = output.block_copies
-        targets, sources = [
-            {getattr(each, side) for each in copies} for side in ("target", "source")
-        ]
-        assert len(targets) == len(copies)
-        assert not targets & sources
-        busy = self.tiers.busy_blocks if self.tiers else set()
-        assert not busy & (targets | sources), "copied while a load is writing to it"
-        for each in copies:
+        check_copies(output.block_copies, self.tiers.busy_blocks if self.tiers else set())
+        for each in output.block_copies:
             for offset in range(SIZE):
                 held = self.slots.get((each.source, offset))
                 if held is None:
@@ -397,6 +397,15 @@ class Engine:
             for index in range(state.num_named, count):
                 self.names[digests[index]] = numbers[index * SIZE : (index + 1) * SIZE]
             state.num_named = count
+
+
+def check_copies(copies: Sequence[BlockCopy], busy: Set[int]) -> None:
+    """The copies of a step may be made in any order, and beside loads that write to the blocks
+    `busy`."""
+    targets, sources = [{getattr(each, side) for each in copies} for side in ("target", "source")]
+    assert len(targets) == len(copies)
+    assert not targets & sources
+    assert not busy & (targets | sources), "copied while a load is writing to it"
 
 
 @functools.lru_cache(maxsize=10_000)
