@@ -107,6 +107,12 @@ def check_ended(scheduler: Scheduler, side: Any) -> None:
     states, manager = scheduler._states, scheduler.manager
     assert manager.pool.is_idle
     assert manager._tables == {}
+    named = {block for block in manager.pool.blocks if block.block_hash is not None}
+    for key, found in manager.pool._named.items():
+        blocks = set(found.values()) if isinstance(found, dict) else {found}
+        assert all(block.block_hash == key for block in blocks), "a name is left of a block"
+        named -= blocks
+    assert not named, "a block has a name that nothing finds"
     assert not (manager.pool._pins or manager.pool.num_reclaimable)
     assert not (manager.shared_tails.families or manager.shared_tails.sources)
     assert not (len(states.kept) or states.num_forking)

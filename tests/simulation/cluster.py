@@ -667,8 +667,9 @@ class Cluster:
         for session in open_sessions.values():
             going_on.add(session.before)
             if session.asked is None:
+                # A step first ends those that have waited too long.
                 waits = began - session.waits_since
-                assert waits <= SESSION_IDLE_SECONDS + SLACK_SECONDS, "a session waits for ever"
+                assert waits < SESSION_IDLE_SECONDS, "a session waits for ever"
         assert going_on.issuperset(states.kept._ended), "blocks are kept for nobody"
 
     def _end(self) -> None:

@@ -164,6 +164,7 @@ class TinyEngine(Engine):
     def may_hold(self, key: bytes, page: bytes) -> bool:
         """Whether these may be the bytes of a block of this name, wherever it lies. Behind the end
         of a prompt anything may stand."""
+        assert key[:32] in self.names, "a block has the name of what was never computed"
         group = int.from_bytes(key[32:34], "little")
         right = [salted(state, group) for state in self.names[key[:32]]]
         found = np.frombuffer(page, np.int64)[: len(right)].tolist()
