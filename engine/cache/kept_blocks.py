@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """KeptBlocks: the blocks of requests that have ended, for the requests that continue them.
 
-No running request holds them. The oldest are given up first where any request lacks room; a request
-that would have gone on in them then computes what the pool has lost.
+No running request holds them. They are given up where any request lacks room; a request that would
+have gone on in them then computes what the pool has lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..request.request import KeptEnd, Request
 from .kv_block import GroupBlocks
@@ -74,11 +74,14 @@ class KeptBlocks:
                 self._ended.remove(request)
                 self._manager.unpin(kept.holder)
 
-    def release_oldest(self) -> bool:
-        """Give up the blocks that were kept first; whether there were any."""
-        oldest = self._ended[:1]
-        self.release_blocks(oldest)
-        return bool(oldest)
+    @property
+    def ended(self) -> Sequence[Request]:
+        """The requests whose blocks are kept, the oldest first."""
+        return self._ended
+
+    def release_all(self) -> None:
+        """Give up all blocks that are kept."""
+        self.release_blocks(list(self._ended))
 
 
 def num_common_tokens(ended: Request, request: Request) -> int:

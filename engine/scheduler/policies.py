@@ -3,7 +3,7 @@
 
     fcfs       first come, first served; who was let in last goes first
     priority   the lowest priority number first, among equals the first to arrive; who is last in
-               that order goes first
+               that order goes first, and kept blocks of the highest number
     continuum  as fcfs, but jobs whose last turn is kept in the pool come first and go back last
 
 Other packages bring one as an entry point of the group `stratakv.scheduling_policies`, which names
@@ -160,6 +160,11 @@ class SchedulingPolicy(ABC):
         """Which of these, in the order in which they were let in, goes back to make room."""
         return max(requests, key=self.turn)
 
+    def kept_victim(self, requests: Sequence[Request]) -> Request:
+        """Which of these, in the order in which they ended, loses the blocks that are kept for
+        requests which continue it."""
+        return requests[0]
+
 
 _Found = tuple[RequestQueue, Request]
 
@@ -192,6 +197,9 @@ class PriorityPolicy(SchedulingPolicy):
 
     def turn(self, request: Request) -> Turn:
         return (request.priority, request.arrival_seconds, request.request_id, request.number)
+
+    def kept_victim(self, requests: Sequence[Request]) -> Request:
+        return max(requests, key=lambda request: request.priority)  # the oldest of several
 
 
 class JobQueue(FCFSQueue):

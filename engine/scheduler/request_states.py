@@ -203,11 +203,11 @@ class RequestStates:
         )
 
     def release_pin(self, request: Request) -> bool:
-        """Give up the oldest pin, or else the blocks that were kept first, because `request` lacks
-        room; whether there were any."""
+        """Give up the oldest pin, or else blocks that are kept for requests to come, because
+        `request` lacks room; whether there were any."""
         if self.pins is not None and self.pins.release_oldest(spare=request.job):
             return True
-        return self.kept.release_oldest()
+        return self._release_kept()
 
     def release_pin_for_start(self, request: Request) -> bool:
         """As `release_pin`, for a request that is about to be let in. Where no tier has what a pin
@@ -215,9 +215,17 @@ class RequestStates:
         there to keep new requests out."""
         pins = self.pins
         if pins is None:
-            return self.kept.release_oldest()
+            return self._release_kept()
         may_take = self.context.connector.has_tiers or not self.running or request.job in pins
-        return self.release_pin(request) if may_take else self.kept.release_oldest()
+        return self.release_pin(request) if may_take else self._release_kept()
+
+    def _release_kept(self) -> bool:
+        """Give up the kept blocks of the request that the policy says; whether there were any."""
+        ended = self.kept.ended
+        if not ended:
+            return False
+        self.kept.release_blocks([self.context.policy.kept_victim(ended)])
+        return True
 
     def give_up_last_load(self, spare: Request) -> bool:
         """Take the blocks of a request whose load has ended, whose turn is the last (first come,

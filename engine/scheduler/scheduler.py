@@ -494,8 +494,7 @@ class Scheduler:
             return False
         if self._states.pins is not None:
             self._states.pins.release_all()
-        while self._states.kept.release_oldest():
-            pass
+        self._states.kept.release_all()
         if not pool.reset_prefix_cache():
             return False
         if reset_tiers:

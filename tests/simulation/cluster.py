@@ -670,7 +670,7 @@ class Cluster:
                 # A step first ends those that have waited too long.
                 waits = began - session.waits_since
                 assert waits < SESSION_IDLE_SECONDS, "a session waits for ever"
-        assert going_on.issuperset(states.kept._ended), "blocks are kept for nobody"
+        assert going_on.issuperset(states.kept.ended), "blocks are kept for nobody"
 
     def _end(self) -> None:
         """All is well again; what is under way ends, and nothing is left."""

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from .conftest import MakeCore, Reference, prompt_of, request, run
@@ -68,6 +70,32 @@ def test_a_failed_load_fails_its_request_and_no_other(
     assert core.scheduler.manager.pool.is_idle
     errors = core.call("stats", "")["connector"]["tiers"]["ssd"]["errors"]
     assert any(name.startswith("injected_load_") for name in errors)
+
+
+@pytest.mark.parametrize("wish", ["recompute", "fail"])
+def test_damaged_blocks_are_computed_again_or_fail_their_request(
+    make_core: MakeCore, saved_tiers: Tiers, greedy_reference: Reference, wish: str
+) -> None:
+    """Of each block some bytes are other ones on the disk."""
+    damage_blocks(Path(saved_tiers["kv_offload_ssd_path"]))
+    core = make_core(kv_offload_load_failure=wish, **saved_tiers | {"kv_offload_load": "always"})
+    result = run(core, request("r", PROMPT))["r"]
+    stats = core.call("stats", "")["connector"]["tiers"]["ssd"]
+    assert sum(stats["rejected"].values()) > 0
+    if wish == "fail":
+        assert result.finish_reason == "error"
+        assert "did not come from ssd" in (result.error or "")
+    else:
+        assert result.new_token_ids == greedy_reference(PROMPT, 6)
+    assert core.scheduler.manager.pool.is_idle
+
+
+def damage_blocks(directory: Path) -> None:
+    """One other bit in every KiB of the file of blocks."""
+    file = directory / "blocks"
+    data = np.fromfile(file, np.uint8)
+    data[512::1024] ^= 1
+    data.tofile(file)
 
 
 def test_a_drill_is_announced(

@@ -61,7 +61,7 @@ class SessionUsers:
 
     def holders(self) -> list[str]:
         """The names under which blocks are kept between parts."""
-        ended = self.engine.scheduler._states.kept._ended
+        ended = self.engine.scheduler._states.kept.ended
         return [each.progress.kept.holder for each in ended if each.progress.kept]
 
     def begin(self, name: str, part: Sequence[int], max_tokens: int) -> None:

@@ -83,6 +83,19 @@ def test_who_lacks_room_takes_kept_blocks_the_oldest_first() -> None:
     assert engine.manager.pool.is_idle
 
 
+def test_kept_blocks_of_the_least_urgent_are_given_up_first() -> None:
+    engine = build_engine(1 + 10, policy="priority")
+    for name, at, priority in (("old", 0, 0), ("late", 1, 5), ("last", 2, 5)):
+        request = Request(name, PROMPT[at : at + 9], ONE, block_hasher=HASHER, priority=priority)
+        request.keeps_blocks = True
+        engine.scheduler.add_request(request)
+        engine.run_all()
+    engine.add("other", PROMPT[3:15], max_tokens=1)
+    engine.run_all()
+    ended = [each.request_id for each in engine.scheduler._states.kept.ended]
+    assert ended == ["old", "last"]
+
+
 def test_who_goes_on_takes_room_from_an_ended_load_where_nothing_runs() -> None:
     """Each reserves all that it may come to: the first in turn has no room beside blocks that have
     been loaded, and their request is behind it."""

@@ -151,7 +151,7 @@ def check_invariants(engine: Any) -> None:
     references = [0] * pool.num_blocks
     states = engine.scheduler._states
     holders = states.requests
-    kept = [each.progress.kept.holder for each in states.kept._ended]
+    kept = [each.progress.kept.holder for each in states.kept.ended]
     tables = {name: engine.manager.get_block_ids(name) for name in (*holders, *kept)}
     assert engine.manager._tables.keys() <= tables.keys(), "blocks are held that no request has"
     for of_groups in tables.values():
