@@ -157,6 +157,8 @@ class Progress:
     # Requests that wait for its prompt, and what the tiers may know of each.
     forks: dict[Request, RequestContext] = field(default_factory=dict)
     kept: KeptEnd | None = None
+    # Of one that goes on in kept blocks, for the tiers, which are asked where these are given up.
+    context: RequestContext | None = None
 
     def lose(self, num_tokens: int, cause: str) -> None:
         """The first `num_tokens` tokens may have to be computed again."""

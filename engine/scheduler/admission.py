@@ -191,6 +191,8 @@ class Admission:
             verdict = self._run_in_kept_blocks(request, step, now)
             if verdict is not None:
                 return verdict
+        if before is not None and request.progress.context is not None:
+            self._ask_tiers_too(request)
         if request.num_computed_tokens == 0:
             hits, num_hit_tokens = self._manager.get_computed_blocks(request)
             running = self._states.running
@@ -235,6 +237,13 @@ class Admission:
         request.num_computed_tokens += num_hit_tokens
         self._start_request(request, num_tokens, step, now)
         return Verdict.RUNS
+
+    def _ask_tiers_too(self, request: Request) -> None:
+        """The blocks that were kept for a request have been given up: a tier may have them now."""
+        context, request.progress.context = request.progress.context, None
+        if context is not None and not request.skip_reading_prefix_cache:
+            request.external_load_failed = False
+            self._connector.request_queued(request, context)
 
     def _run_in_kept_blocks(
         self, request: Request, step: StepBuilder, now: float
@@ -388,7 +397,7 @@ class Admission:
         states.running.append(request)
         request.status = RequestStatus.RUNNING
         progress = request.progress
-        if request.continues is None:
+        if request.continues is None or progress.loaded_by_tier:
             self._count_reuse(request)
         if progress.scheduled is None:
             progress.scheduled = now

@@ -96,6 +96,7 @@ class RequestStates:
         and False."""
         if request.continues is not None:
             self.kept.add_heir(request.continues)
+            request.progress.context = context
         self.requests[request.request_id] = request
         self.num_unfinished += 1
         self.embed_bytes += request.embed_bytes

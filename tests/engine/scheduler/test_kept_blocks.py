@@ -83,6 +83,22 @@ def test_who_lacks_room_takes_kept_blocks_the_oldest_first() -> None:
     assert engine.manager.pool.is_idle
 
 
+def test_what_was_given_up_is_loaded_from_a_tier() -> None:
+    """Also where the request that was to go on in it was queued before."""
+    tiers = DictTiers()
+    engine = build_engine(1 + 10, tiers=tiers, max_num_seqs=1)
+    first = keep(engine, "a", PROMPT[:13])
+    engine.run_all()
+    engine.add("other", PROMPT[2:20], max_tokens=20, ignore_eos=True)
+    engine.step()
+    heir = keep(engine, "b", [*PROMPT[:13], 3], first)
+    engine.run_all()
+    assert engine.said("b") == reference(heir.prompt_token_ids.tolist(), 1)
+    assert engine.scheduler.counts["loads"] == 1
+    engine.scheduler.release_blocks([heir])
+    assert engine.manager.pool.is_idle
+
+
 def test_kept_blocks_of_the_least_urgent_are_given_up_first() -> None:
     engine = build_engine(1 + 10, policy="priority")
     for name, at, priority in (("old", 0, 0), ("late", 1, 5), ("last", 2, 5)):
