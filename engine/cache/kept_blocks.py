@@ -76,12 +76,8 @@ class KeptBlocks:
 
     @property
     def ended(self) -> Sequence[Request]:
-        """The requests whose blocks are kept, the oldest first."""
+        """The requests whose blocks are kept, in the order in which they have ended."""
         return self._ended
-
-    def release_all(self) -> None:
-        """Give up all blocks that are kept."""
-        self.release_blocks(list(self._ended))
 
 
 def num_common_tokens(ended: Request, request: Request) -> int:

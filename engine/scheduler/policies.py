@@ -161,8 +161,8 @@ class SchedulingPolicy(ABC):
         return max(requests, key=self.turn)
 
     def kept_victim(self, requests: Sequence[Request]) -> Request:
-        """Which of these, in the order in which they ended, loses the blocks that are kept for
-        requests which continue it."""
+        """The request that loses the blocks which are kept for those that continue it; `requests`
+        are in the order in which they have ended."""
         return requests[0]
 
 

@@ -494,7 +494,7 @@ class Scheduler:
             return False
         if self._states.pins is not None:
             self._states.pins.release_all()
-        self._states.kept.release_all()
+        self._states.kept.release_blocks(list(self._states.kept.ended))
         if not pool.reset_prefix_cache():
             return False
         if reset_tiers:
