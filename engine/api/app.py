@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ... import __version__
@@ -39,12 +39,14 @@ from .chat_template import ChatTemplate
 from .front import Front
 from .http.api_key import HEALTH_PATH, NODE_PATH, ApiKeyMiddleware
 from .http.hosts import HostMiddleware
+from .http.http_protocol import PARTS_PATH
 from .metrics.engine_metrics import Metrics
 from .openai.chat import create_chat_completion
 from .openai.completion_parts import create_completion_of_parts
 from .openai.completions import create_completion
 from .openai.embeddings import create_embeddings
 from .openai.follow import FOLLOW
+from .openai.parts_socket import PartsSocket
 from .openai.request.body import MAX_QUOTED_CHARACTERS
 from .openai.response.replies import ModelCard, ModelList, now
 from .openai.tokenization import detokenize, tokenize
@@ -133,7 +135,7 @@ def create_app(
     )
     routes = [
         _route("/v1/completions", ["POST"], front, create_completion, counted=True),
-        _route("/v1/completions/parts", ["POST"], front, create_completion_of_parts, counted=True),
+        _route(PARTS_PATH, ["POST"], front, create_completion_of_parts, counted=True),
         _route("/v1/chat/completions", ["POST"], front, create_chat_completion, counted=True),
         _route("/v1/embeddings", ["POST"], front, create_embeddings, counted=True),
         *[
@@ -163,7 +165,8 @@ def create_app(
             _route("/is_paused", ["GET"], front, partial(_call, "paused")),
         ]
     # No generated documentation: handlers check their input themselves, so it would be empty.
-    app = FastAPI(title="StrataKV", version=__version__, openapi_url=None, routes=[*routes])
+    socket = WebSocketRoute(PARTS_PATH, PartsSocket(front))
+    app = FastAPI(title="StrataKV", version=__version__, openapi_url=None, routes=[*routes, socket])
     app.router.redirect_slashes = False
     app.state.in_flight = front.in_flight
     app.add_exception_handler(HTTPException, partial(_answer_http_exception, routes))

@@ -9,8 +9,8 @@ from __future__ import annotations
 _EXTRAS = {
     "engine": (
         "aiofiles", "fastapi", "h11", "huggingface_hub", "jinja2", "llguidance", "numpy",
-        "pydantic", "rich", "safetensors", "starlette", "tokenizers", "torch", "uvicorn", "yaml",
-        "zmq",
+        "pydantic", "rich", "safetensors", "starlette", "tokenizers", "torch", "uvicorn",
+        "websockets", "yaml", "zmq",
     ),
     "grammar": ("tvm_ffi", "xgrammar"),
     "bench": ("matplotlib",),

@@ -13,6 +13,7 @@ from ..api_errors import ApiError, error_response
 
 HEALTH_PATH = "/health"  # what probes ask, who hold no key
 NODE_PATH = "/node"  # what routers ask, who hold no key either
+ASKING = ("http", "websocket")  # scopes of clients; the others are the server's own
 
 
 class ApiKeyMiddleware:
@@ -25,7 +26,7 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what may pass."""
-        is_open = scope["type"] != "http" or scope["path"] in self._open_paths
+        is_open = scope["type"] not in ASKING or scope["path"] in self._open_paths
         if is_open or self._allowed(scope):
             await self._app(scope, receive, send)
             return

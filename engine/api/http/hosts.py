@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ....tiers.wire.listen import host_in, is_loopback, is_no_foreign_name
 from ..api_errors import ApiError, error_response
+from .api_key import ASKING
 
 ANY = "*"
 _SHOWN_CHARACTERS = 64
@@ -57,7 +58,7 @@ class HostMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what may pass."""
-        if scope["type"] == "http":
+        if scope["type"] in ASKING:
             try:
                 check_host(scope, self._allowed)
             except ApiError as error:

@@ -11,8 +11,12 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..api_errors import ApiError, encode_error
+from .stalled_reader import StalledReader
 
 logger = logging.getLogger(__name__)
+
+# The only path at which a request may become a websocket. Elsewhere `Upgrade` is ignored.
+PARTS_PATH = "/v1/completions/parts"
 
 # Limit on the request line and all headers together, also before they are complete.
 MAX_HEADER_BYTES = 64 * 1024
@@ -53,11 +57,12 @@ class HttpProtocol(H11Protocol):
         self.conn = _BoundedHeads(h11.SERVER, MAX_HEADER_BYTES)
 
     _head_timer: asyncio.TimerHandle | None = None
-    _stall_timer: asyncio.TimerHandle | None = None
+    _reader: StalledReader
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The first head is awaited from here on."""
         super().connection_made(transport)
+        self._reader = StalledReader(self.loop, transport)
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
@@ -68,18 +73,18 @@ class HttpProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is awaited any more."""
         self._stop_watching()
-        self._stop_stall_timer()
+        self._reader.stop()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         """More waits to be read than the transport likes."""
         super().pause_writing()
-        self._watch_reader()
+        self._reader.start(STALL_SECONDS)
 
     def resume_writing(self) -> None:
         """Nearly everything was read. A connection that closes waits for the rest as well."""
         if not self.transport.is_closing():
-            self._stop_stall_timer()
+            self._reader.stop()
         super().resume_writing()
 
     def shutdown(self) -> None:
@@ -98,7 +103,7 @@ class HttpProtocol(H11Protocol):
     def timeout_keep_alive_handler(self) -> None:
         """The connection closes, once the last of what was written has been read."""
         super().timeout_keep_alive_handler()
-        self._watch_reader()
+        self._reader.start(STALL_SECONDS)
 
     def send_400_response(self, msg: str) -> None:
         """Answer in the form of every other error."""
@@ -113,30 +118,18 @@ class HttpProtocol(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
+    def _should_upgrade_to_ws(self) -> bool:
+        is_socket_path = self.scope["path"] == PARTS_PATH and self.scope["method"] == "GET"
+        return is_socket_path and super()._should_upgrade_to_ws()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        logger.debug("a client asked for another protocol and is answered in HTTP")
+
     def _watch_head(self) -> None:
         if self.conn.their_state is not h11.IDLE:
             self._stop_watching()
         elif self._head_timer is None and not self.transport.is_closing():
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self.timeout_keep_alive_handler)
-
-    def _watch_reader(self) -> None:
-        if self._stall_timer is None:
-            waiting = self.transport.get_write_buffer_size()
-            self._stall_timer = self.loop.call_later(STALL_SECONDS, self._check_reader, waiting)
-
-    def _check_reader(self, waited: int) -> None:
-        """While the application is paused nothing is added, so any reading makes this less."""
-        self._stall_timer = None
-        if 0 < waited <= self.transport.get_write_buffer_size():
-            logger.info("a client read nothing for %g seconds and is cut off", STALL_SECONDS)
-            self.transport.abort()
-        elif waited > 0:
-            self._watch_reader()
-
-    def _stop_stall_timer(self) -> None:
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
 
     def _stop_watching(self) -> None:
         if self._head_timer is not None:

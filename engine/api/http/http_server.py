@@ -14,7 +14,9 @@ import ssl
 import uvicorn
 from starlette.types import ASGIApp
 
-from .http_protocol import MAX_HEADER_BYTES, HttpProtocol
+from ....tiers.settings.values import MIB
+from .http_protocol import MAX_HEADER_BYTES, STALL_SECONDS, HttpProtocol
+from .websocket_protocol import PING_SECONDS, WebSocketProtocol
 
 KEEP_ALIVE_SECONDS = 75  # above what load balancers usually wait, so that they close first
 BACKLOG = 2048
@@ -39,15 +41,21 @@ def make_server(
     log_level: str,
     shutdown_seconds: float,
     tls: ssl.SSLContext | None = None,
+    max_message_bytes: int = 16 * MIB,
 ) -> HttpServer:
     """A server that does not run yet. `log_level` is one of uvicorn's names, such as `info`, at
     which it logs no start and no end: its caller does. Requests that run when the end is asked for
     have `shutdown_seconds` to finish. With `tls`, made by `make_tls_context`, it speaks https
-    alone."""
+    alone. A message of a websocket has up to `max_message_bytes`, none of them compressed: a few
+    bytes could stand for all of that."""
     config = uvicorn.Config(
         app,
         http=HttpProtocol,
-        ws="none",
+        ws=WebSocketProtocol,
+        ws_max_size=max_message_bytes,
+        ws_ping_interval=PING_SECONDS,
+        ws_ping_timeout=STALL_SECONDS,
+        ws_per_message_deflate=False,
         lifespan="off",
         log_level="warning" if log_level == "info" else log_level,
         access_log=False,

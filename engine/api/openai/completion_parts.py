@@ -5,7 +5,8 @@
     {"prompt": " the following text?\\n"}                             and as many more as there are
 
 The engine computes each part while the next one is on its way. The end of the body is the end of
-the prompt, and the answer is that of /v1/completions.
+the prompt, or a line with `"is_last": true`, behind which nothing is read. The answer is that of
+/v1/completions. The same parts as messages of a websocket: parts_socket.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from msgspec import UNSET, UnsetType
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.types import ASGIApp
 
 from ...client.base import PromptEnded
@@ -31,19 +33,26 @@ from .request.body import JSON_LINES, check_kind, decode_body
 from .request.checks import check_completion
 from .request.protocol import CompletionRequest
 from .response.generation import Generation, job_of, make_generations, tenant_of
+from .response.streaming import before
 
 _WHOLE_ONLY = ("prompt_embeds", "echo", "truncate_prompt_tokens", "best_of", "use_beam_search")
 
-_first_decoder = msgspec.json.Decoder(CompletionRequest)
+
+class FirstPart(CompletionRequest, kw_only=True, forbid_unknown_fields=True):
+    """The first part, with everything that is asked of the answer."""
+
+    is_last: bool = False  # the prompt is whole
 
 
-class PromptLine(msgspec.Struct, forbid_unknown_fields=True):
-    """A line behind the first."""
+class FurtherPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A part behind the first."""
 
-    prompt: str | list[int]
+    prompt: str | list[int] | UnsetType = UNSET
+    is_last: bool = False
 
 
-_line_decoder = msgspec.json.Decoder(PromptLine)
+_first_decoder = msgspec.json.Decoder(FirstPart)
+_part_decoder = msgspec.json.Decoder(FurtherPart)
 
 
 @dataclass(slots=True)
@@ -51,7 +60,7 @@ class PartReader:
     """Turns the parts of one prompt into the engine's request, and at last into its choice."""
 
     front: Front
-    http: Request
+    http: HTTPConnection
     request: CompletionRequest
     parts: PromptParts
     own_id: str
@@ -59,7 +68,7 @@ class PartReader:
     opened: str = ""  # the id of the engine's request, once it has tokens
 
     async def add_part(self, part: str | list[int], place: int) -> None:
-        """The part in line `place`. Raises ApiError for one that cannot be, and PromptEnded where
+        """Part number `place`. Raises ApiError for one that cannot be, and PromptEnded where
         the engine has ended the request."""
         if not part:
             return
@@ -127,8 +136,17 @@ class PartReader:
 async def create_completion_of_parts(front: Front, http: Request) -> ASGIApp:
     """The route."""
     check_kind(http, JSON_LINES)
-    lines = _read_lines(front, http)
-    first = await anext(lines, b"")
+    answer = await read_parts(front, http, _read_lines(front, http))
+    return await answer.respond(http)
+
+
+async def read_parts(
+    front: Front, http: HTTPConnection, messages: AsyncIterator[bytes]
+) -> CompletionAnswer:
+    """Compute the parts as `messages` brings them, up to the end or to the one that says
+    `is_last`; the answer to them, which has not begun. Raises ApiError for a part that cannot be,
+    and what `messages` raises; then nothing is left of the prompt."""
+    first = await anext(messages, b"")
     request = decode_body(first, _first_decoder)
     check_completion(front, request)
     _refuse_whole_only(request)
@@ -138,11 +156,16 @@ async def create_completion_of_parts(front: Front, http: Request) -> ASGIApp:
     try:
         if request.prompt:
             await reader.add_part(_one_prompt(request.prompt), 0)
-        place = 0
-        async for line in lines:
+        place, is_last = 0, request.is_last
+        while not is_last:
+            message = await anext(messages, None)
+            if message is None:
+                break
             place += 1
-            await reader.add_part(decode_body(line, _line_decoder).prompt, place)
-            await asyncio.sleep(0)  # of many lines that came at once each is a turn of its own
+            part = decode_body(message, _part_decoder)
+            await reader.add_part(_text_of(part), place)
+            is_last = part.is_last
+            await asyncio.sleep(0)  # of many parts that came at once each is a turn of its own
         reader.arrival_seconds = time.monotonic()
         generations = await reader.end_prompt()
     except PromptEnded:  # what the engine says of it is the answer
@@ -150,26 +173,35 @@ async def create_completion_of_parts(front: Front, http: Request) -> ASGIApp:
     except BaseException:
         await reader.drop_prompt()
         raise
-    answer_id = f"cmpl-{request.request_id or own_id}"
-    return await CompletionAnswer(front, answer_id, request, generations, []).respond(http)
+    return CompletionAnswer(front, f"cmpl-{request.request_id or own_id}", request, generations, [])
+
+
+def part_overdue(front: Front) -> ApiError:
+    """The error for a client whose next part does not come."""
+    message = (
+        f"no part of the prompt came for {front.settings.body_timeout_seconds:g} s; send the "
+        "whole prompt to /v1/completions"
+    )
+    return ApiError(message, status=408, code="body_timeout")
+
+
+def part_too_large(front: Front, what: str) -> ApiError:
+    """The error for a part that is longer than a body may be."""
+    message = f"{what} is over the limit of {front.settings.max_body_bytes} bytes; send less"
+    return ApiError(message, status=413, code="body_too_large")
 
 
 async def _read_lines(front: Front, http: Request) -> AsyncIterator[bytes]:
     """The lines of the body that are not empty. Raises ApiError for one that is too long or does
-    not come in time, and ClientGone."""
-    settings, left = front.settings, b""
+    not come in time, or once the server ends, and ClientGone."""
+    settings, ended, left = front.settings, front.in_flight.ended, b""
     stream, clock = http.stream(), asyncio.get_running_loop().time
     deadline = clock() + settings.body_timeout_seconds
     while True:
         try:
-            async with asyncio.timeout_at(deadline):
-                chunk = await anext(stream, None)
+            chunk = await before(anext(stream, None), deadline, ended)
         except TimeoutError:
-            message = (
-                f"no part of the prompt came for {settings.body_timeout_seconds:g} s; send the "
-                "whole prompt to /v1/completions"
-            )
-            raise ApiError(message, status=408, code="body_timeout") from None
+            raise part_overdue(front) from None
         except ClientDisconnect:
             raise ClientGone from None
         if chunk is None:
@@ -180,10 +212,18 @@ async def _read_lines(front: Front, http: Request) -> AsyncIterator[bytes]:
                 yield line
                 deadline = clock() + settings.body_timeout_seconds
         if len(left) > settings.max_body_bytes:
-            message = f"a line is over the limit of {settings.max_body_bytes} bytes; send less"
-            raise ApiError(message, status=413, code="body_too_large")
+            raise part_too_large(front, "a line")
     if left.strip():
         yield left
+
+
+def _text_of(part: FurtherPart) -> str | list[int]:
+    if isinstance(part.prompt, UnsetType):
+        if not part.is_last:
+            message = "there is neither `prompt` nor `is_last`; send the next part, or `is_last`"
+            raise ApiError(message, param="prompt", code="missing_field")
+        return ""
+    return part.prompt
 
 
 def _one_prompt(prompt: object) -> str | list[int]:

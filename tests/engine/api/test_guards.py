@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -13,10 +14,17 @@ from typing import Any
 
 import httpx
 import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
 
-from stratakv.engine.api.api_settings import ApiSettings
+from stratakv.engine.api.api_errors import ApiError
+from stratakv.engine.api.api_settings import ApiSettings, CrossOrigin
 from stratakv.engine.api.http import http_protocol
+from stratakv.engine.api.http.hosts import HostMiddleware
+from stratakv.engine.api.http.origins import check_origin
 from stratakv.tiers.settings.values import ConfigError
+
+from .conftest import until
 
 KEY = {"Authorization": "Bearer s3cret"}
 ENDLESS = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True}
@@ -250,6 +258,97 @@ def test_the_end_of_the_server_ends_streams_and_aborts_them(
         live.stop()
         assert time.monotonic() - began < 10
     assert live.error is None
+
+
+# Websockets
+
+
+def dial(live: Any, **headers: str) -> ClientConnection:
+    url = live.url.replace("http", "ws") + "/v1/completions/parts"
+    return connect(url, additional_headers=headers, close_timeout=5, proxy=None)
+
+
+def hear_error(ws: ClientConnection) -> tuple[str, int | None]:
+    """The code of the error that comes, and that of the close behind it."""
+    code = json.loads(ws.recv(20))["error"]["code"]
+    with pytest.raises(ConnectionClosed):
+        ws.recv(20)
+    return code, ws.close_code
+
+
+def test_a_socket_asks_for_the_key(strict: Any) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        with pytest.raises(InvalidStatus) as refused, dial(strict, **headers):
+            pass
+        assert refused.value.response.status_code == 401
+        assert b"invalid_api_key" in refused.value.response.body
+
+
+def test_a_socket_has_the_limits_of_a_body(strict: Any) -> None:
+    with dial(strict, **KEY) as ws:  # no message comes
+        assert hear_error(ws) == ("body_timeout", 1008)
+    with dial(strict, **KEY) as ws:
+        ws.send('{"prompt": [5]}')  # no second one
+        assert hear_error(ws) == ("body_timeout", 1008)
+    with dial(strict, **KEY) as ws:
+        ws.send(json.dumps({"prompt": "a" * 2000}))
+        assert hear_error(ws) == ("body_too_large", 1009)
+    with dial(strict, **KEY) as ws:
+        ws.send(json.dumps({**ENDLESS, "is_last": True}))
+        assert hear_error(ws) == ("timeout", 1011)
+    assert strict.app.state.in_flight.count == 0
+
+
+def test_the_end_of_the_server_lets_parts_end(live_server: Any, model_path: Path) -> None:
+    live = live_server(model_path)
+    part = b'10\r\n{"prompt": [5]}\n\r\n'
+    head = b"POST /v1/completions/parts HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+    head += b"Content-Type: application/x-ndjson\r\n\r\n"
+    post = socket.create_connection(live.address, 20)
+    post.sendall(head + part)
+    with dial(live) as ends, dial(live) as stays, post:
+        for ws in (ends, stays):
+            ws.send('{"prompt": [5], "max_tokens": 2}')
+        assert until(lambda: live.app.state.in_flight.count == 3)
+        live.server.should_exit = True
+        assert until(lambda: not live.server.servers[0].is_serving())
+        ends.send('{"prompt": [6], "is_last": true}')
+        assert json.loads(ends.recv(20))["choices"]
+        live.loop.call_soon_threadsafe(live.app.state.in_flight.abort_all)
+        assert hear_error(stays) == ("shutting_down", 1012)
+        assert post.recv(65536).startswith(b"HTTP/1.1 503")
+    live.thread.join(20)
+    assert not live.thread.is_alive() and live.error is None
+
+
+def test_pages_of_named_origins_may_open_sockets() -> None:
+    scope = {"type": "websocket", "headers": [(b"host", b"h:1"), (b"origin", b"https://a.example")]}
+    for origins in (("*",), ("https://a.example",)):
+        check_origin(scope, CrossOrigin(origins))
+    for others in (None, CrossOrigin(("https://b.example",))):
+        with pytest.raises(ApiError, match="may not open websockets"):
+            check_origin(scope, others)
+    twice = {**scope, "headers": [*scope["headers"], (b"origin", b"http://h:1")]}
+    with pytest.raises(ApiError):
+        check_origin(twice, None)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000"])
+def test_a_socket_to_another_host_is_refused(host: str) -> None:
+    """A page whose own name leads here is of one origin with the server, for a browser."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def is_never_called(*_: Any) -> None:
+        raise AssertionError
+
+    scope = {"type": "websocket", "extensions": {"websocket.http.response": {}},
+             "headers": [(b"host", host.encode())]}  # fmt: skip
+    guard = HostMiddleware(is_never_called, frozenset(("localhost",)))
+    asyncio.run(guard(scope, is_never_called, send))
+    assert sent[0]["type"] == "websocket.http.response.start" and sent[0]["status"] == 403
 
 
 @pytest.mark.parametrize(

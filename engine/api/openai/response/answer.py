@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive
 
 from ....request.logprobs import PositionLogprobs, PromptLogprobs
 from ....text.output_processor import TextOutput
@@ -108,6 +108,16 @@ class Answer(ABC):
             body = await until_disconnect(http.receive, self._collect_all(), ended)
         return Response(body, media_type="application/json")
 
+    async def send_messages(self, receive: Receive, write: Write) -> None:
+        """Answer over a connection of messages: with one, or with one for each chunk of a stream.
+        `receive` says http.disconnect where the client leaves."""
+        work = self._stream(write) if self.request.stream else self._write_whole(write)
+        async with asyncio.timeout(self.front.settings.request_timeout_seconds):
+            await until_disconnect(receive, work, self.front.in_flight.ended)
+
+    async def _write_whole(self, write: Write) -> None:
+        await write(await self._collect_all())
+
     async def _collect_all(self) -> bytes:
         wholes: dict[int, TextOutput] = {}
         tally = Tally.from_generations(self.front, self.generations)
@@ -161,7 +171,7 @@ class Answer(ABC):
 
         await run_all(self.generations, forward)
         if options.include_usage:
-            await write(await self._event([], tally.usage()))
+            await write(await self._encoded_chunk([], tally.usage()))
 
     async def _forward(
         self, generation: Generation, write: Write, tally: Tally, usage: Callable[[], UsageField]
@@ -174,11 +184,11 @@ class Answer(ABC):
                 # The first output always goes out, even while its text is half a character: it
                 # tells the client that the prompt has been read.
                 if is_first or _says_something(part):
-                    await write(await self._event([part], usage()))
+                    await write(await self._encoded_chunk([part], usage()))
                 is_first = False
 
-    async def _event(self, parts: list[Part], usage: UsageField) -> bytes:
-        return b"data: " + await _encoded(parts, lambda: self.chunk(parts, usage)) + b"\n\n"
+    async def _encoded_chunk(self, parts: list[Part], usage: UsageField) -> bytes:
+        return await _encoded(parts, lambda: self.chunk(parts, usage))
 
     def _part(self, generation: Generation, output: TextOutput, is_first: bool) -> Part:
         part = Part(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import HTTPConnection
 
 from .....tiers.settings.format import format_value
 from ....request.core_messages import (
@@ -174,7 +174,7 @@ def make_generations(
     return generations
 
 
-def tenant_of(front: Front, http: Request) -> str:
+def tenant_of(front: Front, http: HTTPConnection) -> str:
     """Whose request it is, as the header says that is trusted with it; empty without one. Raises
     ApiError for more than one, and for one that is too long."""
     name = front.settings.tenant_header
@@ -198,7 +198,7 @@ class Job(NamedTuple):
     tool: str  # whose result the turn brings, "" where that is not known
 
 
-def job_of(http: Request, request: SamplingFields, tool: str = "") -> Job | None:
+def job_of(http: HTTPConnection, request: SamplingFields, tool: str = "") -> Job | None:
     """What the fields `job_id` and `is_last_step` say, or the headers `X-Job-Id` and
     `X-Job-Last-Step`; the fields go first. Raises ApiError for what cannot be meant."""
     job_id, is_last = request.job_id, request.is_last_step

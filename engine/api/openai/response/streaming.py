@@ -22,7 +22,8 @@ Write = Callable[[bytes], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
 
-DONE = b"data: [DONE]\n\n"
+DONE = b"[DONE]"
+SHUTTING_DOWN = "shutting_down"
 # How long a client that does not read is given to take the last event of a failed stream.
 LAST_WORDS_SECONDS = 2.0
 
@@ -48,18 +49,38 @@ async def until_disconnect(
         if task.done():
             return task.result()
         if watcher.done():
+            watcher.result()  # raises what `receive` raised
             raise ClientGone
-        raise ApiError(
-            "the server is shutting down and ended this answer; ask again when it is back",
-            status=503,
-            kind=ENGINE,
-            code="shutting_down",
-        )
+        raise shutting_down()
     finally:
         for each in (task, watcher):
             each.cancel()
         # Cancelled work aborts its requests in the core; it has done so when this returns.
         await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def before(wanted: Awaitable[T], deadline: float, ended: asyncio.Future[None]) -> T:
+    """What `wanted` gives. Raises TimeoutError at `deadline`, a time of the event loop, and an
+    ApiError once `ended` is done."""
+    task = asyncio.ensure_future(wanted)
+    try:
+        async with asyncio.timeout_at(deadline):
+            await asyncio.wait((task, ended), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise shutting_down()
+    finally:
+        task.cancel()
+
+
+def shutting_down() -> ApiError:
+    """The error of an answer that the server's end has cut off."""
+    return ApiError(
+        "the server is shutting down and ended this answer; ask again when it is back",
+        status=503,
+        kind=ENGINE,
+        code=SHUTTING_DOWN,
+    )
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
@@ -69,7 +90,8 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 @dataclass(slots=True)
 class EventStream:
-    """An ASGI answer made by `produce`, which is called once with a function that writes events.
+    """An ASGI answer made by `produce`, which is called once with a function that writes the data
+    of an event.
 
     The status line goes out with the first event, so that what fails before it is answered with
     a status of its own; what fails later becomes an event with an `error`. So does the end of the
@@ -91,7 +113,8 @@ class EventStream:
             await self._send_error(to_api_error(error), scope, receive, send)
 
     async def _send_events(self, send: Send) -> None:
-        async def write(event: bytes) -> None:
+        async def write(data: bytes) -> None:
+            event = b"data: " + data + b"\n\n"
             if not self._started:
                 self._started = True
                 await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check of the header Origin: which pages may open a websocket.
+
+A browser opens one to any host, without asking that host first as it does for a request across
+origins, and lets the page read what comes. So the server itself refuses the pages that CORS would
+keep out. Other programs than browsers send no Origin.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from starlette.types import Scope
+
+from ..api_errors import ApiError
+from ..api_settings import CrossOrigin
+
+ANY = "*"
+_SHOWN_CHARACTERS = 64
+
+
+def check_origin(scope: Scope, allowed: CrossOrigin | None) -> None:
+    """Raises ApiError for a page of another origin that is not allowed."""
+    given = [value for name, value in scope["headers"] if name == b"origin"]
+    if not given:
+        return
+    origin = given[0].decode("latin-1")
+    if len(given) == 1:
+        names = () if allowed is None else allowed.origins
+        if ANY in names or origin in names or _is_own(origin, scope):
+            return
+    raise ApiError(
+        f"pages of {origin[:_SHOWN_CHARACTERS]!r} may not open websockets here; start the server "
+        "with --allowed-origins and that origin if they are meant to",
+        status=403,
+        code="origin_not_allowed",
+    )
+
+
+def _is_own(origin: str, scope: Scope) -> bool:
+    """Whether the page came from this host and port. A proxy in front may have added TLS, so the
+    scheme does not count."""
+    hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+    try:
+        page = urlsplit(origin)
+    except ValueError:
+        return False
+    return page.scheme in ("http", "https") and hosts == [page.netloc] and bool(page.netloc)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StalledReader: the timer that cuts off a client which takes nothing of what waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+logger = logging.getLogger(__name__)
+
+
+class StalledReader:
+    """Watches one transport while it holds bytes. The application adds none meanwhile, so any
+    reading makes the buffer smaller."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+        self._loop = loop
+        self._transport = transport
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, seconds: float) -> None:
+        """Abort the transport when nothing is taken for so long. A second start changes nothing."""
+        if self._timer is None:
+            waiting = self._transport.get_write_buffer_size()
+            self._timer = self._loop.call_later(seconds, self._check, waiting, seconds)
+
+    def stop(self) -> None:
+        """The bytes were taken, or the connection is over."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check(self, waited: int, seconds: float) -> None:
+        self._timer = None
+        if 0 < waited <= self._transport.get_write_buffer_size():
+            logger.info("a client read nothing for %g seconds and is cut off", seconds)
+            self._transport.abort()
+        elif waited > 0:
+            self.start(seconds)

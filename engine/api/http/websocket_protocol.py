@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""WebSocketProtocol: one websocket, with limits on what is held for it in either direction."""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio.transports import BaseTransport
+from typing import Any, cast
+
+from uvicorn._types import ASGIReceiveEvent
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import CloseCode, Frame
+
+from ..api_errors import ApiError, encode_error
+from .http_protocol import STALL_SECONDS
+from .stalled_reader import StalledReader
+
+# Bytes parsed in one go. The smallest message has 6 bytes, so no more than 682 messages wait for
+# the application, and other connections have their turn behind each piece.
+PIECE_BYTES = 4096
+# Fragments of one message. An empty one adds nothing to the length that `ws_max_size` bounds.
+MAX_FRAGMENTS = 16384
+PING_SECONDS = 20.0
+_NO_HANDSHAKE = ApiError(
+    "the websocket's handshake cannot be read; send at most 128 headers, of 8192 bytes each",
+    code="invalid_http",
+)
+
+
+class WebSocketProtocol(WebSocketsSansIOProtocol):
+    """One websocket, made by HttpProtocol from a request that asks for it.
+
+    Bytes are parsed piece by piece, and none while a message waits for the application or the
+    client leaves answers unread. A flood of frames or pings so costs its sender time, and the
+    server one read of the socket.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._unparsed = bytearray()
+        self._next_parse: asyncio.Handle | None = None
+        self._is_blocked = False  # the client does not read
+        self._is_lost = False
+
+    def connection_made(self, transport: BaseTransport) -> None:
+        """The connection is here from its HTTP protocol, with the request as the first bytes."""
+        super().connection_made(transport)
+        self._reader = StalledReader(self.loop, cast(asyncio.Transport, transport))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is awaited any more."""
+        self._is_lost = True
+        self._reader.stop()
+        self._unparsed.clear()
+        if self._next_parse is not None:
+            self._next_parse.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """The whole request comes first, in one piece."""
+        if self.handshake_initiated:
+            self._unparsed += data
+            self._parse()
+            return
+        super().data_received(data)
+        if not self.handshake_initiated and not self.transport.is_closing():
+            self._refuse_handshake()
+
+    async def receive(self) -> ASGIReceiveEvent:
+        """The next message. More is parsed once all of them are taken."""
+        message = await super().receive()
+        self._parse_soon()
+        return message
+
+    async def send(self, message: Any) -> None:
+        """Send a message, when the client has room for it. A closing one has the rest of what the
+        client sent parsed and dropped, up to its own closing frame."""
+        await super().send(message)
+        if message["type"] == "websocket.close":
+            self._parse_soon()
+
+    def pause_writing(self) -> None:
+        """More waits to be read than the transport likes. Pings would add pongs, so none is
+        parsed."""
+        super().pause_writing()
+        self._is_blocked = True
+        self._set_reading()
+        self._reader.start(STALL_SECONDS)
+
+    def resume_writing(self) -> None:
+        """Nearly everything was read. A connection that closes waits for the rest as well."""
+        super().resume_writing()
+        self._is_blocked = False
+        if not self.transport.is_closing():
+            self._reader.stop()
+        self._parse_soon()
+
+    def shutdown(self) -> None:
+        """The server ends. An application that still runs has its time, as HTTP requests have."""
+        if self.close_sent or not self.handshake_initiated:
+            super().shutdown()
+
+    def on_task_complete(self, task: asyncio.Task[None]) -> None:
+        """The application has ended; the last of what it sent must be read in time."""
+        super().on_task_complete(task)
+        if not self._is_lost and self.transport.get_write_buffer_size():
+            self._reader.start(STALL_SECONDS)
+
+    def keepalive_timeout(self) -> None:
+        """No pong came. Such a client takes no last words either."""
+        super().keepalive_timeout()
+        self.transport.abort()
+
+    def handle_cont(self, event: Frame) -> None:
+        """A further fragment."""
+        if self.close_sent:
+            return
+        if len(self.frames) >= MAX_FRAGMENTS:
+            self._fail(
+                CloseCode.MESSAGE_TOO_BIG, f"a message has more than {MAX_FRAGMENTS} fragments"
+            )
+            return
+        super().handle_cont(event)
+
+    def send_receive_event_to_app(self) -> None:
+        """A message is whole. One that is no UTF-8 is refused without a word in the log."""
+        if self.curr_msg_data_type == "text" and not self.close_sent:
+            self.frames = [b"".join(self.frames)]
+            try:
+                self.frames[0].decode()
+            except UnicodeDecodeError as error:
+                self.frames = []
+                self._fail(CloseCode.INVALID_DATA, f"no UTF-8 at byte {error.start}")
+                return
+        super().send_receive_event_to_app()
+
+    @property
+    def _must_wait(self) -> bool:
+        return self._is_blocked or self.read_paused
+
+    def _parse_soon(self) -> None:
+        if self._next_parse is None and not self._is_lost:
+            self._next_parse = self.loop.call_soon(self._parse)
+
+    def _parse(self) -> None:
+        """Parse one piece, and let reading go on behind the last one."""
+        if self._next_parse is not None:
+            self._next_parse.cancel()
+            self._next_parse = None
+        if self.transport.is_closing():
+            self._unparsed.clear()
+            return
+        if self._unparsed and not self._must_wait:
+            piece = bytes(self._unparsed[:PIECE_BYTES])
+            del self._unparsed[:PIECE_BYTES]
+            super().data_received(piece)
+        if self._unparsed and not self._must_wait:
+            self._parse_soon()
+        self._set_reading()
+
+    def _set_reading(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self._unparsed or self._must_wait:
+            self.transport.pause_reading()
+        else:
+            self.transport.resume_reading()
+
+    def _fail(self, code: CloseCode, reason: str) -> None:
+        self.conn.fail(code, reason)
+        self.handle_parser_exception()
+
+    def _refuse_handshake(self) -> None:
+        body = encode_error(_NO_HANDSHAKE)
+        head = (
+            f"HTTP/1.1 {_NO_HANDSHAKE.status} Bad Request\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
