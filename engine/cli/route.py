@@ -84,6 +84,7 @@ async def _route(config: RouterConfig, router: Router, sock: socket.socket) -> i
         router,
         log_level=config.log_level,
         shutdown_seconds=config.drain_seconds + _LAST_WORDS_SECONDS,
+        max_message_bytes=config.max_body_bytes,
     )
     logs.adopt("uvicorn")
     running = asyncio.ensure_future(http.serve(sockets=[sock]))

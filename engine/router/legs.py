@@ -13,11 +13,13 @@ from typing import Any
 
 import msgspec
 
+from ..api.http.http_protocol import PARTS_PATH
 from .nodes import Facts
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 GENERATING = (COMPLETIONS, CHAT)
+_WITH_PROMPT = (COMPLETIONS, PARTS_PATH)
 
 # English has about four bytes of UTF-8 in a token.
 BYTES_PER_TOKEN = 4
@@ -51,10 +53,10 @@ def read_fields(body: bytes) -> Fields:
 
 def read_facts(path: str, fields: Fields) -> Facts:
     """What a node is chosen by."""
-    raw = bytes(fields.get("prompt" if path == COMPLETIONS else "messages", _NULL))
+    raw = bytes(fields.get("prompt" if path in _WITH_PROMPT else "messages", _NULL))
     if raw.count(b",") > MAX_PARTS:
         tokens, is_exact = _tokens_of_many(raw)
-    elif path == COMPLETIONS:
+    elif path in _WITH_PROMPT:
         tokens, is_exact = _prompt_tokens(_decode(fields, "prompt"))
     else:
         tokens, is_exact = _text_bytes(_decode(fields, "messages")) // BYTES_PER_TOKEN, False

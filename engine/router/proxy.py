@@ -5,9 +5,12 @@
                   then decode node (the client's request) ◀── blocks ──┘
     short prompt  decode node
 
+    parts         decode node, each as it comes
+
 What a client may rely on: its request gets one answer or one error. A request goes to another node
-only while nothing of an answer has been sent. A prefill that fails costs time and nothing else,
-because the decode node computes what it does not find.
+only while nothing of an answer has been sent, and parts behind the first have not been passed on. A
+prefill that fails costs time and nothing else, because the decode node computes what it does not
+find.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from ..api.api_errors import ApiError
+from ..api.api_errors import ApiError, ClientGone
 from . import legs
 from .node_tls import NodeTls
 from .nodes import Facts, Node, Nodes, Role
@@ -79,6 +82,11 @@ class Proxy:
                     request = replace(request, body=legs.decode_body(fields, params))
                 await self._forward_decode(request, facts, reply, deadline, follower)
                 return
+        elif request.rest is not None:
+            # A prefill node could begin when all parts are there, and then most of the prompt is
+            # computed. So the decode node computes it.
+            first, _, _ = request.body.partition(b"\n")
+            facts = legs.read_facts(client.path, legs.read_fields(first))
         await self._forward_decode(request, facts, reply, deadline)
 
     @asynccontextmanager
@@ -179,9 +187,9 @@ class Proxy:
                     error = failure
                     leg.outcome = failure.outcome
                     self._handle_node_error(node, failure)
-                    if reply.is_started or isinstance(failure, NodeSlow):
+                    if reply.is_started or request.was_relayed or isinstance(failure, NodeSlow):
                         break
-            raise _explain(error, is_started=reply.is_started)
+        raise _explain(error, is_started=reply.is_started, was_relayed=request.was_relayed)
 
     async def _try_decode(
         self, node: Node, request: NodeRequest, leg: _Leg, tried: list[Node], reply: Reply
@@ -190,9 +198,12 @@ class Proxy:
         Raises NodeError."""
         async with self._exchange(node, request) as answer:
             leg.outcome = "ok" if answer.status < 400 else "refused"
-            if answer.status in ELSEWHERE_STATUSES and self._has_another(Role.DECODE, tried):
+            is_for_another = answer.status in ELSEWHERE_STATUSES and not request.was_relayed
+            if is_for_another and self._has_another(Role.DECODE, tried):
                 logger.info("%s answered %d", node.name, answer.status)
                 return False
+            if request.rest is not None:
+                request.rest.stop()
             await pass_on(answer, reply)
             return True
 
@@ -231,12 +242,13 @@ class Proxy:
 
     @contextmanager
     def _leg(self, role: Role) -> Iterator[_Leg]:
-        """Around one leg: it is counted by how it ended, also where the client left."""
+        """Around one leg: it is counted by how it ended, also where the client left or its parts
+        cannot be passed on."""
         leg = _Leg()
         began = time.monotonic()
         try:
             yield leg
-        except (asyncio.CancelledError, GeneratorExit):
+        except (asyncio.CancelledError, GeneratorExit, ClientGone, ApiError):
             leg.outcome = "gone"
             raise
         finally:
@@ -255,7 +267,7 @@ class _Leg:
     outcome: str = "no_node"
 
 
-def _explain(error: NodeError | None, *, is_started: bool) -> ApiError:
+def _explain(error: NodeError | None, *, is_started: bool, was_relayed: bool) -> ApiError:
     """The error for a client; which node it was is in the log."""
     if is_started:
         message = (
@@ -269,6 +281,12 @@ def _explain(error: NodeError | None, *, is_started: bool) -> ApiError:
             "raise --answer-seconds"
         )
         return ApiError(message, status=504, kind="timeout_error", code="node_timeout")
+    if was_relayed:
+        message = (
+            "the node that took this prompt's parts is lost, and the router keeps no parts; send "
+            "them again from the first one"
+        )
+        return ApiError(message, status=502, kind=NODE, code="node_lost")
     if error is None or isinstance(error, NodeUnreachable):
         message = "no decode node can be reached; send the request again in a moment"
         return ApiError(message, status=503, kind=NODE, code="no_node", retry_seconds=RETRY_SECONDS)

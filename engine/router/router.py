@@ -21,7 +21,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -30,15 +30,20 @@ from ...tiers.wire.listen import host_in
 from ..api.api_errors import ApiError, ClientGone, error_response, to_api_error
 from ..api.api_settings import ApiSettings
 from ..api.http.hosts import check_host, hosts_to_check
-from ..api.openai.request.body import read_body
+from ..api.http.http_protocol import PARTS_PATH
+from ..api.http.origins import check_origin
+from ..api.openai.request.body import JSON_LINES, check_kind, read_body
+from ..api.openai.response.messages import send_message
 from ..api.openai.response.streaming import until_disconnect
 from .node_tls import make_node_tls
 from .nodes import Choice, LeastLoaded, Node, Nodes, Role
+from .parts_body import HttpParts, PartsBody, PartsSource, SocketParts
 from .proxy import NODE, RETRY_SECONDS, ClientRequest, Proxy
 from .relay import Reply
 from .router_metrics import CLIENT, RouterMetrics
 from .router_settings import RouterConfig
-from .upstream import Headers, NodeRequest
+from .socket_reply import SocketReply
+from .upstream import NodeRequest
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +58,8 @@ _PASSED_HEADERS = frozenset(
      b"origin", b"traceparent", b"tracestate", b"user-agent", b"x-job-id", b"x-job-last-step",
      b"x-request-id")
 )  # fmt: skip
+
+_KINDS = (b"content-type", b"content-encoding")  # of a body, which a websocket has none of
 
 
 @dataclass(slots=True)
@@ -116,12 +123,17 @@ class Router:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        if scope["type"] != "http":
+        is_socket = scope["type"] == "websocket"
+        if scope["type"] != "http" and not is_socket:
             return
         try:
             if not scope["path"].startswith("/nodes"):  # which looks more closely
                 check_host(scope, self._allowed_hosts)
-            own = self._answer_own(scope)
+            if is_socket:
+                check_origin(scope, None)
+                own = None
+            else:
+                own = self._answer_own(scope)
         except ApiError as error:
             own = error_response(error)
         if own is not None:
@@ -209,11 +221,19 @@ class Router:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.monotonic()
-        reply = Reply(send)
+        is_socket = scope["type"] == "websocket"
+        reply: Reply = SocketReply(send) if is_socket else Reply(send)
         outcome = "error"
         try:
+            if is_socket:
+                await receive()  # that it connects
+                await send_message(send, {"type": "websocket.accept"})
             with self._admitted(scope) as share:
-                outcome = await self._forward(scope, receive, reply, share)
+                is_parts = scope["path"] == PARTS_PATH
+                if is_socket or (is_parts and scope["method"] == "POST"):
+                    outcome = await self._forward_parts(scope, receive, reply, share)
+                else:
+                    outcome = await self._forward(scope, receive, reply, share)
         except ClientGone:
             outcome = "gone"
         except asyncio.CancelledError:
@@ -225,6 +245,7 @@ class Router:
                 outcome = "too_many"
             if reply.is_started:
                 outcome = "cut"
+            if reply.is_started or is_socket:
                 await reply.fail(error)
             else:
                 await error_response(error)(scope, receive, send)
@@ -245,16 +266,46 @@ class Router:
         )
         assert self._ended is not None
         await until_disconnect(receive, self._proxy.forward(client, reply), self._ended)
-        return "ok" if reply.status < 400 else "error"
+        return _outcome(reply)
+
+    async def _forward_parts(
+        self, scope: Scope, receive: Receive, reply: Reply, share: _Share
+    ) -> str:
+        """As `_forward`, for a prompt whose parts are passed on as they come."""
+        assert self._ended is not None
+        limits = self._body_limits
+        headers = self._headers(scope)
+        source: PartsSource
+        if scope["type"] == "http":
+            check_kind(Request(scope), JSON_LINES)
+            source = HttpParts(receive)
+        else:
+            source = SocketParts(receive, limits.max_body_bytes)
+            headers = [each for each in headers if each[0] not in _KINDS]
+            headers.append((b"content-type", JSON_LINES.encode()))
+        body = PartsBody(
+            source,
+            max_line_bytes=limits.max_body_bytes,
+            wait_seconds=limits.body_timeout_seconds,
+        )
+        first = await body.read_first(self._ended)
+        self._held_bytes += len(first) - share.num_bytes
+        share.num_bytes = len(first)
+        client = ClientRequest(
+            scope["path"], NodeRequest(b"POST", _target(scope), headers, first, rest=body)
+        )
+        await until_disconnect(body.receive_end, self._proxy.forward(client, reply), self._ended)
+        return _outcome(reply)
 
     @contextmanager
     def _admitted(self, scope: Scope) -> Iterator[_Share]:
         """Around a request that there is room for; raises ApiError 429 where there is none. Of a
         body whose length is not told, room for the longest is taken until it has been read."""
-        declared = Request(scope).headers.get("content-length", "")
+        headers = HTTPConnection(scope).headers
+        declared = headers.get("content-length", "")
         limit = self._config.max_body_bytes
         size = min(int(declared), limit) if declared.isdigit() else 0
-        if "transfer-encoding" in Request(scope).headers:
+        if scope["type"] == "websocket" or "transfer-encoding" in headers:
             size = limit
         message = ""
         if self.num_open >= self._config.max_waiting:
@@ -281,7 +332,7 @@ class Router:
             self.num_open -= 1
             self._held_bytes -= share.num_bytes
 
-    def _headers(self, scope: Scope) -> Headers:
+    def _headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         return [(name, value) for name, value in scope["headers"] if name in self._passed]
 
 
@@ -296,6 +347,10 @@ def read_admin_key(path: Path | None) -> str | None:
     if not key or len(key.split()) != 1:
         raise ConfigError(f"--admin-key-file {path} holds no key; write one line without spaces")
     return key
+
+
+def _outcome(reply: Reply) -> str:
+    return "ok" if reply.status < 400 else "error"
 
 
 def _digest(key: str) -> bytes:

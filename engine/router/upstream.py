@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 import h11
 
@@ -47,6 +48,18 @@ class NodeSlow(NodeError):
     outcome = "timeout"
 
 
+class BodyRest(Protocol):
+    """More of a body, which its client has not sent yet."""
+
+    was_read: bool  # some of it is gone, so no other node can be sent all of it
+
+    async def read_more(self) -> bytes:
+        """What comes next, and b"" behind the last of it. Raises ApiError and ClientGone."""
+
+    def stop(self) -> None:
+        """No more of it is wanted: the node answers."""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeRequest:
     """A request as it is sent. The framing headers are added, so `headers` has none of them."""
@@ -55,6 +68,12 @@ class NodeRequest:
     target: bytes
     headers: Headers = ()
     body: bytes = b""
+    rest: BodyRest | None = None  # behind `body`
+
+    @property
+    def was_relayed(self) -> bool:
+        """Whether a node has had what no other node can be sent."""
+        return self.rest is not None and self.rest.was_read
 
 
 class NodeAnswer:
@@ -108,13 +127,16 @@ class _Connection:
         self._reader = reader
         self._writer = writer
         self._wait_seconds = wait_seconds
+        self._is_sending = False  # then a node need say nothing
         self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
         self.is_finished = False
 
     async def write_request(self, address: NodeAddress, request: NodeRequest) -> None:
         headers = [(b"host", address.authority.encode()), *request.headers]
         headers.append((b"connection", b"close"))
-        if request.body or request.method not in (b"GET", b"HEAD", b"DELETE", b"OPTIONS"):
+        if request.rest is not None:
+            headers.append((b"transfer-encoding", b"chunked"))
+        elif request.body or request.method not in (b"GET", b"HEAD", b"DELETE", b"OPTIONS"):
             headers.append((b"content-length", str(len(request.body)).encode()))
         try:
             head = h11.Request(method=request.method, target=request.target, headers=headers)
@@ -123,14 +145,47 @@ class _Connection:
         self._writer.write(self._http.send(head) or b"")
         if request.body:
             self._writer.write(self._http.send(h11.Data(data=request.body)) or b"")
-        self._http.send(h11.EndOfMessage())
+        if request.rest is None:
+            self._http.send(h11.EndOfMessage())
         # A node may answer and close before it has read everything, and its answer counts.
         with suppress(ConnectionError):
+            await self._drain()
+
+    async def write_rest(self, rest: BodyRest) -> h11.Response:
+        """Send the rest as it comes; the head of the answer, which may come before the end. Raises
+        NodeLost, NodeSlow, and what `rest` raises."""
+        self._is_sending = True
+        sending = asyncio.ensure_future(self._send_rest(rest))
+        reading = asyncio.ensure_future(self.read_head())
+        try:
+            await asyncio.wait((sending, reading), return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                sending.result()
+                await asyncio.wait((reading,), timeout=self._wait_seconds)
+                if not reading.done():
+                    raise NodeSlow(f"sent nothing for {self._wait_seconds:g} s")
+            return reading.result()
+        finally:
+            for each in (sending, reading):
+                each.cancel()
+            await asyncio.gather(sending, reading, return_exceptions=True)
+            self._is_sending = False
+
+    async def _send_rest(self, rest: BodyRest) -> None:
+        while chunk := await rest.read_more():
+            self._writer.write(self._http.send(h11.Data(data=chunk)) or b"")
             try:
-                async with asyncio.timeout(self._wait_seconds):
-                    await self._writer.drain()
-            except TimeoutError:
-                raise NodeSlow(f"did not take the request in {self._wait_seconds:g} s") from None
+                await self._drain()
+            except ConnectionError:  # its answer may have come before
+                return
+        self._writer.write(self._http.send(h11.EndOfMessage()) or b"")
+
+    async def _drain(self) -> None:
+        try:
+            async with asyncio.timeout(self._wait_seconds):
+                await self._writer.drain()
+        except TimeoutError:
+            raise NodeSlow(f"did not take the request in {self._wait_seconds:g} s") from None
 
     async def read_head(self) -> h11.Response:
         """The head of the answer, after any that only inform."""
@@ -167,7 +222,7 @@ class _Connection:
 
     async def _read_bytes(self) -> bytes:
         try:
-            async with asyncio.timeout(self._wait_seconds):
+            async with asyncio.timeout(None if self._is_sending else self._wait_seconds):
                 return await self._reader.read(_READ_BYTES)
         except TimeoutError:
             raise NodeSlow(f"sent nothing for {self._wait_seconds:g} s") from None
@@ -204,7 +259,11 @@ async def exchange(
     connection = _Connection(reader, writer, wait_seconds)
     try:
         await connection.write_request(address, request)
-        yield NodeAnswer(connection, await connection.read_head())
+        if request.rest is None:
+            head = await connection.read_head()
+        else:
+            head = await connection.write_rest(request.rest)
+        yield NodeAnswer(connection, head)
     finally:
         open_ones.discard(writer.transport)
         if connection.is_finished:

@@ -16,25 +16,22 @@ import logging
 from collections.abc import AsyncIterator
 
 from starlette.requests import HTTPConnection
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from ..api_errors import ApiError, ClientGone, encode_error, error_response, to_api_error
+from ..api_errors import ApiError, ClientGone, error_response, to_api_error
 from ..front import Front
 from ..http.origins import check_origin
 from .completion_parts import part_overdue, part_too_large, read_parts
-from .response.streaming import LAST_WORDS_SECONDS, SHUTTING_DOWN, before
+from .response.messages import (
+    DONE,
+    close_with_error,
+    only_disconnect,
+    send_message,
+    text_of_message,
+)
+from .response.streaming import before
 
 logger = logging.getLogger(__name__)
-
-DONE = 1000  # the code of a close behind a whole answer
-_POLICY, _INTERNAL, _RESTART, _TRY_LATER = 1008, 1011, 1012, 1013
-_BY_CODE = {
-    "binary_message": 1003,
-    "invalid_json": 1007,
-    "body_too_large": 1009,
-    SHUTTING_DOWN: _RESTART,
-}
-_MAX_REASON_BYTES = 123
 
 
 class PartsSocket:
@@ -70,64 +67,6 @@ class PartsSocket:
         answer = await read_parts(front, HTTPConnection(scope), messages)
         await answer.send_messages(only_disconnect(receive), write)
         await send_message(send, {"type": "websocket.close", "code": DONE})
-
-
-async def send_message(send: Send, message: Message) -> None:
-    """Send one of ASGI's messages. Raises ClientGone where the connection is lost."""
-    try:
-        await send(message)
-    except OSError:  # as ASGI says it
-        raise ClientGone from None
-
-
-async def close_with_error(send: Send, error: ApiError) -> None:
-    """Send the error object, and close. A client that reads neither is left to the server."""
-    code = close_code(error)
-    reason = (error.code or error.kind).encode()[:_MAX_REASON_BYTES].decode(errors="ignore")
-    try:
-        async with asyncio.timeout(LAST_WORDS_SECONDS):
-            await send({"type": "websocket.send", "text": encode_error(error).decode()})
-            await send({"type": "websocket.close", "code": code, "reason": reason})
-    except TimeoutError:
-        logger.info("a client did not read the error of its prompt; its connection is dropped")
-    except OSError:
-        logger.debug("a client left before the error of its prompt")
-
-
-def close_code(error: ApiError) -> int:
-    """The code that a websocket is closed with behind this error."""
-    if error.code in _BY_CODE:
-        return _BY_CODE[error.code]
-    if error.status in (429, 503):
-        return _TRY_LATER
-    return _INTERNAL if error.status >= 500 else _POLICY
-
-
-def only_disconnect(receive: Receive) -> Receive:
-    """`receive` for the time behind the last part: it says http.disconnect, and raises ApiError for
-    anything else that comes."""
-
-    async def receive_end() -> Message:
-        message = await receive()
-        if message["type"] == "websocket.disconnect":
-            return {"type": "http.disconnect"}
-        raise ApiError(
-            "the prompt was whole, and a connection takes one; open another for the next prompt",
-            code="prompt_ended",
-        )
-
-    return receive_end
-
-
-def text_of_message(message: Message) -> bytes:
-    """What a message says. Raises ClientGone where it is the end, and ApiError for a binary one."""
-    if message["type"] == "websocket.disconnect":
-        raise ClientGone
-    text = message.get("text")
-    if text is None:
-        raise ApiError("a binary message came; send JSON as text", code="binary_message")
-    data: bytes = text.encode()
-    return data
 
 
 async def _read_messages(front: Front, receive: Receive) -> AsyncIterator[bytes]:

@@ -15,8 +15,11 @@ from websockets.exceptions import ConnectionClosed, ConnectionClosedOK
 from websockets.sync.client import ClientConnection, connect
 
 from stratakv.engine.api.http import websocket_protocol
+from stratakv.engine.api.http.http_server import make_server
 from stratakv.engine.api.http.websocket_protocol import PIECE_BYTES, WebSocketProtocol
 from stratakv.engine.request.core_messages import ExtendPrompt
+from stratakv.engine.router.router import Router
+from stratakv.engine.router.router_settings import RouterConfig, read_node
 
 from ...tiers.store_contract import wait_until
 from .conftest import LiveServer
@@ -449,3 +452,46 @@ def test_only_this_path_has_sockets(http: httpx.Client, server: LiveServer) -> N
     assert http.get("/health", headers=upgrade).status_code == 200
     response = http.get(PATH)
     assert response.status_code == 405 and "POST" in response.json()["error"]["message"]
+
+
+# Through a router
+
+
+@pytest.fixture
+def routed(server: LiveServer) -> Iterator[str]:
+    """The address of a router in front of the shared server."""
+    router = Router(RouterConfig(decode=(read_node("--decode", server.url),), port=0))
+    sock = socket.create_server(("127.0.0.1", 0))
+    front = make_server(router, log_level="warning", shutdown_seconds=1)
+    server.run(router.start())
+    running = asyncio.run_coroutine_threadsafe(front.serve(sockets=[sock]), server.loop)
+    yield f"127.0.0.1:{sock.getsockname()[1]}"
+    front.should_exit = True
+    running.result(20)
+    server.run(router.close())
+    sock.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_router_passes_parts_to_the_engine(http: httpx.Client, routed: str, stream: bool) -> None:
+    expected = post(http, prompt=TEXT, max_tokens=6)["choices"][0]["text"]
+    parts = [TEXT[place : place + 20] for place in range(0, len(TEXT), 20)]
+    wishes = lines_of(parts, max_tokens=6, stream=stream)
+    with httpx.Client(base_url=f"http://{routed}", timeout=30, verify=False) as client:
+        response = send(client, wishes)
+    assert response.status_code == 200, response.text
+    if not stream:
+        assert response.json()["choices"][0]["text"] == expected
+    with connect(f"ws://{routed}{PATH}", proxy=None, close_timeout=5) as ws:
+        say(ws, *wishes, {"is_last": True})
+        found = [json.loads(each) for each in ws]
+    assert "".join(each["choices"][0]["text"] for each in found) == expected
+    assert ws.close_code == 1000 and (len(found) > 1) == stream
+
+
+def test_what_the_engine_refuses_comes_through_the_router(http: httpx.Client, routed: str) -> None:
+    with connect(f"ws://{routed}{PATH}", proxy=None, close_timeout=5) as ws:
+        say(ws, *lines_of([IDS, [10**6], IDS]))
+        error, closed = hear_error(ws)
+    assert error["param"] == "prompt[1]" and closed == 1008
+    wait_until(lambda: http.get("/load").json()["server_load"] == 0)

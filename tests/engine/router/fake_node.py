@@ -49,6 +49,7 @@ class FakeNode:
     def __init__(self) -> None:
         self.script: deque[Fault] = deque()
         self.seen: list[Seen] = []
+        self.parts: list[list[Any]] = []  # the lines of each prompt in parts
         self.followed: list[Seen] = []
         self.follows: bool | None = True  # None: it never says
         self.health = 200
@@ -111,6 +112,9 @@ class FakeNode:
             name.lower(): value.strip()
             for name, _, value in (line.partition(":") for line in head[1:] if line)
         }
+        if headers.get("transfer-encoding") == "chunked":
+            await self._answer_parts(target, headers, reader, writer)
+            return
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         if self.is_hung:
             await self._hang(reader)
@@ -137,6 +141,36 @@ class FakeNode:
         self.seen.append(Seen(target, headers, body, _decoded(body)))
         fault = self.script.popleft() if self.script else Fault("none")
         await self._play(fault, self.seen[-1], method, reader, writer)
+
+    async def _answer_parts(
+        self,
+        target: str,
+        headers: dict[str, str],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        """Read the lines of a prompt in parts as they come, and answer the whole of it. The faults
+        `lost` and `status` come when `after` lines have, others behind the last one."""
+        fault = self.script.popleft() if self.script else Fault("none")
+        mine: list[Any] = []
+        self.parts.append(mine)
+        raw = b""
+        while size := int(await reader.readuntil(b"\n"), 16):
+            raw += (await reader.readexactly(size + 2))[:-2]
+            *lines, raw = raw.split(b"\n")
+            for line in lines:
+                mine.append(json.loads(line))
+                if fault.kind == "lost" and len(mine) == fault.after:
+                    writer.transport.abort()
+                    return
+                if fault.kind == "status" and len(mine) == fault.after:
+                    error = {"error": {"message": "no", "type": "x", "param": None, "code": "bad"}}
+                    await self._send(writer, fault.status, error)
+                    return
+        await reader.readuntil(b"\n")
+        whole = {**mine[0], "prompt": "".join(each.get("prompt", "") for each in mine)}
+        self.seen.append(Seen(target, headers, raw, whole))
+        await self._play(fault, self.seen[-1], "POST", reader, writer)
 
     async def _play(
         self,

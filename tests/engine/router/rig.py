@@ -83,6 +83,12 @@ class Exchange:
         self._http.send(h11.EndOfMessage())
         await self._writer.drain()
 
+    def expect_answer(self) -> None:
+        """The request is written by other means, and its answer is read here."""
+        request = h11.Request(method="POST", target="/", headers=[("host", "127.0.0.1:1")])
+        self._http.send(request)
+        self._http.send(h11.EndOfMessage())
+
     async def read_some(self) -> bool:
         """Whether there may be more."""
         while True:

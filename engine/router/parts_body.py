@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PartsBody: a prompt in parts on its way from a client to one node, which is sent lines of JSON.
+
+    POST        the lines of the body, passed on as they come
+    websocket   each message is a line; the one that says `is_last` ends the body
+
+Its first line is read whole, because a node is chosen by it. The rest is passed on as fast as the
+node takes it, and nothing of that is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from starlette.types import Message, Receive
+
+from ..api.api_errors import ApiError, ClientGone
+from ..api.openai.response.messages import only_disconnect, text_of_message
+from ..api.openai.response.streaming import before
+from . import legs
+
+
+class PartsSource(Protocol):
+    """What a client sends, as lines of JSON."""
+
+    async def read(self) -> bytes:
+        """What comes next, and b"" behind the last of it. Raises ApiError and ClientGone."""
+
+    async def receive_end(self) -> Message:
+        """To be asked once nothing more is read: says http.disconnect when the client leaves."""
+
+
+class PartsBody:
+    """The body of one prompt. The proxy reads `rest` of it with `read_more`."""
+
+    def __init__(self, source: PartsSource, *, max_line_bytes: int, wait_seconds: float) -> None:
+        self._source = source
+        self._max_line_bytes = max_line_bytes
+        self._wait_seconds = wait_seconds
+        self._is_over = False
+        self._stopped = asyncio.Event()
+        self.was_read = False
+
+    async def read_first(self, ended: asyncio.Future[None]) -> bytes:
+        """The first line that is not empty, and what came together with it. Raises ApiError
+        where it is too long or does not come in time, and ClientGone."""
+        deadline = asyncio.get_running_loop().time() + self._wait_seconds
+        held = bytearray()
+        while True:
+            try:
+                chunk = await before(self._source.read(), deadline, ended)
+            except TimeoutError:
+                raise self._overdue() from None
+            held += chunk
+            if not chunk:
+                self._end()
+                break
+            line, end, _ = held.lstrip().partition(b"\n")
+            if len(line) > self._max_line_bytes:
+                message = f"a line is over the limit of {self._max_line_bytes} bytes; send less"
+                raise ApiError(message, status=413, code="body_too_large")
+            if end:
+                break
+        return bytes(held.lstrip())
+
+    async def read_more(self) -> bytes:
+        """What comes next, and b"" behind the last of it. Raises ApiError where nothing comes in
+        time, and ClientGone."""
+        if self._is_over:
+            return b""
+        try:
+            async with asyncio.timeout(self._wait_seconds):
+                chunk = await self._source.read()
+        except TimeoutError:
+            raise self._overdue() from None
+        if chunk:
+            self.was_read = True
+        else:
+            self._end()
+        return chunk
+
+    def stop(self) -> None:
+        """Nothing more is read: the node answers."""
+        self._stopped.set()
+
+    async def receive_end(self) -> Message:
+        """Says http.disconnect when the client leaves behind its last part. Before that
+        `read_more` notices."""
+        await self._stopped.wait()
+        return await self._source.receive_end()
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._stopped.set()
+
+    def _overdue(self) -> ApiError:
+        message = (
+            f"no part of the prompt came for {self._wait_seconds:g} s; send the whole prompt to "
+            "/v1/completions"
+        )
+        return ApiError(message, status=408, code="body_timeout")
+
+
+class HttpParts:
+    """The body of a POST, whose lines are the parts."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._is_whole = False
+
+    async def read(self) -> bytes:
+        """What comes next, and b"" behind the last of it. Raises ClientGone."""
+        while not self._is_whole:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            self._is_whole = not message.get("more_body", False)
+            data: bytes = message.get("body", b"")
+            if data:
+                return data
+        return b""
+
+    async def receive_end(self) -> Message:
+        """What comes next. Where the node answers before the end of the body, that is dropped."""
+        return await self._receive()
+
+
+class SocketParts:
+    """The messages of a websocket, each of which is a part."""
+
+    def __init__(self, receive: Receive, max_message_bytes: int) -> None:
+        self._receive = receive
+        self._max_message_bytes = max_message_bytes
+        self._is_whole = False
+
+    async def read(self) -> bytes:
+        """The next message as a line, and b"" behind the last one. Raises ApiError for one that
+        cannot be, and ClientGone."""
+        if self._is_whole:
+            return b""
+        data = text_of_message(await self._receive())
+        if len(data) > self._max_message_bytes:
+            message = f"a message is over the limit of {self._max_message_bytes} bytes; send less"
+            raise ApiError(message, status=413, code="body_too_large")
+        if not data.strip():
+            raise ApiError("a message is empty; send a JSON object", code="invalid_json")
+        self._is_whole = bytes(legs.read_fields(data).get("is_last", b"")).strip() == b"true"
+        # Strings hold no raw line ends in JSON, so those that there are mean nothing.
+        return data.replace(b"\n", b" ") + b"\n"
+
+    async def receive_end(self) -> Message:
+        """What comes next. A message behind the last part is a fault; where the node answers before
+        that, with an error, messages on their way are dropped."""
+        if self._is_whole:
+            return await only_disconnect(self._receive)()
+        message = await self._receive()
+        is_end = message["type"] == "websocket.disconnect"
+        return {"type": "http.disconnect"} if is_end else message
