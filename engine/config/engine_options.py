@@ -23,9 +23,10 @@ from ...tiers.settings.values import ConfigError
 from ...tiers.tier_settings import REMOTE
 from ..models.checkpoint.files import check_directory
 from ..models.checkpoint.hub import fetch_model, is_hub_id
+from ..models.eagle_spec import is_eagle_head
 from .engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from .offload_config import OFFLOAD_OPTIONS, OFFLOAD_TIERS
-from .speculative_config import DRAFT_MODEL, SpeculativeConfig
+from .speculative_config import DRAFT_MODEL, EAGLE, OF_MODELS, SpeculativeConfig
 from .unsupported_options import explain_not_built
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "models" / "embedded"
@@ -82,8 +83,10 @@ def engine_config(
         sections["offload.ssd"]["path"] = default_ssd_path()
     path = model_directory(model, sections["model"].get("revision", ""), is_fetched=is_fetched)
     if draft := sections["speculative"].get("model"):
-        sections["speculative"].setdefault("method", DRAFT_MODEL)
-        sections["speculative"]["model"] = model_directory(draft, is_fetched=is_fetched)
+        directory = model_directory(draft, is_fetched=is_fetched)
+        kind = EAGLE if is_eagle_head(directory) else DRAFT_MODEL
+        sections["speculative"].setdefault("method", kind)
+        sections["speculative"]["model"] = directory
     typed = "" if model is None else str(model)
     if "served_name" not in sections["model"]:
         sections["model"]["served_name"] = _served_name(typed, path)
@@ -106,7 +109,7 @@ def hides(name: str, value: Any) -> Iterator[str]:
         if value == "none":
             yield from _OF_SPECULATION
         else:
-            yield from _OF_LOOKUP if value == DRAFT_MODEL else ("speculative_model",)
+            yield from _OF_LOOKUP if value in OF_MODELS else ("speculative_model",)
     elif name == "kv_offload":
         for tier in (*OFFLOAD_TIERS, REMOTE):
             if not has_tier(value, tier):

@@ -11,7 +11,9 @@ from ...tiers.settings.option import check_options, options_of, setting
 from ...tiers.settings.values import ConfigError
 
 DRAFT_MODEL = "draft_model"
-METHODS = ("none", "ngram", "suffix", DRAFT_MODEL)
+EAGLE = "eagle"
+OF_MODELS = (DRAFT_MODEL, EAGLE)  # methods that need a model
+METHODS = ("none", "ngram", "suffix", *OF_MODELS)
 MAX_DRAFTS = 64
 _MAX_LOOKUP = 256  # tokens
 
@@ -24,13 +26,15 @@ class SpeculativeConfig:
         "none", readers.one_of(*METHODS),
         "who proposes tokens that a step checks beside the next one. ngram: what followed the last "
         "tokens where the request had them before. suffix: what most often followed them there and "
-        "in the tenant's answers before. draft_model: a smaller model", "NAME",
+        "in the tenant's answers before. draft_model: a smaller model. eagle: layers over the "
+        "model's hidden states", "NAME",
         name="speculative_method",
     )  # fmt: skip
     model: Path | None = setting(
         None, readers.model,
-        "the draft model, of the same vocabulary: a directory, or an id of the Hub; the method is "
-        "draft_model then", "MODEL", name="speculative_model",
+        "the draft model, of the same vocabulary, or the EAGLE head: a directory, or an id of the "
+        "Hub; its config.json says which, where no method is given", "MODEL",
+        name="speculative_model",
     )  # fmt: skip
     num_tokens: int = setting(
         16, readers.integer, "draft tokens of one request that a step checks, at most", "N",
@@ -52,11 +56,11 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         check_options(options_of(SpeculativeConfig, ""), self)
-        if (self.model is None) == (self.method == DRAFT_MODEL):
+        if (self.model is None) == (self.method in OF_MODELS):
             given = "no draft model" if self.model is None else f"the draft model {self.model}"
             raise ConfigError(
                 f"--speculative-method {self.method} and {given} do not go together; give "
-                "--speculative-model with --speculative-method draft_model, or alone"
+                f"--speculative-model with --speculative-method {' or '.join(OF_MODELS)}, or alone"
             )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(

@@ -18,7 +18,7 @@ from ...tiers.settings.sizes import MAX_SIZE_BYTES
 from ...tiers.settings.values import GIB, ConfigError
 from ..request.logprobs import MAX_LOGPROBS
 from .engine_config import POOLINGS
-from .speculative_config import DRAFT_MODEL, METHODS
+from .speculative_config import METHODS
 
 _ONE_DEVICE = "the engine computes on one device, and models over several are not built"
 _POOLING_TYPES = ("pooling_type", "seq_pooling_type")
@@ -128,7 +128,9 @@ def _speculative_config(called: str, value: Any) -> Meaning:
             f"not {format_value(value)}"
         )
     known = METHODS[1:]
-    if given.setdefault("method", DRAFT_MODEL) not in known:
+    if given.get("method") is None:
+        given.pop("method", None)  # the model says which
+    elif given["method"] not in known:
         raise ConfigError(
             f"{called} takes {' or '.join(known)} as its method here, not "
             f"{format_value(given['method'])}: drafts of such heads are not built"

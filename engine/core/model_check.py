@@ -15,10 +15,12 @@ from ...tiers.slab.host_memory import available_memory_bytes
 from ..cache.group_spec import plan_groups
 from ..config.engine_config import DEFAULT_POOL_BYTES, EngineConfig
 from ..config.engine_options import has_tier
+from ..config.speculative_config import EAGLE
 from ..models.checkpoint.fingerprint import check_headers
 from ..models.checkpoint.stored_tensors import StoredTensors
 from ..models.checkpoint.tensor_shapes import expected_tensors, name_of
 from ..models.dtypes import choose_dtype, kv_dtype_name
+from ..models.eagle_spec import check_fusion, check_head, is_eagle_head, load_eagle_spec
 from ..models.model_source import ModelSource
 from ..models.model_spec import ModelSpec, load_model_spec, resolve_max_model_len
 from ..models.vocabulary_match import check_vocabulary
@@ -45,15 +47,26 @@ def check_model(config: EngineConfig) -> None:
     if model.load_format != "dummy":
         check_weights(model.path, spec)
         if draft is not None:
+            if draft.spec.is_eagle:
+                check_fusion(draft.path)
             check_weights(draft.path, draft.spec)
 
 
 def find_draft(config: EngineConfig, spec: ModelSpec) -> ModelSource | None:
-    """The draft model that the settings name; None without one. Raises ConfigError where it cannot
-    be read, or has another vocabulary than the model."""
+    """The draft model or EAGLE head that the settings name; None without one. Raises ConfigError
+    where it cannot be read, or does not fit the model."""
     path = config.speculative.model
     if path is None:
         return None
+    if config.speculative.method == EAGLE:
+        head = ModelSource(path, load_eagle_spec(path))
+        check_head(ModelSource(config.model.path, spec), head)
+        return head
+    if is_eagle_head(path):
+        raise ConfigError(
+            f"{path} is an EAGLE head, no whole model; give --speculative-method eagle, or leave "
+            "the method out"
+        )
     draft = ModelSource(path, load_model_spec(path))
     check_vocabulary(ModelSource(config.model.path, spec), draft)
     return draft
@@ -87,7 +100,7 @@ def demand_of(
         spec.layout(*sizes),
         config.cache.num_groups,
         spec.layer_attention,
-        None if draft is None else draft.spec.layout(*sizes),
+        None if draft is None else draft.spec.draft_layout(*sizes, dtype),
     )
     return PoolDemand(groups, config.scheduler.most_step_tokens)
 

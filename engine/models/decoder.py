@@ -76,8 +76,12 @@ class AuxStates:
 class Embeds(NamedTuple):
     """Rows of a step that come as embeddings: no token id is looked up for them."""
 
-    rows: Tensor  # int64 [n], each once
-    values: Tensor  # [n, hidden]
+    rows: Tensor | None  # int64 [n], each once; None: all rows of the step, in its order
+    values: Tensor  # [n, hidden], not changed by anything else
+
+    def to(self, device: torch.device) -> Embeds:
+        """Itself: it lies on the device of the step."""
+        return self
 
 
 class Layer:
@@ -111,7 +115,7 @@ class Layer:
         """Attention of `x` `[tokens, hidden]` before its output matrix: `[tokens, heads *
         head_dim]`. `index` is the layer's number in the pool."""
         spec = self._spec
-        qkv = self._qkv(self._norm(x, self._attention_norm))
+        qkv = self._qkv(self._before_attention(x))
         heads = qkv.view(len(x), -1, spec.head_dim)
         turning = spec.num_heads + spec.num_kv_heads
         turned = heads[:, :turning]
@@ -125,7 +129,7 @@ class Layer:
         self, x: Tensor, index: int, rotary: Rotary, attention: QkvAttention[Plan], plan: Plan
     ) -> Tensor:
         """The same as `attention`, by an attention that rotates by itself."""
-        qkv = self._qkv(self._norm(x, self._attention_norm))
+        qkv = self._qkv(self._before_attention(x))
         heads = qkv.view(len(x), -1, self._spec.head_dim)
         if self._head_norms is not None:
             eps = self._spec.rms_norm_eps
@@ -137,7 +141,7 @@ class Layer:
         its matrices. Tables are `[positions, head_dim // 2]`, `pool` is the layer's, and `view`
         says which of a step's plans is its own."""
         mlp = self._mlp
-        if not isinstance(mlp, DenseMlp) or not self._ops.is_plain:
+        if not isinstance(mlp, DenseMlp) or not self._ops.is_plain or self._attention_norm is None:
             return None
         matrices = self._qkv.packed, self._out.packed, mlp.gate_up, mlp.down.packed
         qkv, out, gate_up, down = matrices
@@ -186,6 +190,9 @@ class Layer:
         else:
             x += self._norm(self._mlp(normed), self._after_mlp_norm)
 
+    def _before_attention(self, x: Tensor) -> Tensor:
+        return x if self._attention_norm is None else self._norm(x, self._attention_norm)
+
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Over the last dimension; `weight` may be a vector for each head."""
         return self._ops.norm(x, weight, self._spec.rms_norm_eps)
@@ -212,7 +219,7 @@ class Decoder:
         self._layers: list[Layer] = []
         while weights.layers:
             self._layers.append(Layer(spec, weights.layers.pop(0), elementwise))
-        self._last_norm = weights.norm
+        self._last_norm: Tensor | None = weights.norm
         # One matrix for both lies in memory once: its rows are looked up where it was packed.
         is_tied = weights.head is weights.embedding
         self._head = Linear(weights.head, is_kept=is_tied)
@@ -222,12 +229,7 @@ class Decoder:
         # Rounded first, as transformers does: 55.4256 is 55.5 in bfloat16.
         scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
         self._embedding_scale = None if spec.embedding_scale == 1.0 else scale
-        self._tables: list[tuple[Tensor, Tensor]] = []
-        for rope in spec.ropes:
-            # Computed on the host, so that every device has the same numbers.
-            cos, sin = rope_tables(rope, spec.head_dim, max_model_len, spec.max_positions, dtype)
-            device = weights.embedding.device
-            self._tables.append((cos[:, None].to(device), sin[:, None].to(device)))
+        self._tables = turns_of(spec, max_model_len, dtype, weights.embedding.device)
         self._table_of = spec.rope_of_layers
 
     @classmethod
@@ -274,6 +276,8 @@ class Decoder:
     def embed(self, token_ids: Tensor, embeds: Embeds | None = None) -> Tensor:
         """`[tokens, hidden]`, where `embeds` replaces some; their ids need only be in the
         vocabulary."""
+        if embeds is not None and embeds.rows is None:
+            return embeds.values
         matrix = self._embedding
         if isinstance(matrix, PackedMatrix):
             x = matrix.gather_rows(token_ids)
@@ -281,7 +285,7 @@ class Decoder:
             x = F.embedding(token_ids, matrix)
         if self._embedding_scale is not None:
             x *= self._embedding_scale
-        if embeds is not None:
+        if embeds is not None and embeds.rows is not None:
             x.index_copy_(0, embeds.rows, embeds.values.to(x.dtype))
         return x
 
@@ -328,12 +332,16 @@ class Decoder:
             x = layer.rest(x, mixed)
         if aux is not None:
             aux.capture_states(x, last + 1, None)
+        if self._last_norm is None:
+            return x
         return self._ops.norm(x, self._last_norm, self.spec.rms_norm_eps)
 
     def in_library(self, pools: Sequence[Tensor], views: Sequence[int]) -> CpuNetwork | None:
         """All layers as one piece of work of the library of `kernels/cpu/`, which computes what
         `run` computes, or None where it cannot. `pools` and `views` are those of the layers, as
         `Layer.in_library` takes them."""
+        if self._last_norm is None:
+            return None
         layers: list[NetworkLayer] = []
         for index, layer in enumerate(self._layers):
             cos, sin = (table[:, 0] for table in self._tables[self._table_of[index]])
@@ -365,6 +373,18 @@ class Decoder:
         if self._logits_softcap is not None:
             logits = (logits / self._logits_softcap).tanh_() * self._logits_softcap
         return logits
+
+
+def turns_of(
+    spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """Cosines and sines `[positions, 1, head_dim // 2]` of each of a model's rotary positions."""
+    tables = []
+    for rope in spec.ropes:
+        # Computed on the host, so that every device has the same numbers.
+        cos, sin = rope_tables(rope, spec.head_dim, max_model_len, spec.max_positions, dtype)
+        tables.append((cos[:, None].to(device), sin[:, None].to(device)))
+    return tables
 
 
 def _run_in_library(

@@ -7,10 +7,10 @@ key.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...tiers.block import BlockLayout
+from ...tiers.block import DTYPE_BYTES, BlockLayout
 from ...tiers.settings.values import ConfigError
 from .checkpoint.files import check_directory, is_there
 from .checkpoint.foreign_directory import explain_no_config
@@ -117,6 +117,7 @@ class ModelSpec:
     query_scalar: float | None = None  # what scores are divided by the root of; None: head_dim
     logits_softcap: float | None = None  # logits stay within plus and minus this
     is_text_part: bool = False  # of a checkpoint that holds more, whose tensors have a prefix
+    is_eagle: bool | None = None  # layers over another model's hidden states (`eagle_spec.py`)
 
     @property
     def family(self) -> Family:
@@ -166,6 +167,15 @@ class ModelSpec:
     def layout(self, block_size: int, kv_dtype: str) -> BlockLayout:
         return BlockLayout(self.num_layers, block_size, self.num_kv_heads, self.head_dim, kv_dtype)
 
+    def draft_layout(self, block_size: int, kv_dtype: str, dtype: str) -> BlockLayout:
+        """The layout of a draft model's part of a block. An EAGLE head has, behind its layers,
+        places for the hidden states that it reads, which are computed in `dtype`."""
+        layout = self.layout(block_size, kv_dtype)
+        if not self.is_eagle:
+            return layout
+        hidden_bytes = block_size * self.hidden_size * DTYPE_BYTES[dtype]
+        return replace(layout, num_layers=self.num_layers - (-hidden_bytes // layout.place_bytes))
+
 
 def load_model_spec(path: Path) -> ModelSpec:
     """Read config.json and, where there is one, generation_config.json of a model directory.
@@ -175,7 +185,12 @@ def load_model_spec(path: Path) -> ModelSpec:
     check_directory(path)
     if not is_there(path / CONFIG):
         raise ConfigError(explain_no_config(path))
-    whole = read_json(path / CONFIG)
+    return parse_model_spec(path, read_json(path / CONFIG))
+
+
+def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
+    """The specification of the model under `path`, whose config.json says `whole`. Raises
+    ConfigError as `load_model_spec` does."""
     config = _text_part(whole)
     architecture = _architecture(config)
     family = FAMILIES[architecture]

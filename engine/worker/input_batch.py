@@ -51,6 +51,7 @@ class HeldRow(NamedTuple):
     request: WorkerRequest
     block_ids: BlockIds
     num_computed: int
+    num_draft_computed: int
 
 
 class ExpectedTokens(NamedTuple):
@@ -234,7 +235,8 @@ class InputBatch:
             request = self.requests[row]
             if request is not None and request.request_id == request_id:
                 blocks = self.tables.block_ids(row)
-                held.append(HeldRow(request, blocks, int(self.num_computed[row])))
+                computed = int(self.num_computed[row]), int(self.num_draft_computed[row])
+                held.append(HeldRow(request, blocks, *computed))
         return held
 
     def refill(self, held: Iterable[HeldRow]) -> None:
@@ -247,8 +249,9 @@ class InputBatch:
         self._end = len(self.requests)
         for row in range(self._end):
             self._builder.remove(row)
-        for request, block_ids, num_computed in held:
-            self.add(request, block_ids, num_computed)
+        for request, block_ids, num_computed, num_draft_computed in held:
+            row = self.add(request, block_ids, num_computed)
+            self.num_draft_computed[row] = num_draft_computed
 
     def row_of_request(self, request: WorkerRequest) -> int | None:
         """The row of this request; another request may have its id by now."""

@@ -28,9 +28,10 @@ from ...connector.messages import NOTHING_TO_MOVE, ConnectorMetadata, ConnectorW
 from ...kernels.kernel_choice import AUTO, PLAIN
 from ..batch.batch_update import IntArray
 from ..cache.group_spec import plan_groups
-from ..models.dtypes import compute_dtype, kv_dtype_name
+from ..models.dtypes import compute_dtype, dtype_name, kv_dtype_name
 from ..models.model_source import ModelSource
 from ..models.model_spec import ModelSpec
+from ..sampling.copies import to_device
 from ..sampling.processor_loading import LoadedProcessor
 from ..sampling.sampler import Sampled, Sampler
 from ..sampling.token_mask import TokenMask
@@ -50,9 +51,9 @@ from .runtime.model_loading import ModelLoader
 from .runtime.placement import Placement
 from .runtime.pool_sizing import MIN_CONTEXT, context_that_fits
 from .runtime.runtimes import make_forward, open_runtime, open_sizer
-from .speculation.draft_model import DraftModel
 from .speculation.drafted_rows import DraftedRows
 from .speculation.proposer import ComputedStep, Proposer
+from .speculation.proposers import make_drafter
 from .speculation.step_drafts import StepDrafts
 from .step_batch import StepBatch
 
@@ -116,7 +117,7 @@ class ModelRunner:
         lie one behind the other in each block. No step computes more than `most_step_tokens` of one
         request, nor than `max_num_batched_tokens`.
         `runtime` is that of the placement's device, `processors` are those of other packages,
-        `proposer`, or the `draft` model, makes the drafts that steps ask for.
+        `proposer`, or the `draft` model or EAGLE head, makes the drafts that steps ask for.
 
         Raises ConfigError where the weights do not fit `spec`, the pool cannot hold one request
         of the length asked for, the layers cannot be split into so many groups, or a processor
@@ -128,7 +129,11 @@ class ModelRunner:
         with runtime.entered():
             compute = compute_dtype(dtype, device.type, spec.stored_dtype)
             layout = spec.layout(block_size, kv_dtype_name(placement.kv_cache_dtype, compute))
-            of_draft = None if draft is None else draft.spec.layout(block_size, layout.kv_dtype)
+            of_draft = (
+                None
+                if draft is None
+                else draft.spec.draft_layout(block_size, layout.kv_dtype, dtype_name(compute))
+            )
             groups = plan_groups(layout, num_groups, spec.layer_attention, of_draft)
             demand = PoolDemand(groups, most_step_tokens or max_num_batched_tokens)
             models = ModelLoader(path, spec, draft, placement, compute)
@@ -169,14 +174,14 @@ class ModelRunner:
             pages = self.pool.pages_of(groups)
             self._forward = make(self.model, pages, max_tokens=max_num_batched_tokens)
             if draft_model is not None:
-                pages = self.pool.pages_of_draft(groups)
-                proposer = DraftModel(
+                proposer = make_drafter(
                     draft_model,
-                    make(draft_model, pages, max_tokens=max_num_batched_tokens),
+                    make,
                     self.batch,
-                    pages,
+                    self.pool.pages_of_draft(groups),
                     vocab_size=spec.vocab_size,
                     max_tokens=max_num_batched_tokens,
+                    dtype=dtype_name(compute),
                 )
             self._drafts = StepDrafts(self.batch, self._sampler, proposer)
             self._prompt_logprobs = PromptLogprobsCollector(self.model.logits)
@@ -322,7 +327,7 @@ class ModelRunner:
                 token_ids,
                 positions,
                 slots,
-                wanted,
+                None if self._drafts.reads_hidden else wanted,
                 embeds,
                 late=late,
             )
@@ -330,7 +335,10 @@ class ModelRunner:
         self._connector.wait_before_forward()
         self._copier.copy_blocks(step.output.block_copies)
         hidden = launch()
-        self._drafts.follow_step(ComputedStep(rows, computed, counts, num_drafts, chosen))
+        states = None
+        if self._drafts.reads_hidden:
+            states, hidden = hidden, hidden[to_device(wanted, hidden.device)]
+        self._drafts.follow_step(ComputedStep(rows, computed, counts, num_drafts, chosen, states))
         batch.num_computed[rows] += counts
         if not ready.all():
             step.result.sampled_token_ids = {request_id: [] for request_id in scheduled}

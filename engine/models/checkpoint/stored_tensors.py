@@ -69,6 +69,12 @@ class StoredTensors:
             if not DERIVED.search(name) and not name.startswith(_VALUE_HEAD)
         ]
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor; None: it is not there."""
+        if name not in self._where:
+            return None
+        return tuple(self._where[name].get_slice(self._stored[name]).get_shape())
+
     def check_expected(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ConfigError unless exactly the expected tensors are there, in their shapes."""
         missing = [name for name in expected if name not in self._where]

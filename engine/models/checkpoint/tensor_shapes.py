@@ -14,6 +14,9 @@ NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 QUERY_NORM = "self_attn.q_norm.weight"
 KEY_NORM = "self_attn.k_norm.weight"
+# Of an EAGLE head: the matrix over an embedding and a hidden state.
+FUSION = "fc.weight"
+FUSION_BIAS = "fc.bias"
 
 
 # Of a checkpoint with more than text, in each of the two spellings: how names of the text part
@@ -47,26 +50,53 @@ def text_part_name(stored: str) -> str | None:
     return stored
 
 
+def eagle_name(stored: str) -> str | None:
+    """What a tensor of an EAGLE head is called here; None for the embedding and the output matrix,
+    which are those of the model that it reads."""
+    name = plain_name(stored)
+    if name in (EMBEDDING, HEAD):
+        return None
+    return name.removeprefix("model.") if name.startswith("model.fc.") else name
+
+
 def name_of(spec: ModelSpec) -> Callable[[str], str | None]:
     """What names a stored tensor as it is called here."""
+    if spec.is_eagle:
+        return eagle_name
     return text_part_name if spec.is_text_part else plain_name
 
 
 def expected_tensors(spec: ModelSpec, stored: Container[str] = ()) -> dict[str, tuple[int, ...]]:
     """Every tensor of the checkpoint with its shape. A head that is the embedding is among them
     only where it is among the names of `stored` ones."""
+    if spec.is_eagle:
+        return _eagle_tensors(spec, stored)
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
-    for layer in range(spec.num_layers):
-        prefix = f"model.layers.{layer}."
-        for name, shape in layer_tensors(spec).items():
-            shapes[prefix + name] = shape
+    shapes |= _all_layers(spec)
     shapes[NORM] = (spec.hidden_size,)
     if not spec.tied_embeddings or HEAD in stored:
         shapes[HEAD] = (spec.vocab_size, spec.hidden_size)
     return shapes
 
 
-def layer_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def _all_layers(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    return {
+        f"model.layers.{layer}.{name}": shape
+        for layer in range(spec.num_layers)
+        for name, shape in layer_tensors(spec, layer).items()
+    }
+
+
+def _eagle_tensors(spec: ModelSpec, stored: Container[str]) -> dict[str, tuple[int, ...]]:
+    """Those of an EAGLE head, which has neither an embedding nor a norm or a matrix behind its
+    layers."""
+    shapes: dict[str, tuple[int, ...]] = {FUSION: (spec.hidden_size, 2 * spec.hidden_size)}
+    if FUSION_BIAS in stored:
+        shapes[FUSION_BIAS] = (spec.hidden_size,)
+    return shapes | _all_layers(spec)
+
+
+def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
     """The tensors of one layer, by their names in it."""
     hidden, mlp = spec.hidden_size, spec.intermediate_size
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -80,7 +110,7 @@ def layer_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "mlp.down_proj": (hidden, mlp),
     }
     shapes: dict[str, tuple[int, ...]] = {
-        name: (hidden,) for name in norm_names(spec) if name is not None
+        name: (hidden,) for name in norm_names(spec, layer) if name is not None
     }
     if spec.family.head_norms:
         shapes |= dict.fromkeys((QUERY_NORM, KEY_NORM), (spec.head_dim,))
@@ -94,16 +124,19 @@ def layer_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 class NormNames(NamedTuple):
     """The norms of a layer, in the order in which they are computed."""
 
-    attention: str
+    attention: str | None
     after_attention: str | None
     mlp: str
     after_mlp: str | None
 
 
-def norm_names(spec: ModelSpec) -> NormNames:
+def norm_names(spec: ModelSpec, layer: int) -> NormNames:
     """A layer's norms by name: one that is called post_attention_layernorm is the MLP's in most
-    families, and lies behind the attention in those with a norm there."""
+    families, and lies behind the attention in those with a norm there. The first layer of an EAGLE
+    head has none before its attention."""
     before, behind = "input_layernorm.weight", "post_attention_layernorm.weight"
+    if spec.is_eagle and layer == 0:
+        return NormNames(None, None, behind, None)
     if not spec.family.sandwich_norms:
         return NormNames(before, None, behind, None)
     mlp = "pre_feedforward_layernorm.weight"

@@ -22,6 +22,8 @@ from ..model_spec import ModelSpec
 from .checkpoint import CPU, Checkpoint
 from .tensor_shapes import (
     EMBEDDING,
+    FUSION,
+    FUSION_BIAS,
     HEAD,
     KEY_NORM,
     NORM,
@@ -76,7 +78,7 @@ class Source(Protocol):
 class LayerWeights:
     """One layer. Matrices are `[out, in]`; a bias or norm is None where the model has none."""
 
-    attention_norm: Tensor
+    attention_norm: Tensor | None
     qkv: Tensor  # [(heads + 2 kv heads) * head_dim, hidden]: queries, keys, values
     qkv_bias: Tensor | None
     head_norms: Tensor | None  # [heads + kv heads, head_dim]: of queries, then of keys
@@ -114,6 +116,15 @@ class DecoderWeights:
     head: Tensor  # [vocab, hidden]
 
 
+@dataclass(slots=True)
+class EagleWeights:
+    """An EAGLE head: a matrix over an embedding and a hidden state, and the layers behind it."""
+
+    fusion: Tensor  # [hidden, 2 * hidden]
+    fusion_bias: Tensor | None
+    layers: list[LayerWeights]
+
+
 def load_weights(
     path: Path,
     spec: ModelSpec,
@@ -146,6 +157,26 @@ def load_weights(
         return DecoderWeights(embedding, *_load_rest(checkpoint, spec, dtype, joins_gate), head)
 
 
+def load_eagle_weights(
+    path: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    *,
+    joins_gate: bool = False,
+    is_random: bool = False,
+) -> EagleWeights:
+    """The weights of the EAGLE head under `path`, or random ones; raises ConfigError as
+    `load_weights` does."""
+    if is_random:
+        tensors = RandomTensors(expected_tensors(spec), device)
+        return _load_eagle(tensors, spec, dtype, joins_gate, has_bias=False)
+    with Checkpoint(path, device, name_of(spec)) as checkpoint:
+        expected = expected_tensors(spec, checkpoint.tensor_names)
+        checkpoint.check_expected(expected)
+        return _load_eagle(checkpoint, spec, dtype, joins_gate, has_bias=FUSION_BIAS in expected)
+
+
 def random_weights(
     spec: ModelSpec,
     dtype: torch.dtype,
@@ -161,17 +192,32 @@ def random_weights(
     return DecoderWeights(embedding, *_load_rest(tensors, spec, dtype, joins_gate), head)
 
 
+def _load_eagle(
+    source: Source, spec: ModelSpec, dtype: torch.dtype, joins_gate: bool, *, has_bias: bool
+) -> EagleWeights:
+    fusion = source.read(FUSION, dtype)
+    bias = source.read(FUSION_BIAS, dtype) if has_bias else None
+    return EagleWeights(fusion, bias, _load_layers(source, spec, dtype, joins_gate))
+
+
 def _load_rest(
     source: Source, spec: ModelSpec, dtype: torch.dtype, joins_gate: bool
 ) -> tuple[list[LayerWeights], Tensor]:
     """The layers and the norm after them."""
+    layers = _load_layers(source, spec, dtype, joins_gate)
+    return layers, _read_norm(source, spec, dtype, NORM)
+
+
+def _load_layers(
+    source: Source, spec: ModelSpec, dtype: torch.dtype, joins_gate: bool
+) -> list[LayerWeights]:
     layers = []
     for index in range(spec.num_layers):
         layer = _load_layer(source, spec, dtype, index)
         if joins_gate:  # before the next one is read, so that few lie in memory twice
             layer.join_gate()
         layers.append(layer)
-    return layers, _read_norm(source, spec, dtype, NORM)
+    return layers
 
 
 def _read_norm(source: Source, spec: ModelSpec, dtype: torch.dtype, name: str) -> Tensor:
@@ -184,7 +230,7 @@ def _read_norm(source: Source, spec: ModelSpec, dtype: torch.dtype, name: str) -
 
 
 def _load_layer(source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int) -> LayerWeights:
-    names = layer_tensors(spec)
+    names = layer_tensors(spec, layer)
 
     def read(name: str) -> Tensor:
         return source.read(f"model.layers.{layer}.{name}", dtype)
@@ -210,9 +256,9 @@ def _load_layer(source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int)
         counts = {QUERY_NORM: spec.num_heads, KEY_NORM: spec.num_kv_heads}
         return torch.cat([norm(name).expand(count, -1) for name, count in counts.items()])
 
-    norms = norm_names(spec)
+    norms = norm_names(spec, layer)
     return LayerWeights(
-        attention_norm=norm(norms.attention),
+        attention_norm=norm(norms.attention) if norms.attention else None,
         qkv=stacked("weight"),
         qkv_bias=stacked("bias") if spec.attention_bias else None,
         head_norms=head_norms() if spec.family.head_norms else None,

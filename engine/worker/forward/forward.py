@@ -73,7 +73,7 @@ class StepInputs:
     positions: IntArray  # [tokens]
     slots: Sequence[IntArray]  # for each group, [tokens] where their K and V go; -1: nowhere
     wanted: IntArray | None  # rows of the step whose hidden states are asked for; None: all
-    embeds: HostEmbeds | None = None  # rows that come as embeddings instead of token ids
+    embeds: HostEmbeds | Embeds | None = None  # rows that come so instead of as token ids
     aux: AuxStates | None = None  # hidden states of inner layers, of the same rows
     late: LateTokens | None = None  # whose ids in `token_ids` mean nothing
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from ...models.decoder import Decoder
+from ...models.eagle_head import EagleHead
 from ...models.model_source import ModelSource
 from ...models.model_spec import ModelSpec
 from .placement import Placement
@@ -41,18 +42,18 @@ class ModelLoader:
         return self._parts[0].is_plain
 
     def load_models(self, max_model_len: int) -> tuple[Decoder, Decoder | None]:
-        """The model, for a context of so many tokens, and the draft model, for as many of them as
-        it can see. Raises ConfigError where weights do not fit."""
-        model, *others = [
-            Decoder.load(
-                source.path,
-                source.spec,
-                min(max_model_len, source.spec.max_context),
-                self._compute,
-                self._placement.device,
-                parts,
-                is_random=self._placement.random_weights,
+        """The model, for a context of so many tokens, and the draft model or EAGLE head, for as
+        many of them as it can see. Raises ConfigError where weights do not fit."""
+        found: list[Decoder] = []
+        for source, parts in zip(self._sources, self._parts, strict=True):
+            length = min(max_model_len, source.spec.max_context)
+            common = (self._compute, self._placement.device, parts)
+            is_random = self._placement.random_weights
+            if source.spec.is_eagle:
+                head = EagleHead.load_head(source, found[0], length, *common, is_random=is_random)
+                found.append(head)
+                continue
+            found.append(
+                Decoder.load(source.path, source.spec, length, *common, is_random=is_random)
             )
-            for source, parts in zip(self._sources, self._parts, strict=True)
-        ]
-        return model, others[0] if others else None
+        return found[0], found[1] if len(found) > 1 else None

@@ -271,7 +271,10 @@ def make_forward(
         with naming_triton():
             forward.warm_up()
         progress(f"kernels are compiled, which took {time.monotonic() - began:.1f} s")
-        if placement.record_decodes and attention.kernels.can_record_decodes:
+        if model.spec.is_eagle:
+            # A record reads token ids, and the head's steps come as embeddings.
+            progress("the EAGLE head's steps are launched kernel by kernel")
+        elif placement.record_decodes and attention.kernels.can_record_decodes:
             forward.record_steps(progress)
         elif placement.record_decodes:
             logger.warning(

@@ -25,6 +25,7 @@ from itertools import groupby
 from operator import attrgetter
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -40,6 +41,8 @@ from .proposer import ComputedStep, DraftQuery, Proposer
 
 _FOLLOWED_BLOCKS = 1  # of an answer, since drafts of it were asked for last
 _NONE: IntArray = np.zeros(0, np.int64)
+BoolArray = npt.NDArray[np.bool_]
+StatesBefore = tuple[Tensor, IntArray]  # hidden states, and the rows of them that are meant
 
 
 class DraftModel(Proposer):
@@ -77,8 +80,7 @@ class DraftModel(Proposer):
         known[rows] = np.minimum(known[rows], ends)
         is_prompt = step.computed < batch.num_prompt[rows]
         is_full = ends // size > step.computed // size
-        is_left = is_full & ~is_prompt
-        is_left &= ends - batch.drafts_asked_at[rows] > _FOLLOWED_BLOCKS * size
+        is_left = is_full & ~is_prompt & self._leaves(rows, ends)
         if is_left.any():
             self._leave_blocks(rows[is_left], step.computed[is_left] // size, ends[is_left] // size)
         ends = np.minimum(ends, self._max_model_len)
@@ -99,7 +101,8 @@ class DraftModel(Proposer):
         if len(far):
             self._catch_up(rows[far], lengths[far] - 1, None)
         index = index[step_order(rows[index], (lengths - known[rows])[index])]
-        chosen = self._choose_first(rows[index], lengths[index])
+        hidden = self._read_newest(rows[index], lengths[index])
+        chosen = self._likeliest(hidden)
         told = [(index, chosen)]
         for place in range(1, int(most.max())):
             goes_on = np.flatnonzero(most[index] > place)
@@ -107,15 +110,27 @@ class DraftModel(Proposer):
             late = LateTokens(np.arange(count), chosen, goes_on)
             ends = lengths[index] + place
             one = np.ones(count, np.int64)
-            hidden = self._compute(rows[index], ends - 1, one, np.arange(count), late)
+            last = np.arange(count)
+            hidden = self._compute(rows[index], ends - 1, one, last, late, (hidden, goes_on))
             chosen = self._likeliest(hidden)
             told.append((index, chosen))
-        known[rows[told[0][0]]] = (lengths + most - 1)[told[0][0]]
+        asked = told[0][0]
+        known[rows[asked]] = self._known_behind(lengths[asked], most[asked])
         # One wait for all of them.
         tokens = torch.cat([each for _, each in told]).tolist()
         for query, token_id in zip(np.concatenate([each for each, _ in told]), tokens, strict=True):
             drafts[query].append(token_id)
         return drafts
+
+    def _leaves(self, rows: IntArray, ends: IntArray) -> BoolArray:
+        """Which of these rows, whose answers' blocks are full at `ends`, are left alone."""
+        behind = ends - self._batch.drafts_asked_at[rows]
+        return behind > _FOLLOWED_BLOCKS * self._table.given_size
+
+    def _known_behind(self, lengths: IntArray, most: IntArray) -> IntArray:
+        """The tokens that need not be computed again, if they are confirmed, of rows of so many
+        tokens that got `most` drafts each."""
+        return lengths + most - 1
 
     def _catch_up(self, rows: IntArray, ends: IntArray, chosen: Tensor | None) -> None:
         """Compute what these rows lack of their first `ends` tokens, of which the last may be one
@@ -150,16 +165,16 @@ class DraftModel(Proposer):
         slots = self._table.num_entries[rows].astype(np.int64) * self._table.block_size
         return np.minimum(slots, self._max_model_len) - self._batch.num_tokens[rows] + 1
 
-    def _choose_first(self, rows: IntArray, lengths: IntArray) -> Tensor:
-        """The token behind each row's newest, once all before it have been computed: int64
-        `[rows]`, on the device."""
+    def _read_newest(self, rows: IntArray, lengths: IntArray) -> Tensor:
+        """Hidden states `[rows, hidden]` of each row's newest token, once all before it have been
+        computed."""
         starts = self._batch.num_draft_computed[rows]
         counts = lengths - starts
         hidden = []
         for piece in self._pieces(rows, counts):
             last = np.cumsum(counts[piece]) - 1
             hidden.append(self._compute(rows[piece], starts[piece], counts[piece], last, None))
-        return self._likeliest(torch.cat(hidden))
+        return torch.cat(hidden)
 
     def _compute(
         self,
@@ -168,8 +183,21 @@ class DraftModel(Proposer):
         counts: IntArray,
         wanted: IntArray,
         late: LateTokens | None,
+        before: StatesBefore | None = None,
     ) -> Tensor:
-        """Hidden states `[wanted, hidden]` of tokens of these rows; in the order of a step."""
+        """Hidden states `[wanted, hidden]` of tokens of these rows; in the order of a step.
+        `before` are those of the tokens before them, which are drafts; None: of tokens that the
+        model has computed."""
+        return self._forward.prepare_step(self._inputs(rows, starts, counts, wanted, late))()
+
+    def _inputs(
+        self,
+        rows: IntArray,
+        starts: IntArray,
+        counts: IntArray,
+        wanted: IntArray,
+        late: LateTokens | None,
+    ) -> StepInputs:
         batch = self._batch
         positions, token_rows = ranges(starts, counts), np.repeat(rows, counts)
         token_ids = batch.token_ids[token_rows, positions].astype(np.int64)
@@ -177,10 +205,9 @@ class DraftModel(Proposer):
         token_ids[token_ids >= self._vocab_size] = 0
         tables = batch.tables
         slots = tables.slot_mapping(token_rows, positions)
-        inputs = StepInputs(
+        return StepInputs(
             tables.tables, rows, starts, counts, token_ids, positions, slots, wanted, late=late
         )
-        return self._forward.prepare_step(inputs)()
 
     def _likeliest(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)[:, : self._vocab_size].argmax(-1)

@@ -39,10 +39,13 @@ class ComputedStep(NamedTuple):
     num_drafts: IntArray  # [requests] of these, drafts that it checks
     # Tokens that the step before chooses, on the device; None where they are known.
     chosen: Tensor | None
+    hidden: Tensor | None  # [tokens, hidden] of the step, for a proposer that reads them
 
 
 class Proposer(ABC):
     """A worker has one, and its thread calls it. An exception fails the step."""
+
+    reads_hidden = False  # whether `follow_step` is given hidden states of all tokens
 
     def follow_step(self, step: ComputedStep) -> None:  # noqa: B027 - most read tokens alone
         """The model computes a step, whose forward pass has been launched."""

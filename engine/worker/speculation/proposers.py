@@ -1,9 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make_proposer`: the settings name a proposer, here it is made."""
+"""`make_proposer`: the settings name a proposer, here it is made; `make_drafter`: one that is a
+model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ...config.speculative_config import SpeculativeConfig
+from ...models.decoder import Decoder
+from ...models.dtypes import pool_dtype
+from ...models.eagle_head import EagleHead
+from ..forward.forward import StepForward
+from ..input_batch import InputBatch
+from ..kv_pool import ModelPages
+from .draft_model import DraftModel
+from .eagle import EagleDrafts
+from .hidden_pages import HiddenPages
 from .ngram import NgramProposer
 from .proposer import Proposer
 from .suffix import SuffixProposer
@@ -15,3 +27,26 @@ def make_proposer(config: SpeculativeConfig) -> Proposer | None:
         return None
     kind = SuffixProposer if config.method == "suffix" else NgramProposer
     return kind(config.prompt_lookup_min, config.prompt_lookup_max)
+
+
+def make_drafter(
+    model: Decoder,
+    make: Callable[..., StepForward],
+    batch: InputBatch,
+    pages: ModelPages,
+    *,
+    vocab_size: int,
+    max_tokens: int,
+    dtype: str,
+) -> Proposer:
+    """The proposer of a draft model or an EAGLE head, computed in `dtype`, over its part of the
+    pool's pages; `make` makes what computes a model over pages."""
+    sizes = {"vocab_size": vocab_size, "max_tokens": max_tokens}
+    if not isinstance(model, EagleHead):
+        return DraftModel(model, make(model, pages, max_tokens=max_tokens), batch, pages, **sizes)
+    num_layers = model.spec.num_layers
+    own = pages._replace(places=pages.places[:num_layers])
+    rest = pages._replace(places=pages.places[num_layers:])
+    states = HiddenPages(rest, batch.tables, model.spec.hidden_size, pool_dtype(dtype))
+    forward = make(model, own, max_tokens=max_tokens)
+    return EagleDrafts(model, forward, batch, own, states, **sizes)

@@ -22,6 +22,11 @@ class StepDrafts:
     def __init__(self, batch: InputBatch, sampler: Sampler, proposer: Proposer | None) -> None:
         self._batch, self._sampler, self._proposer = batch, sampler, proposer
 
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether `follow_step` takes hidden states of all tokens of a step."""
+        return self._proposer is not None and self._proposer.reads_hidden
+
     def remove_request(self, request_id: str) -> None:
         """The proposer forgets a request that has ended. An unknown id is ignored."""
         if self._proposer is not None:

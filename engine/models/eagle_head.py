@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EagleHead: the layers of an EAGLE head between the embedding and the output matrix of its model.
+
+    fuse      embedding of a token, hidden state of the token before ──► [tokens, hidden]
+    forward   these, given as `Embeds`, through the layers ──► hidden states
+    logits    the model's own, of these
+
+The hidden state that it reads is the model's last one behind the last norm, which `logits` takes:
+vLLM gives its heads the same. Its own layers have no norm behind them, the first none in front
+of its attention. Embedding and output matrix are the model's, and lie in memory once; those of
+a checkpoint are copies that training left as they were, and are not read.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from .checkpoint.checkpoint import CPU
+from .checkpoint.weights import EagleWeights, load_eagle_weights
+from .decoder import PLAIN, Decoder, Layer, turns_of
+from .layers import Elementwise, Linear
+from .model_source import ModelSource
+from .model_spec import ModelSpec
+
+
+class EagleHead(Decoder):
+    """One head in memory, beside its model. Takes over `weights`, as a decoder does."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: EagleWeights,
+        model: Decoder,
+        max_model_len: int,
+        dtype: torch.dtype,
+        elementwise: Elementwise = PLAIN,
+    ) -> None:
+        self.spec = spec
+        self._ops = elementwise
+        self._element_bytes = weights.fusion.element_size()
+        device = weights.fusion.device
+        self._fusion = Linear(weights.fusion, weights.fusion_bias)
+        self._layers = []
+        while weights.layers:
+            self._layers.append(Layer(spec, weights.layers.pop(0), elementwise))
+        self._last_norm = None
+        self._embedding, self._embedding_scale = model._embedding, model._embedding_scale
+        self._head, self._logits_softcap = model._head, model._logits_softcap
+        self._tables = turns_of(spec, max_model_len, dtype, device)
+        self._table_of = spec.rope_of_layers
+
+    @classmethod
+    def load_head(
+        cls,
+        source: ModelSource,
+        model: Decoder,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+        elementwise: Elementwise = PLAIN,
+        *,
+        is_random: bool = False,
+    ) -> Self:
+        """Read the weights of a head straight to `device`, or take random ones; raises ConfigError
+        where they do not fit its specification."""
+        weights = load_eagle_weights(
+            source.path,
+            source.spec,
+            dtype,
+            device,
+            joins_gate=elementwise.is_kernels,
+            is_random=is_random,
+        )
+        return cls(source.spec, weights, model, max_model_len, dtype, elementwise)
+
+    def fuse(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """`[tokens, hidden]` that the layers begin with: of each token, and of the hidden state
+        `[tokens, hidden]` of the token before it."""
+        return self._fusion(torch.cat((self.embed(token_ids), hidden), -1))

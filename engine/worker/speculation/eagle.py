@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EagleDrafts: an EAGLE head proposes, from the model's hidden states, what the model says next.
+
+Its K and V lie in the blocks of the model, as a draft model's do (`draft_model.py`), and beside
+them the model's hidden states. Slot i is of token i and of the hidden state before it:
+
+    slot           0         1          2          3
+    token          t0        t1         t2         t3
+    hidden state   (h0)      (h1)       (h2)       (h3)       kept there
+    K and V of     nothing   t1, h0     t2, h1     t3, h2     slot 0 holds zeros
+    proposes                 t2         t3         t4
+
+Everything in a slot is a function of the tokens up to its own, so everything in a block is one of
+the tokens that name it, however it was computed, and a block that is found needs no token of it to
+be computed again: the hidden state before the next slot is in its last one. With the pair of token
+i + 1 and hidden state i in slot i, as other engines have it, the last slot of a block would depend
+on a token behind the block. Rotary positions tell distances only, so the drafts are the same.
+
+Drafts behind the first are of hidden states that the head itself has made. Their K and V are
+computed again, of the model's, once the model has confirmed them. The head computes every block of
+an answer, and leaves none as a draft model does: it is small against the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...batch.batch_update import IntArray
+from ...models.decoder import Embeds
+from ...models.eagle_head import EagleHead
+from ...sampling.copies import to_device
+from ..forward.attention_metadata import ranges
+from ..forward.forward import LateTokens, StepForward
+from ..input_batch import InputBatch
+from ..kv_pool import ModelPages
+from .draft_model import BoolArray, DraftModel, StatesBefore
+from .hidden_pages import HiddenPages, slot_index
+from .proposer import ComputedStep
+
+_FIRST_SLOTS = 1  # that have no hidden state before them
+
+
+class EagleDrafts(DraftModel):
+    """An EAGLE head over the pages of its model's pool."""
+
+    reads_hidden = True
+
+    def __init__(
+        self,
+        head: EagleHead,
+        forward: StepForward,
+        batch: InputBatch,
+        pages: ModelPages,
+        states: HiddenPages,
+        *,
+        vocab_size: int,
+        max_tokens: int,
+    ) -> None:
+        """`pages` are those of the head's layers, `states` has the hidden states of the model."""
+        super().__init__(head, forward, batch, pages, vocab_size=vocab_size, max_tokens=max_tokens)
+        self._head, self._states = head, states
+
+    def follow_step(self, step: ComputedStep) -> None:
+        """Keep the step's hidden states, and compute what lacks of prompts and of full blocks."""
+        if step.hidden is None:
+            raise ValueError("an EAGLE head follows steps by their hidden states; none were given")
+        rows, positions = np.repeat(step.rows, step.counts), ranges(step.computed, step.counts)
+        self._states.write_states(rows, positions, step.hidden)
+        known, first = self._batch.num_draft_computed, step.rows[step.computed == 0]
+        known[first] = np.maximum(known[first], _FIRST_SLOTS)
+        is_bare = (positions < _FIRST_SLOTS) | (positions >= self._max_model_len)
+        if is_bare.any():
+            self._clear_slots(rows[is_bare], positions[is_bare])
+        super().follow_step(step)
+
+    def _leaves(self, rows: IntArray, ends: IntArray) -> BoolArray:
+        return np.zeros(len(rows), np.bool_)
+
+    def _known_behind(self, lengths: IntArray, most: IntArray) -> IntArray:
+        return lengths
+
+    def _compute(
+        self,
+        rows: IntArray,
+        starts: IntArray,
+        counts: IntArray,
+        wanted: IntArray,
+        late: LateTokens | None,
+        before: StatesBefore | None = None,
+    ) -> Tensor:
+        inputs = self._inputs(rows, starts, counts, wanted, late)
+        device = self._states.device
+        tokens = to_device(inputs.token_ids, device)
+        if late is not None:
+            late.put(tokens)
+        if before is None:
+            hidden = self._states.read_states(np.repeat(rows, counts), inputs.positions - 1)
+        else:
+            states, meant = before
+            hidden = states[to_device(meant, device)]
+        fused = Embeds(None, self._head.fuse(tokens, hidden))
+        return self._forward.prepare_step(replace(inputs, embeds=fused, late=None))()
+
+    def _clear_slots(self, rows: IntArray, positions: IntArray) -> None:
+        """Zeros for K and V of these slots, which the head never computes."""
+        for table, pages in self._pages:
+            blocks, offsets = slot_index(table, rows, positions, pages.device)
+            # As bytes: not every type of K and V can be put in its place.
+            pages.view(torch.uint8)[blocks, :, :, offsets] = 0
