@@ -27,7 +27,12 @@ from stratakv.engine.config.engine_config import (
     ModelConfig,
     SchedulerConfig,
 )
-from stratakv.engine.config.speculative_config import DRAFT_MODEL, SpeculativeConfig
+from stratakv.engine.config.speculative_config import (
+    DRAFT_MODEL,
+    EAGLE,
+    OF_MODELS,
+    SpeculativeConfig,
+)
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.executor import ExecutorDied, InProcessExecutor
 from stratakv.engine.core.worker_process.process_executor import ProcessExecutor
@@ -110,10 +115,14 @@ class Life:
         self._apart = random.Random(f"apart {seed}")
         self._depth, self._runs_ahead = self._apart.choice([(1, False), (2, False), (2, True)])
         method = self._apart.choice(["none", "ngram", "suffix", DRAFT_MODEL])
-        self._has_draft = method == DRAFT_MODEL
+        # Drawn apart from these, for the same reason.
+        if method == DRAFT_MODEL and random.Random(f"head {seed}").random() < 0.5:
+            method = EAGLE
+        self._has_draft = method in OF_MODELS
+        draft = {DRAFT_MODEL: world.model, EAGLE: world.head}.get(method)
         self._speculative = SpeculativeConfig(
             method=method,
-            model=world.model if self._has_draft else None,
+            model=draft,
             num_tokens=self._apart.choice([1, 3, 8]),
             prompt_lookup_min=1,
             adaptive=self._apart.random() < 0.3,

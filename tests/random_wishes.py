@@ -31,6 +31,7 @@ class World:
     """What lives have in common."""
 
     model: Path
+    head: Path  # an EAGLE head of the model
     prompts: Sequence[tuple[int, ...]]
     answer: Reference
 

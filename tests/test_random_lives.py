@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from .eagle_heads import make_eagle
 from .nursery_site.nursery_client import Nursery
 from .other_process import OtherProcess
 from .random_life import ENDS, MAX_MODEL_LEN, Life
@@ -49,7 +50,8 @@ def make_world(model: Path, num_prompts: int) -> World:
             return tuple(greedy_reference(model, prompt, OUTPUT_TOKENS))
         return tuple(penalised_reference(model, prompt, OUTPUT_TOKENS, penalty))
 
-    return World(model, prompts, answer)
+    head = make_eagle(model / "head", model)
+    return World(model, head, prompts, answer)
 
 
 @pytest.fixture(scope="module")

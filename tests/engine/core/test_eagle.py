@@ -5,9 +5,7 @@ the model says has no draft rejected, as long as it is given the right hidden st
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,11 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from stratakv.connector.page_names import pages_of
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.core.model_check import check_model
 from stratakv.engine.request.core_messages import share_prompt
 from stratakv.engine.request.request import Request, unpack_token_ids
 from stratakv.engine.scheduler.speculation import Speculation
-from stratakv.tiers.settings.values import ConfigError
 
 from ...eagle_heads import CIRCLE, make_counting_head, make_counting_model, make_eagle
 from ...tiny_models import load_reference, make_llama, make_model
