@@ -21,6 +21,7 @@ from torch import Tensor
 from .checkpoint.checkpoint import CPU
 from .checkpoint.weights import EagleWeights, load_eagle_weights
 from .decoder import PLAIN, Decoder, Layer, turns_of
+from .eagle_spec import check_fusion
 from .layers import Elementwise, Linear
 from .model_source import ModelSource
 from .model_spec import ModelSpec
@@ -66,6 +67,8 @@ class EagleHead(Decoder):
     ) -> Self:
         """Read the weights of a head straight to `device`, or take random ones; raises ConfigError
         where they do not fit its specification."""
+        if not is_random:
+            check_fusion(source.path)
         weights = load_eagle_weights(
             source.path,
             source.spec,

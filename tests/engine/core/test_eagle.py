@@ -5,6 +5,7 @@ the model says has no draft rejected, as long as it is given the right hidden st
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,13 +20,18 @@ from safetensors.torch import load_file, save_file
 
 from stratakv.connector.page_names import pages_of
 from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.core.model_check import check_model
+from stratakv.engine.request.beam_params import BeamSearchParams
 from stratakv.engine.request.core_messages import share_prompt
 from stratakv.engine.request.request import Request, unpack_token_ids
 from stratakv.engine.scheduler.speculation import Speculation
+from stratakv.tiers.settings.values import ConfigError
 
 from ...eagle_heads import CIRCLE, make_counting_head, make_counting_model, make_eagle
 from ...tiny_models import load_reference, make_llama, make_model
 from .conftest import VOCAB, config_of, finish, prompt_of, request, run
+from .test_beams import search
+from .test_beams import told as beams_told
 from .test_draft_model import KINDS, asked_of
 from .test_speculation import requests, told
 
@@ -245,6 +251,117 @@ def test_an_answer_that_no_drafts_are_wanted_of_is_computed_all_the_same(
     with core_with(llama, head, max_num_batched_tokens=128) as core:
         run(core, request("a", prompt + said, max_tokens=1))
         check_pages(core, found, 12)
+
+
+def test_blocks_that_beams_have_begun_for_each_other(llama: Path, tmp_path: Path) -> None:
+    """A beam goes on in the blocks of one that has ended, the last of which is not full."""
+    head, prompt = make_eagle(tmp_path, llama), prompt_of(13)
+    params = BeamSearchParams(beam_width=3, max_tokens=25, ignore_eos=True)
+    with core_with(llama, head) as core:
+        found = beams_told(core, search("a", prompt, params), count=3)
+        pages = pages_by_name(core)
+    with core_with(llama, head, max_num_batched_tokens=128) as core:
+        for name, output in found.items():
+            run(core, request(name, prompt + output.new_token_ids, max_tokens=1))
+        check_pages(core, pages, 4)
+
+
+@pytest.mark.parametrize(("name", "config", "words"), [
+    ("hidden", {"hidden_size": 32}, r"is for a model of 32 numbers of a hidden state .*has 48"),
+    ("vocab", {"vocab_size": 300}, r"is for a model of 300 tokens \(vocab_size\), .* has 257"),
+    ("third", {"architectures": ["LlamaForCausalLMEagle3"]}, "EAGLE-3 head, .* EAGLE-1 heads"),
+    ("wide", {"draft_vocab_size": 32000}, "is an EAGLE-3 head"),
+    ("typed", {"model_type": "eagle3"}, "is an EAGLE-3 head"),
+    ("kind", {"architectures": ["MedusaModel"], "model_type": "medusa"},
+     r"architectures must be EagleLlamaForCausalLM, LlamaForCausalLMEagle or LlamaForCausalLM "),
+    ("quantised", {"quantization_config": {"bits": 4}}, "quantization_config must be absent"),
+])  # fmt: skip
+def test_a_head_of_another_shape_is_refused(
+    llama: Path, tmp_path: Path, name: str, config: dict[str, Any], words: str
+) -> None:
+    head = make_eagle(tmp_path / name, llama)
+    fields = json.loads((head / "config.json").read_text()) | config
+    (head / "config.json").write_text(json.dumps(fields))
+    options = {"speculative_model": str(head), "speculative_method": "eagle"}
+    with pytest.raises(ConfigError, match=words):
+        check_model(config_of(llama, **options))
+    with pytest.raises(ConfigError, match=words):
+        EngineCore(config_of(llama, **options))
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"fc.weight": None}, "lacks the tensor 'fc.weight', so it is no EAGLE head"),
+    ({"fc.weight": torch.zeros(48, 144)}, r"is an EAGLE-3 head: its 'fc.weight' of \[48, 144\]"),
+    ({"fc.weight": torch.zeros(48, 95)}, r"fc.weight must have shape \[48, 96\] .*not \[48, 95\]"),
+    ({"fc.weight": torch.zeros(48, 96, dtype=torch.int8)}, "must be one of F64, .* not I8"),
+    ({"layers.0.mlp.up_proj.weight": None}, "lacks the tensor .*mlp.up_proj.weight"),
+    ({"layers.0.input_layernorm.weight": torch.ones(48)}, "holds the tensor .*input_layernorm"),
+], ids=lambda given: str(given)[:40])  # fmt: skip
+def test_weights_that_are_no_head_are_refused(
+    llama: Path, tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    head = make_eagle(tmp_path, llama)
+    stored = load_file(head / "model.safetensors") | change
+    file = head / "model.safetensors"
+    save_file({name: each for name, each in stored.items() if each is not None}, file)
+    options = {"speculative_model": str(head)}
+    with pytest.raises(ConfigError, match=words):
+        check_model(config_of(llama, **options))
+    with pytest.raises(ConfigError, match=words):
+        EngineCore(config_of(llama, **options))
+
+
+@pytest.mark.parametrize(("config", "method"), [
+    ({}, None), ({"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama"}, None),
+    ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "eagle"),
+])  # fmt: skip
+def test_a_head_is_known_by_its_config_or_by_the_method(
+    llama: Path, tmp_path: Path, config: dict[str, Any], method: str | None
+) -> None:
+    """Its embedding and its output matrix, where it brings them, are left alone."""
+    head = make_eagle(tmp_path, llama, **config)
+    file = head / "model.safetensors"
+    copies = dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), torch.zeros(VOCAB, 48))
+    save_file(load_file(file) | {name: each.clone() for name, each in copies.items()}, file)
+    options = {} if method is None else {"speculative_method": method}
+    given = config_of(llama, speculative_model=str(head), **options)
+    assert given.speculative.method == "eagle"
+    check_model(given)
+    with core_with(llama, head, **options) as core:
+        run(core, request("a", prompt_of(9), max_tokens=20))
+        assert figures_of(core)["num_draft_tokens"] > 0
+
+
+def test_a_shape_that_lies_in_an_object_of_its_own(llama: Path, tmp_path: Path) -> None:
+    head = make_eagle(tmp_path, llama)
+    fields = json.loads((head / "config.json").read_text())
+    outer = {"architectures": ["EAGLEModel"], "model_type": "eagle", "model": fields}
+    (head / "config.json").write_text(json.dumps(outer))
+    check_model(config_of(llama, speculative_model=str(head)))
+
+
+def test_methods_that_do_not_fit_the_model_that_is_named(llama: Path, tmp_path: Path) -> None:
+    head = make_eagle(tmp_path / "head", llama)
+    for draft, method, words in (
+        (head, "draft_model", "is an EAGLE head, no whole model; give --speculative-method eagle"),
+        (llama, "eagle", "lacks the tensor 'fc.weight', so it is no EAGLE head"),
+    ):
+        given = config_of(llama, speculative_model=str(draft), speculative_method=method)
+        with pytest.raises(ConfigError, match=words):
+            check_model(given)
+        with pytest.raises(ConfigError, match=words):
+            EngineCore(given)
+    with pytest.raises(ConfigError, match="--speculative-method eagle and no draft model"):
+        config_of(llama, speculative_method="eagle")
+
+
+def test_an_engine_finds_no_blocks_of_one_with_another_head(llama: Path, tmp_path: Path) -> None:
+    heads = [None, *[make_eagle(tmp_path / str(seed), llama, seed) for seed in range(2)]]
+    names = set()
+    for head in heads:
+        with core_with(llama, head) as core:
+            names.add(core.ready().identity["fingerprint"])
+    assert len(names) == len(heads)
 
 
 def test_slots_behind_the_context_of_the_head_hold_zeros(llama: Path, tmp_path: Path) -> None:
