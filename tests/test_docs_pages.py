@@ -111,6 +111,12 @@ class Page:
     skips_guests: bool = True
 
 
+def _bring_head(reader: Reader) -> None:
+    from .eagle_heads import make_eagle  # torch, which most pages do without
+
+    make_eagle(reader.home / "eagle", EMBEDDED_MODEL)
+
+
 def _bring_deploy(reader: Reader) -> None:
     shutil.copytree(ROOT / "deploy", reader.home / "deploy")
     (reader.home / "units").mkdir()
@@ -148,7 +154,11 @@ PAGES: Mapping[str, Page] = {
     "docs/scheduling.md": Page(installs=True),
     "docs/sglang.md": Page(),
     "docs/speculation.md": Page(
-        (("serve MODEL --speculative-model DRAFT", f"serve --speculative-model {EMBEDDED_MODEL}"),)
+        (
+            ("MODEL --speculative-model DRAFT", f"--speculative-model {EMBEDDED_MODEL}"),
+            ("serve MODEL --speculative-model EAGLE_DIR", "serve --speculative-model {home}/eagle"),
+        ),
+        prepare=_bring_head,
     ),
     "docs/step-trace.md": Page(
         (("--step-trace", "--kv-offload-cpu-bytes 64MiB --step-trace"), ("/tmp/", "{home}/"))

@@ -80,7 +80,7 @@ class Embeds(NamedTuple):
     values: Tensor  # [n, hidden], not changed by anything else
 
     def to(self, device: torch.device) -> Embeds:
-        """Itself: it lies on the device of the step."""
+        """The embeddings as they are: they lie on the device of the step already."""
         return self
 
 

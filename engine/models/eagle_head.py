@@ -28,7 +28,7 @@ from .model_spec import ModelSpec
 
 
 class EagleHead(Decoder):
-    """One head in memory, beside its model. Takes over `weights`, as a decoder does."""
+    """A head in memory, beside its model. Takes over `weights`, as a decoder does."""
 
     def __init__(
         self,

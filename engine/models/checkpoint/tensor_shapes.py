@@ -51,8 +51,8 @@ def text_part_name(stored: str) -> str | None:
 
 
 def eagle_name(stored: str) -> str | None:
-    """What a tensor of an EAGLE head is called here; None for the embedding and the output matrix,
-    which are those of the model that it reads."""
+    """The name here of a tensor of an EAGLE head; None for an embedding and an output matrix, in
+    whose place the model's are taken."""
     name = plain_name(stored)
     if name in (EMBEDDING, HEAD):
         return None
@@ -88,7 +88,7 @@ def _all_layers(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def _eagle_tensors(spec: ModelSpec, stored: Container[str]) -> dict[str, tuple[int, ...]]:
-    """Those of an EAGLE head, which has neither an embedding nor a norm or a matrix behind its
+    """The tensors of an EAGLE head: no embedding, and neither a norm nor a matrix behind its
     layers."""
     shapes: dict[str, tuple[int, ...]] = {FUSION: (spec.hidden_size, 2 * spec.hidden_size)}
     if FUSION_BIAS in stored:

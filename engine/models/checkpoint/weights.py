@@ -203,7 +203,6 @@ def _load_eagle(
 def _load_rest(
     source: Source, spec: ModelSpec, dtype: torch.dtype, joins_gate: bool
 ) -> tuple[list[LayerWeights], Tensor]:
-    """The layers and the norm after them."""
     layers = _load_layers(source, spec, dtype, joins_gate)
     return layers, _read_norm(source, spec, dtype, NORM)
 

@@ -123,7 +123,7 @@ class DraftModel(Proposer):
         return drafts
 
     def _leaves(self, rows: IntArray, ends: IntArray) -> BoolArray:
-        """Which of these rows, whose answers' blocks are full at `ends`, are left alone."""
+        """`[rows]` whether the answer of a row, whose block is full at its end, is left alone."""
         behind = ends - self._batch.drafts_asked_at[rows]
         return behind > _FOLLOWED_BLOCKS * self._table.given_size
 
