@@ -110,4 +110,5 @@ class EagleDrafts(DraftModel):
         for table, pages in self._pages:
             blocks, offsets = slot_index(table, rows, positions, pages.device)
             # As bytes: not every type of K and V can be put in its place.
-            pages.view(torch.uint8)[blocks, :, :, offsets] = 0
+            nothing = torch.zeros((), dtype=torch.uint8, device=pages.device)
+            pages.view(torch.uint8)[blocks, :, :, offsets] = nothing

@@ -131,9 +131,9 @@ def check_pages(core: EngineCore, known: dict[bytes, Any], at_least: int) -> Non
 
 
 @pytest.mark.parametrize("options", [
-    {"depth": 2, "async_scheduling": True}, {"max_num_batched_tokens": 11},
-    {"attention_backend": "gather"}, {"attention_backend": "kernels", "depth": 2},
-    {"max_num_seqs": 2}, {"num_blocks": 14, "max_model_len": 80},
+    {"depth": 2, "async_scheduling": True, "max_num_batched_tokens": 11},
+    {"attention_backend": "gather", "max_num_seqs": 2},
+    {"attention_backend": "kernels", "depth": 2}, {"num_blocks": 14, "max_model_len": 80},
 ], ids=str)  # fmt: skip
 def test_answers_and_blocks_are_those_without_drafts(
     model: Path, head: Path, expected: dict[str, Any], known: dict[bytes, Any],
@@ -177,7 +177,8 @@ def test_blocks_that_a_tier_brings(
 
 @pytest.mark.parametrize("options", [
     {}, {"max_num_batched_tokens": 11}, {"num_blocks": 14, "max_model_len": 96},
-    {"depth": 2, "async_scheduling": True},
+    {"depth": 2, "async_scheduling": True, "dtype": "bfloat16"},
+    {"dtype": "float32", "attention_backend": "kernels"},
     {"kv_offload": "cpu", "kv_offload_cpu_bytes": "64MiB", "kv_offload_load": "always",
      "num_blocks": 14, "max_model_len": 96},
 ], ids=str)  # fmt: skip

@@ -43,6 +43,15 @@ class Follower:
         assert len(self.outputs) == update.batch_size
 
 
+def test_a_row_that_is_held_keeps_what_its_draft_model_lacks() -> None:
+    batch = make_batch()
+    batch.add(request("a", [1, 2, 3, 4, 5, 6]), ([1, 2],), 4)
+    batch.num_computed[0], batch.num_draft_computed[0] = 6, 5
+    batch.refill(batch.held_rows())
+    batch.condense_rows()
+    assert (batch.num_computed[0], batch.num_draft_computed[0]) == (6, 5)
+
+
 @given(
     st.lists(
         st.tuples(
