@@ -78,11 +78,13 @@ def make_counting_model(directory: Path) -> Path:
 
 
 def make_counting_head(directory: Path, model: Path, *, by: str) -> Path:
-    """Save a head that says what the counting model says: by the `token`, or by the `hidden` state
-    before it alone. Its directory."""
+    """Save a head that says what the counting model says: by the `hidden` state before the token
+    alone, or by the `token`; its own states then have a hundredth of the state before in them, and
+    differ from the model's. Its directory."""
     make_eagle(directory, model)
     one, none = torch.eye(CIRCLE), torch.zeros(CIRCLE, CIRCLE)
-    halves = (one, none) if by == "token" else (none, one.roll(1, 0))
+    noise = 0.01 * torch.randn(CIRCLE, CIRCLE, generator=torch.Generator().manual_seed(1))
+    halves = (one, noise) if by == "token" else (none, one.roll(1, 0))
     fusion = torch.cat(halves, 1)
     rewrite(directory, {"fc.weight": fusion}, silent=("o_proj.weight", "down_proj.weight"))
     return directory

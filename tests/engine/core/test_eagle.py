@@ -197,6 +197,19 @@ def test_a_head_that_knows_the_model_has_no_draft_rejected(
         assert figures["num_accepted_tokens"] == figures["num_draft_tokens"] >= 100, figures
 
 
+def test_blocks_with_accepted_drafts_are_those_of_a_prompt(
+    counting: Path, counting_head: Path
+) -> None:
+    """K and V that were computed of the head's own states are computed again of the model's."""
+    with core_with(counting, counting_head) as core:
+        said = run(core, request("a", [5, 6, 7], max_tokens=60))["a"].new_token_ids
+        figures, pages = figures_of(core), pages_by_name(core)
+    assert figures["num_accepted_tokens"] >= 40
+    with core_with(counting, counting_head) as core:
+        run(core, request("a", [5, 6, 7, *said], max_tokens=1))
+        check_pages(core, pages, 7)
+
+
 def test_accepted_drafts_are_counted_by_their_places(counting: Path, tmp_path: Path) -> None:
     head = make_counting_head(tmp_path, counting, by="hidden")
     with core_with(counting, head) as core:
@@ -240,8 +253,7 @@ def test_an_answer_that_no_drafts_are_wanted_of_is_computed_all_the_same(
     most_drafts_of = Speculation.most_drafts_of
 
     def few(speculation: Speculation, request: Request) -> int:
-        is_left = 20 < request.num_tokens < 75
-        return 0 if is_left else most_drafts_of(speculation, request)
+        return 0 if request.num_tokens > 20 else most_drafts_of(speculation, request)
 
     head, prompt = make_eagle(tmp_path, llama), prompt_of(13)
     with monkeypatch.context() as patched:
