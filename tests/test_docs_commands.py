@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 
 from stratakv.engine.api.api_settings import ApiSettings
 from stratakv.engine.api.app import create_app
@@ -275,6 +275,7 @@ def test_routes() -> None:
         if isinstance(route, Route)
         for method in (route.methods or set()) - {"HEAD"}
     }
+    routes |= {f"GET {route.path}" for route in app.routes if isinstance(route, WebSocketRoute)}
     assert _tables()["HTTP routes"].keys() == routes
 
 

@@ -16,19 +16,19 @@ from typing import Protocol
 from starlette.types import Message, Receive
 
 from ..api.api_errors import ApiError, ClientGone
-from ..api.openai.response.messages import only_disconnect, text_of_message
+from ..api.openai.response.socket_messages import only_disconnect, text_of_message
 from ..api.openai.response.streaming import before
 from . import legs
 
 
 class PartsSource(Protocol):
-    """What a client sends, as lines of JSON."""
+    """The parts that a client sends, as lines of JSON."""
 
-    async def read(self) -> bytes:
-        """What comes next, and b"" behind the last of it. Raises ApiError and ClientGone."""
+    async def read_lines(self) -> bytes:
+        """The next bytes, and b"" behind the last of them. Raises ApiError and ClientGone."""
 
     async def receive_end(self) -> Message:
-        """To be asked once nothing more is read: says http.disconnect when the client leaves."""
+        """The next message once nothing more is read; http.disconnect when the client leaves."""
 
 
 class PartsBody:
@@ -49,12 +49,12 @@ class PartsBody:
         held = bytearray()
         while True:
             try:
-                chunk = await before(self._source.read(), deadline, ended)
+                chunk = await before(self._source.read_lines(), deadline, ended)
             except TimeoutError:
                 raise self._overdue() from None
             held += chunk
             if not chunk:
-                self._end()
+                self._set_over()
                 break
             line, end, _ = held.lstrip().partition(b"\n")
             if len(line) > self._max_line_bytes:
@@ -65,23 +65,23 @@ class PartsBody:
         return bytes(held.lstrip())
 
     async def read_more(self) -> bytes:
-        """What comes next, and b"" behind the last of it. Raises ApiError where nothing comes in
-        time, and ClientGone."""
+        """The next bytes, and b"" behind the last of them. Raises ApiError where none come in time,
+        and ClientGone."""
         if self._is_over:
             return b""
         try:
             async with asyncio.timeout(self._wait_seconds):
-                chunk = await self._source.read()
+                chunk = await self._source.read_lines()
         except TimeoutError:
             raise self._overdue() from None
         if chunk:
             self.was_read = True
         else:
-            self._end()
+            self._set_over()
         return chunk
 
-    def stop(self) -> None:
-        """Nothing more is read: the node answers."""
+    def stop_reading(self) -> None:
+        """The node answers, so `receive_end` may read the rest and drop it."""
         self._stopped.set()
 
     async def receive_end(self) -> Message:
@@ -90,7 +90,7 @@ class PartsBody:
         await self._stopped.wait()
         return await self._source.receive_end()
 
-    def _end(self) -> None:
+    def _set_over(self) -> None:
         self._is_over = True
         self._stopped.set()
 
@@ -109,8 +109,8 @@ class HttpParts:
         self._receive = receive
         self._is_whole = False
 
-    async def read(self) -> bytes:
-        """What comes next, and b"" behind the last of it. Raises ClientGone."""
+    async def read_lines(self) -> bytes:
+        """The next bytes of the body, and b"" behind the last of them. Raises ClientGone."""
         while not self._is_whole:
             message = await self._receive()
             if message["type"] == "http.disconnect":
@@ -122,7 +122,7 @@ class HttpParts:
         return b""
 
     async def receive_end(self) -> Message:
-        """What comes next. Where the node answers before the end of the body, that is dropped."""
+        """The next message; more of the body, if the node answers before its end, is dropped."""
         return await self._receive()
 
 
@@ -134,7 +134,7 @@ class SocketParts:
         self._max_message_bytes = max_message_bytes
         self._is_whole = False
 
-    async def read(self) -> bytes:
+    async def read_lines(self) -> bytes:
         """The next message as a line, and b"" behind the last one. Raises ApiError for one that
         cannot be, and ClientGone."""
         if self._is_whole:
@@ -150,8 +150,8 @@ class SocketParts:
         return data.replace(b"\n", b" ") + b"\n"
 
     async def receive_end(self) -> Message:
-        """What comes next. A message behind the last part is a fault; where the node answers before
-        that, with an error, messages on their way are dropped."""
+        """The next message. Raises ApiError for one behind the last part. If the node answers
+        before that part, with an error, messages on their way are dropped."""
         if self._is_whole:
             return await only_disconnect(self._receive)()
         message = await self._receive()

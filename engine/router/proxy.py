@@ -203,7 +203,7 @@ class Proxy:
                 logger.info("%s answered %d", node.name, answer.status)
                 return False
             if request.rest is not None:
-                request.rest.stop()
+                request.rest.stop_reading()
             await pass_on(answer, reply)
             return True
 

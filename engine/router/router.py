@@ -33,7 +33,7 @@ from ..api.http.hosts import check_host, hosts_to_check
 from ..api.http.http_protocol import PARTS_PATH
 from ..api.http.origins import check_origin
 from ..api.openai.request.body import JSON_LINES, check_kind, read_body
-from ..api.openai.response.messages import send_message
+from ..api.openai.response.socket_messages import send_message
 from ..api.openai.response.streaming import until_disconnect
 from .node_tls import make_node_tls
 from .nodes import Choice, LeastLoaded, Node, Nodes, Role

@@ -12,7 +12,7 @@ import msgspec
 from starlette.types import Send
 
 from ..api.api_errors import ApiError, ErrorBody
-from ..api.openai.response.messages import DONE, close_code, close_with_error, send_message
+from ..api.openai.response.socket_messages import DONE, close_code, close_with_error, send_message
 from .relay import Reply
 from .upstream import Headers, NodeLost
 
@@ -56,7 +56,7 @@ class SocketReply(Reply):
         await self._close()
 
     async def fail(self, error: ApiError) -> None:
-        """End an answer, begun or not, with an error."""
+        """Send an error and close, whether or not the answer has begun."""
         if not self.is_ended:
             self.is_ended = True
             await close_with_error(self._send, error)

@@ -54,9 +54,9 @@ class BodyRest(Protocol):
     was_read: bool  # some of it is gone, so no other node can be sent all of it
 
     async def read_more(self) -> bytes:
-        """What comes next, and b"" behind the last of it. Raises ApiError and ClientGone."""
+        """The next bytes, and b"" behind the last of them. Raises ApiError and ClientGone."""
 
-    def stop(self) -> None:
+    def stop_reading(self) -> None:
         """No more of it is wanted: the node answers."""
 
 

@@ -73,18 +73,18 @@ class HttpProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is awaited any more."""
         self._stop_watching()
-        self._reader.stop()
+        self._reader.stop_watching()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """More waits to be read than the transport likes."""
+        """More waits to be read than the transport likes, so the reader is watched from here on."""
         super().pause_writing()
-        self._reader.start(STALL_SECONDS)
+        self._reader.start_watching(STALL_SECONDS)
 
     def resume_writing(self) -> None:
         """Nearly everything was read. A connection that closes waits for the rest as well."""
         if not self.transport.is_closing():
-            self._reader.stop()
+            self._reader.stop_watching()
         super().resume_writing()
 
     def shutdown(self) -> None:
@@ -103,7 +103,14 @@ class HttpProtocol(H11Protocol):
     def timeout_keep_alive_handler(self) -> None:
         """The connection closes, once the last of what was written has been read."""
         super().timeout_keep_alive_handler()
-        self._reader.start(STALL_SECONDS)
+        self._reader.start_watching(STALL_SECONDS)
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """Hand the connection over, with what came right behind the head."""
+        super().handle_websocket_upgrade(event)
+        early, _ = self.conn.trailing_data
+        if early and not self.transport.is_closing():
+            self.transport.get_protocol().data_received(early)  # type: ignore[union-attr]
 
     def send_400_response(self, msg: str) -> None:
         """Answer in the form of every other error."""

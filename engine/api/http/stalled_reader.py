@@ -18,14 +18,14 @@ class StalledReader:
         self._transport = transport
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, seconds: float) -> None:
-        """Abort the transport when nothing is taken for so long. A second start changes nothing."""
+    def start_watching(self, seconds: float) -> None:
+        """Abort the transport when nothing is taken for so long. A second call changes nothing."""
         if self._timer is None:
             waiting = self._transport.get_write_buffer_size()
             self._timer = self._loop.call_later(seconds, self._check, waiting, seconds)
 
-    def stop(self) -> None:
-        """The bytes were taken, or the connection is over."""
+    def stop_watching(self) -> None:
+        """End the timer: the client took the bytes, or the connection is lost."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -36,4 +36,4 @@ class StalledReader:
             logger.info("a client read nothing for %g seconds and is cut off", seconds)
             self._transport.abort()
         elif waited > 0:
-            self.start(seconds)
+            self.start_watching(seconds)

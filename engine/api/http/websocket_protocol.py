@@ -28,7 +28,7 @@ _NO_HANDSHAKE = ApiError(
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """One websocket, made by HttpProtocol from a request that asks for it.
+    """A websocket, made by HttpProtocol from a request that asks for it.
 
     Bytes are parsed piece by piece, and none while a message waits for the application or the
     client leaves answers unread. A flood of frames or pings so costs its sender time, and the
@@ -48,9 +48,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._reader = StalledReader(self.loop, cast(asyncio.Transport, transport))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is awaited any more."""
+        """The timers end, and unparsed bytes are dropped."""
         self._is_lost = True
-        self._reader.stop()
+        self._reader.stop_watching()
         self._unparsed.clear()
         if self._next_parse is not None:
             self._next_parse.cancel()
@@ -85,14 +85,14 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().pause_writing()
         self._is_blocked = True
         self._set_reading()
-        self._reader.start(STALL_SECONDS)
+        self._reader.start_watching(STALL_SECONDS)
 
     def resume_writing(self) -> None:
         """Nearly everything was read. A connection that closes waits for the rest as well."""
         super().resume_writing()
         self._is_blocked = False
         if not self.transport.is_closing():
-            self._reader.stop()
+            self._reader.stop_watching()
         self._parse_soon()
 
     def shutdown(self) -> None:
@@ -104,7 +104,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         """The application has ended; the last of what it sent must be read in time."""
         super().on_task_complete(task)
         if not self._is_lost and self.transport.get_write_buffer_size():
-            self._reader.start(STALL_SECONDS)
+            self._reader.start_watching(STALL_SECONDS)
 
     def keepalive_timeout(self) -> None:
         """No pong came. Such a client takes no last words either."""

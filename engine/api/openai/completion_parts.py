@@ -134,7 +134,7 @@ class PartReader:
 
 
 async def create_completion_of_parts(front: Front, http: Request) -> ASGIApp:
-    """The route."""
+    """Answer POST /v1/completions/parts, whose body is read as it comes."""
     check_kind(http, JSON_LINES)
     answer = await read_parts(front, http, _read_lines(front, http))
     return await answer.respond(http)

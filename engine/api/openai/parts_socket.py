@@ -22,7 +22,7 @@ from ..api_errors import ApiError, ClientGone, error_response, to_api_error
 from ..front import Front
 from ..http.origins import check_origin
 from .completion_parts import part_overdue, part_too_large, read_parts
-from .response.messages import (
+from .response.socket_messages import (
     DONE,
     close_with_error,
     only_disconnect,

@@ -311,7 +311,7 @@ def masked(first_byte: int, data: bytes) -> bytes:
     return bytes([first_byte, 0x80 | len(data)]) + b"\0\0\0\0" + data
 
 
-def shake(server: LiveServer, **headers: str) -> socket.socket:
+def shake(server: LiveServer, then: bytes = b"", **headers: str) -> socket.socket:
     """A socket whose handshake is sent; its answer is not read."""
     given = {"Host": server.url.removeprefix("http://"), "Connection": "Upgrade",
              "Upgrade": "websocket", "Sec-WebSocket-Version": "13",
@@ -321,7 +321,7 @@ def shake(server: LiveServer, **headers: str) -> socket.socket:
     client.settimeout(30.0)
     client.connect(server.address)
     lines = "".join(f"{name}: {value}\r\n" for name, value in given.items())
-    client.sendall(f"GET {PATH} HTTP/1.1\r\n{lines}\r\n".encode())
+    client.sendall(f"GET {PATH} HTTP/1.1\r\n{lines}\r\n".encode() + then)
     return client
 
 
@@ -445,6 +445,16 @@ def test_handshakes_that_are_refused(
 def test_a_page_of_the_server_itself_may_open_a_socket(server: LiveServer) -> None:
     with shake(server, Origin=server.url) as client:
         assert client.recv(12) == b"HTTP/1.1 101"
+
+
+def test_what_comes_together_with_the_handshake_counts(server: LiveServer) -> None:
+    part = b'{"prompt":[1,5],"max_tokens":1,"is_last":true}'
+    with shake(server, then=masked(0x81, part)) as client:
+        answer = b""
+        while b'"text_completion"' not in answer:
+            more = client.recv(65536)
+            assert more, answer
+            answer += more
 
 
 def test_only_this_path_has_sockets(http: httpx.Client, server: LiveServer) -> None:

@@ -60,7 +60,7 @@ async def until_disconnect(
 
 
 async def before(wanted: Awaitable[T], deadline: float, ended: asyncio.Future[None]) -> T:
-    """What `wanted` gives. Raises TimeoutError at `deadline`, a time of the event loop, and an
+    """The result of `wanted`. Raises TimeoutError at `deadline`, a time of the event loop, and an
     ApiError once `ended` is done."""
     task = asyncio.ensure_future(wanted)
     try:

@@ -72,7 +72,8 @@ def only_disconnect(receive: Receive) -> Receive:
 
 
 def text_of_message(message: Message) -> bytes:
-    """What a message says. Raises ClientGone where it is the end, and ApiError for a binary one."""
+    """The text of a message, in UTF-8. Raises ClientGone where it is the end, and ApiError for a
+    binary one."""
     if message["type"] == "websocket.disconnect":
         raise ClientGone
     text = message.get("text")
