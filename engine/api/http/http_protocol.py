@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -110,7 +110,7 @@ class HttpProtocol(H11Protocol):
         super().handle_websocket_upgrade(event)
         early, _ = self.conn.trailing_data
         if early and not self.transport.is_closing():
-            self.transport.get_protocol().data_received(early)  # type: ignore[union-attr]
+            cast(asyncio.Protocol, self.transport.get_protocol()).data_received(early)
 
     def send_400_response(self, msg: str) -> None:
         """Answer in the form of every other error."""
