@@ -56,14 +56,12 @@ class KVCacheManager:
         attention: Sequence[LayerAttention] = (),
         most_step_tokens: int | None = None,
         hash_block_size: int | None = None,
-        drops_last_hit: bool = False,
     ) -> None:
         """`attention`: how the layers of each cache group attend; without it there are `num_groups`
         that attend to everything. `most_step_tokens`: the most that a step computes of a request,
         which bounds what groups with windows hold. `hash_block_size`: the tokens of a digest of
-        `Request.block_hashes`, if not those of a block. `drops_last_hit`: the last block of a hit
-        is computed again, for a proposer that needs the hidden states of its tokens. No option sets
-        either yet: rows A6 and A7 of docs/rows.md ask for them, for drafters and hybrid models.
+        `Request.block_hashes`, if not those of a block. No option sets it yet: row A7 of
+        docs/rows.md asks for it, for hybrid models.
 
         Raises ValueError for digests of which no whole number make a block.
         """
@@ -94,7 +92,7 @@ class KVCacheManager:
             (i, g) for i, g in enumerate(self._groups) if not g.attention.is_full
         )
         finder = UnitaryPrefixFinder if len(self._groups) == 1 else HybridPrefixFinder
-        self._finder = finder(self.pool, self._groups, block_size, drops_last_hit=drops_last_hit)
+        self._finder = finder(self.pool, self._groups, block_size)
         self.no_blocks: GroupBlocks = tuple([] for _ in self._groups)
         self._tables: dict[str, GroupBlocks] = {}
         self._num_cached: dict[str, int] = {}  # leading blocks that have had their names

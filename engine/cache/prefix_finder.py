@@ -12,8 +12,7 @@ that is not above what the others left.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from ...connector.page_names import group_suffix
 from ..models.layer_attention import LayerAttention
@@ -30,25 +29,17 @@ class PrefixFinder(ABC):
         pool: BlockPool,
         groups: tuple[GroupManager, ...],
         block_size: int,
-        *,
-        drops_last_hit: bool = False,
     ) -> None:
-        """`groups` share no block with one another. `drops_last_hit`: see `KVCacheManager`."""
+        """`groups` share no block with one another."""
         self.block_size = block_size
         self._pool = pool
         self._groups = groups
-        self._drops_last_hit = drops_last_hit
         self._full_ids = tuple(g.group_id for g in groups if g.attention.is_full)
 
     @abstractmethod
     def find(self, digests: Sequence[bytes]) -> tuple[GroupBlocks, int]:
         """Blocks of the longest known prefix, and its tokens; `digests` name the blocks to find,
         head first. Null blocks stand where nothing is needed."""
-
-    def _without_last(self, find: Callable[[int], int], most: int) -> int:
-        """The longest hit of at most `most` blocks, or the longest that ends before its last."""
-        length = find(most)
-        return find(length - 1) if self._drops_last_hit and length else length
 
     def _longest_local(
         self, groups: tuple[GroupManager, ...], digests: Sequence[bytes], most: int
@@ -78,12 +69,9 @@ class UnitaryPrefixFinder(PrefixFinder):
     def find(self, digests: Sequence[bytes]) -> tuple[GroupBlocks, int]:
         if self._full_ids:
             [found] = self._pool.get_cached_prefix(digests, self._full_ids)
-            if self._drops_last_hit and found:
-                del found[-1]
             return (found,), len(found) * self.block_size
         group = self._groups[0]
-        find = partial(self._longest_local, (group,), digests)
-        length = self._without_last(find, len(digests))
+        length = self._longest_local((group,), digests, len(digests))
         return (self._local_blocks(group, digests, length),), length * self.block_size
 
 
@@ -95,10 +83,8 @@ class HybridPrefixFinder(PrefixFinder):
         pool: BlockPool,
         groups: tuple[GroupManager, ...],
         block_size: int,
-        *,
-        drops_last_hit: bool = False,
     ) -> None:
-        super().__init__(pool, groups, block_size, drops_last_hit=drops_last_hit)
+        super().__init__(pool, groups, block_size)
         kinds: dict[LayerAttention, list[GroupManager]] = {}
         for group in groups:
             if not group.attention.is_full:
@@ -113,7 +99,7 @@ class HybridPrefixFinder(PrefixFinder):
             # Any part of a prefix is one, so what full attention found only becomes shorter.
             prefixes = self._pool.get_cached_prefix(digests, self._full_ids)
             most = len(prefixes[0])
-        length = self._without_last(partial(self._agreed, digests), most)
+        length = self._agreed(digests, most)
         for prefix in prefixes:
             del prefix[length:]
         if not self._local:

@@ -217,18 +217,6 @@ def test_a_load_brings_what_the_window_needs() -> None:
     assert manager.pool.is_idle
 
 
-def test_the_last_block_of_a_hit_is_dropped_for_a_proposer_of_hidden_states() -> None:
-    for attention, expected in (((full(),), 16), ((window(6),), 16), ((full(), window(6)), 16)):
-        manager = make_manager(*attention, drops_last_hit=True)
-        owner = make_request("owner", 20)
-        start(manager, owner, 20)
-        manager.free(owner)
-        hits, num_hit = manager.get_computed_blocks(make_request("other", 25))
-        assert num_hit == expected
-        assert all(len(blocks) == expected // SIZE for blocks in hits)
-        assert manager.get_computed_blocks(make_request("other", 5))[1] == 0
-
-
 def test_digests_may_come_more_often_than_blocks() -> None:
     """Digests of two tokens and blocks of eight: the last of four names a block."""
     hasher = make_block_hasher(b"r" * 32, 2)
@@ -287,10 +275,8 @@ def test_hits_are_those_of_a_search_through_all_lengths(seed: int, scale: str) -
         groups = [rng.choice(kinds) for _ in range(rng.randint(1, 4))]
         if rng.random() < 0.2:  # groups that share blocks
             groups = [kind for kind in groups[:2] for _ in range(2)]
-        num_blocks, drops = rng.randint(1, 14), rng.random() < 0.3
-        manager = KVCacheManager(
-            1 + 14 * 4, size, 1000, attention=groups, drops_last_hit=drops
-        )  # fmt: skip
+        num_blocks = rng.randint(1, 14)
+        manager = KVCacheManager(1 + 14 * 4, size, 1000, attention=groups)
         digests = [bytes([i]) * 32 for i in range(num_blocks)]
         share = rng.choice([0.5, 0.8, 0.95])
         there = [{i for i in range(num_blocks) if rng.random() < share} for _ in groups]
@@ -306,8 +292,6 @@ def test_hits_are_those_of_a_search_through_all_lengths(seed: int, scale: str) -
         request.block_hashes = digests
         hits, num_hit = manager.get_computed_blocks(request)
         expected = longest(groups, there, num_blocks, size)
-        if drops and expected:
-            expected = longest(groups, there, expected - 1, size)
         assert num_hit == expected * size, (groups, there, size)
         found_ids = manager.page_ids(hits)
         for group, (attention, found_in) in enumerate(zip(groups, found_ids, strict=True)):
