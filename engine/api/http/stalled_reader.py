@@ -18,11 +18,18 @@ class StalledReader:
         self._transport = transport
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def num_waiting(self) -> int:
+        """The bytes that wait to be read."""
+        try:
+            return self._transport.get_write_buffer_size()
+        except AttributeError:  # asyncio's, of a TLS connection that was closed twice
+            return 0
+
     def start_watching(self, seconds: float) -> None:
         """Abort the transport when nothing is taken for so long. A second call changes nothing."""
         if self._timer is None:
-            waiting = self._transport.get_write_buffer_size()
-            self._timer = self._loop.call_later(seconds, self._check, waiting, seconds)
+            self._timer = self._loop.call_later(seconds, self._check, self.num_waiting, seconds)
 
     def stop_watching(self) -> None:
         """End the timer: the client took the bytes, or the connection is lost."""
@@ -32,7 +39,7 @@ class StalledReader:
 
     def _check(self, waited: int, seconds: float) -> None:
         self._timer = None
-        if 0 < waited <= self._transport.get_write_buffer_size():
+        if 0 < waited <= self.num_waiting:
             logger.info("a client read nothing for %g seconds and is cut off", seconds)
             self._transport.abort()
         elif waited > 0:

@@ -78,6 +78,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         await super().send(message)
         if message["type"] == "websocket.close":
             self._parse_soon()
+        elif message["type"] == "websocket.http.response.body" and self.close_sent:
+            self.handshake_complete = True  # by a refusal, which uvicorn logs as a fault otherwise
 
     def pause_writing(self) -> None:
         """More waits to be read than the transport likes. Pings would add pongs, so none is
@@ -103,7 +105,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     def on_task_complete(self, task: asyncio.Task[None]) -> None:
         """The application has ended; the last of what it sent must be read in time."""
         super().on_task_complete(task)
-        if not self._is_lost and self.transport.get_write_buffer_size():
+        if not self._is_lost and self._reader.num_waiting:
             self._reader.start_watching(STALL_SECONDS)
 
     def keepalive_timeout(self) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,13 +15,17 @@ from typing import Any
 
 import httpx
 import pytest
+import trustme
+from websockets.asyncio.client import connect as async_connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from stratakv.engine.api.api_errors import ApiError
 from stratakv.engine.api.api_settings import ApiSettings, CrossOrigin
 from stratakv.engine.api.http import http_protocol
+from stratakv.engine.api.http.api_key import ApiKeyMiddleware
 from stratakv.engine.api.http.hosts import HostMiddleware
+from stratakv.engine.api.http.http_server import make_server
 from stratakv.engine.api.http.origins import check_origin
 from stratakv.tiers.settings.values import ConfigError
 
@@ -349,6 +354,36 @@ def test_a_socket_to_another_host_is_refused(host: str) -> None:
     guard = HostMiddleware(is_never_called, frozenset(("localhost",)))
     asyncio.run(guard(scope, is_never_called, send))
     assert sent[0]["type"] == "websocket.http.response.start" and sent[0]["status"] == 403
+
+
+def test_a_socket_that_is_refused_over_tls_leaves_no_fault(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its connection is closed twice, and asyncio then knows of no buffer any more."""
+    authority = trustme.CA()
+    for_server, for_client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("127.0.0.1").configure_cert(for_server)
+    authority.configure_trust(for_client)
+
+    async def is_never_called(*_: Any) -> None:
+        raise AssertionError
+
+    async def run() -> None:
+        faults: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
+        app = ApiKeyMiddleware(is_never_called, "s3cret", ())
+        server = make_server(app, log_level="warning", shutdown_seconds=1, tls=for_server)
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            running = asyncio.ensure_future(server.serve(sockets=[sock]))
+            url = f"wss://127.0.0.1:{sock.getsockname()[1]}/v1/completions/parts"
+            with pytest.raises(InvalidStatus, match="401"):
+                await async_connect(url, ssl=for_client, proxy=None)
+            server.should_exit = True
+            await asyncio.wait_for(running, 20)
+        assert not faults
+
+    asyncio.run(run())
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
