@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...engine.config.engine_options import EMBEDDED_MODEL, engine_config
-from ...engine.config.speculative_config import DRAFT_MODEL
+from ...engine.config.speculative_config import DRAFT_MODEL, EAGLE
 from ...engine.core.engine_core import EngineCore
 from ...engine.request.core_messages import AddRequest
 from ...engine.request.request import pack_token_ids
@@ -23,7 +23,7 @@ from ..harness.comparison import Comparison, Gate, Outcome, WrongWork, take_roun
 from ..harness.plots import caption, draw_bars, new_figure, save_figure
 from ..harness.report import Report, median, print_table, ratios, run_and_tell
 from ..harness.timer import Timer
-from .models import make_deep, make_unrelated
+from .models import make_deep, make_random_head, make_unrelated
 from .parts import prompts_of
 from .quotes import QUOTE, Quotes
 from .texts import ANSWER, UNIQUE, Asked, repetitive, unique
@@ -225,6 +225,7 @@ def measure(report: Report, scale: Scale) -> None:
             case = compare(report, f"{name}_right", scale, size, right, is_drawn=False)
             _add_worst(report, name, [case])
         pairs.append(Pair(DRAFT_MODEL, deep, make_unrelated(Path(folder) / "unrelated")))
+        pairs.append(Pair(EAGLE, deep, make_random_head(Path(folder) / "head")))
         taken = [
             compare(report, f"{NOT_PAYING}_{size}_{pair.method}", scale, size, pair, is_drawn=True)
             for size in scale.sizes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models for a draft model to propose to, and a draft model that is never right.
+"""Models for a draft model to propose to, and a draft model and an EAGLE head that are never right.
 
 No two models of one family can be downloaded here. So a pair is made: the embedded model with more
 layers, which add nothing, says what the embedded model says and takes as many times longer. Each
@@ -53,6 +53,27 @@ def make_unrelated(folder: Path) -> Path:
         if tensor.dim() == 2:
             tensors[name] = torch.randn(tensor.shape, generator=random) * tensor.std()
     config = json.loads((EMBEDDED_MODEL / "config.json").read_text())
+    return _save(folder, config, tensors)
+
+
+def make_random_head(folder: Path) -> Path:
+    """An EAGLE head of one layer, of the embedded model's shape, with random weights."""
+    import torch
+    from safetensors.torch import load_file
+
+    random = torch.Generator().manual_seed(5)
+    config = json.loads((EMBEDDED_MODEL / "config.json").read_text())
+    tensors = {"fc.weight": torch.randn(
+        config["hidden_size"], 2 * config["hidden_size"], generator=random
+    ) * (2 * config["hidden_size"]) ** -0.5}  # fmt: skip
+    for name, tensor in load_file(EMBEDDED_MODEL / "model.safetensors").items():
+        own = name.removeprefix("model.")
+        if own.startswith("layers.0.") and own != "layers.0.input_layernorm.weight":
+            is_matrix = tensor.dim() == 2
+            tensors[own] = (
+                torch.randn(tensor.shape, generator=random) * tensor.std() if is_matrix else tensor
+            )
+    config |= {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
     return _save(folder, config, tensors)
 
 

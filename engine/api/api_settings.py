@@ -35,6 +35,8 @@ class ApiSettings:
     request_timeout_seconds: float = 3600.0
     # How long a client may take to send its body.
     body_timeout_seconds: float = 60.0
+    # The same for each part behind the first of a prompt that comes in parts.
+    part_timeout_seconds: float = 60.0
     # One rendering of the chat template: time, and characters of its result.
     template_timeout_seconds: float = 2.0
     max_rendered_characters: int = 4 * MIB
@@ -59,7 +61,8 @@ class ApiSettings:
             raise ConfigError("--api-key is empty; give a key, or leave the option out")
         for name in (
             "max_body_bytes", "max_prompts_per_request", "max_messages_per_request",
-            "request_timeout_seconds", "body_timeout_seconds", "template_timeout_seconds",
+            "request_timeout_seconds", "body_timeout_seconds", "part_timeout_seconds",
+            "template_timeout_seconds",
             "max_rendered_characters", "max_text_characters", "stats_timeout_seconds", "max_n",
             "max_choices_per_request", "max_prompt_logprobs_per_request",
             "max_logprobs_per_request", "max_template_kwargs_bytes",

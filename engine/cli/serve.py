@@ -125,8 +125,9 @@ def _explain_bind(error: OSError, host: str, port: int) -> str:
     return f"{host}:{port} cannot be opened ({error.strerror}); choose --host and --port anew"
 
 
-def api_settings(server: ServerConfig) -> ApiSettings:
-    """The part of the server's settings that the routes use."""
+def api_settings(server: ServerConfig, part_timeout_seconds: float = 60.0) -> ApiSettings:
+    """The part of the server's settings that the routes use, and the engine's limit on the time
+    between two parts of a prompt."""
     from ..api.api_settings import ApiSettings, CrossOrigin
     from ..api.http.hosts import hosts_to_check
 
@@ -139,6 +140,7 @@ def api_settings(server: ServerConfig) -> ApiSettings:
     return ApiSettings(
         api_key=server.api_key,
         enable_dev_routes=server.enable_dev_routes,
+        part_timeout_seconds=part_timeout_seconds,
         metrics_without_key=server.metrics_without_key,
         tenant_header=server.tenant_header,
         cross_origin=allowed if server.allowed_origins else None,
@@ -205,7 +207,7 @@ async def _serve(
             model_path=config.model.path,
             model_aliases=model_aliases,
             tokenizer=tokenizer,
-            settings=api_settings(server),
+            settings=api_settings(server, config.session_idle_seconds),
             default_sampling=default_sampling,
             marks=marks,
             check_params=check_params,

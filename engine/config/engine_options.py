@@ -23,7 +23,6 @@ from ...tiers.settings.values import ConfigError
 from ...tiers.tier_settings import REMOTE
 from ..models.checkpoint.files import check_directory
 from ..models.checkpoint.hub import fetch_model, is_hub_id
-from ..models.eagle_spec import is_eagle_head
 from .engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from .offload_config import OFFLOAD_OPTIONS, OFFLOAD_TIERS
 from .speculative_config import DRAFT_MODEL, EAGLE, OF_MODELS, SpeculativeConfig
@@ -83,6 +82,8 @@ def engine_config(
         sections["offload.ssd"]["path"] = default_ssd_path()
     path = model_directory(model, sections["model"].get("revision", ""), is_fetched=is_fetched)
     if draft := sections["speculative"].get("model"):
+        from ..models.eagle_spec import is_eagle_head  # reads tensors, which a router does not
+
         directory = model_directory(draft, is_fetched=is_fetched)
         kind = EAGLE if is_eagle_head(directory) else DRAFT_MODEL
         sections["speculative"].setdefault("method", kind)

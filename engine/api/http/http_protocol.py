@@ -11,6 +11,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..api_errors import ApiError, encode_error
+from .lingering_transport import LingeringTransport
 from .stalled_reader import StalledReader
 
 logger = logging.getLogger(__name__)
@@ -58,15 +59,19 @@ class HttpProtocol(H11Protocol):
 
     _head_timer: asyncio.TimerHandle | None = None
     _reader: StalledReader
+    _lingering: LingeringTransport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The first head is awaited from here on."""
-        super().connection_made(transport)
+        self._lingering = LingeringTransport(transport, self._is_body_unread)
+        super().connection_made(cast(asyncio.Transport, self._lingering))
         self._reader = StalledReader(self.loop, transport)
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
         """The time runs until the head is whole; the body has a limit of its own."""
+        if self._lingering.lingers:
+            return
         super().data_received(data)
         self._watch_head()
 
@@ -124,6 +129,9 @@ class HttpProtocol(H11Protocol):
         for event in (response, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+    def _is_body_unread(self) -> bool:
+        return self.conn.their_state is h11.SEND_BODY
 
     def _should_upgrade_to_ws(self) -> bool:
         is_socket_path = self.scope["path"] == PARTS_PATH and self.scope["method"] == "GET"

@@ -176,11 +176,11 @@ async def read_parts(
     return CompletionAnswer(front, f"cmpl-{request.request_id or own_id}", request, generations, [])
 
 
-def part_overdue(front: Front) -> ApiError:
-    """The error for a client whose next part does not come."""
+def part_overdue(seconds: float) -> ApiError:
+    """The error for a client whose next part does not come within `seconds`."""
     message = (
-        f"no part of the prompt came for {front.settings.body_timeout_seconds:g} s; send the "
-        "whole prompt to /v1/completions"
+        f"no part of the prompt came for {seconds:g} s, and none said `is_last`; send the whole "
+        "prompt to /v1/completions"
     )
     return ApiError(message, status=408, code="body_timeout")
 
@@ -196,12 +196,13 @@ async def _read_lines(front: Front, http: Request) -> AsyncIterator[bytes]:
     not come in time, or once the server ends, and ClientGone."""
     settings, ended, left = front.settings, front.in_flight.ended, b""
     stream, clock = http.stream(), asyncio.get_running_loop().time
-    deadline = clock() + settings.body_timeout_seconds
+    seconds = settings.body_timeout_seconds  # for the first part
+    deadline = clock() + seconds
     while True:
         try:
             chunk = await before(anext(stream, None), deadline, ended)
         except TimeoutError:
-            raise part_overdue(front) from None
+            raise part_overdue(seconds) from None
         except ClientDisconnect:
             raise ClientGone from None
         if chunk is None:
@@ -210,7 +211,8 @@ async def _read_lines(front: Front, http: Request) -> AsyncIterator[bytes]:
         for line in lines:
             if line.strip():
                 yield line
-                deadline = clock() + settings.body_timeout_seconds
+                seconds = settings.part_timeout_seconds
+                deadline = clock() + seconds
         if len(left) > settings.max_body_bytes:
             raise part_too_large(front, "a line")
     if left.strip():

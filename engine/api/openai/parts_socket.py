@@ -73,12 +73,13 @@ async def _read_messages(front: Front, receive: Receive) -> AsyncIterator[bytes]
     """The messages. Raises ApiError for one that is no text, is too long or does not come in time,
     or once the server ends, and ClientGone."""
     clock, ended = asyncio.get_running_loop().time, front.in_flight.ended
+    seconds = front.settings.body_timeout_seconds  # for the first part
     while True:
-        deadline = clock() + front.settings.body_timeout_seconds
         try:
-            message = await before(receive(), deadline, ended)
+            message = await before(receive(), clock() + seconds, ended)
         except TimeoutError:
-            raise part_overdue(front) from None
+            raise part_overdue(seconds) from None
+        seconds = front.settings.part_timeout_seconds
         data = text_of_message(message)
         if len(data) > front.settings.max_body_bytes:
             raise part_too_large(front, "a message")

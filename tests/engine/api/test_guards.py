@@ -50,6 +50,7 @@ def strict(live_server: Any, model_path: Path) -> Iterator[Any]:
         max_prompts_per_request=3,
         request_timeout_seconds=0.3,
         body_timeout_seconds=0.3,
+        part_timeout_seconds=0.3,
         stats_timeout_seconds=0.2,
     )
     live = live_server(model_path, settings)
@@ -393,3 +394,20 @@ def test_a_socket_that_is_refused_over_tls_leaves_no_fault(
 def test_settings_that_cannot_work(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ApiSettings(**settings)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions/parts", "/v1/completions"])
+def test_a_refusal_is_read_by_a_client_that_still_sends(strict: Any, path: str) -> None:
+    """The server closes behind its answer: what comes until the client closes breaks nothing."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    kind = "Transfer-Encoding: chunked\r\nContent-Type: application/x-ndjson\r\n\r\n"
+    with socket.create_connection(strict.address, timeout=30) as client:
+        client.sendall((head + kind).encode() + b"1\r\n{\r\n")
+        assert client.recv(1, socket.MSG_PEEK)  # the answer is there
+        for _ in range(20):
+            client.sendall(b"1\r\n{\r\n")
+        answer = b""
+        while data := client.recv(65536):
+            answer += data
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    assert b"invalid_api_key" in answer
