@@ -24,6 +24,10 @@ class EngineDead(RuntimeError):
     """The core is gone or cannot answer; nothing more will come of this client."""
 
 
+class PromptUnknown(ValueError):
+    """A prompt that was opened is not known any more, nor is its last output."""
+
+
 class PromptEnded(ValueError):
     """The request of a prompt that was opened has ended, before the prompt was whole."""
 

@@ -31,7 +31,7 @@ from ..request.core_messages import (
     ToCore,
     TokenOutput,
 )
-from .base import EngineClient, EngineDead, PromptEnded
+from .base import EngineClient, EngineDead, PromptEnded, PromptUnknown
 
 _MERGED_FIELDS = tuple(
     name
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 # For a core that takes no messages at all; a step is never this long.
 SEND_SECONDS = 60.0
-# For a prompt in parts, from its first part to the reader of its answer.
+# For a prompt in parts, from its newest part to the reader of its answer.
 UNREAD_SECONDS = 3600.0
 
 
@@ -55,6 +55,7 @@ class MessageClient(EngineClient):
         # Requests that reach the core before their outputs are asked for: forks, which their first
         # request brings, and prompts that were opened. Whether they have been sent.
         self._brought: dict[str, asyncio.Future[bool]] = {}
+        self._unread_timers: dict[str, asyncio.TimerHandle] = {}  # of prompts that were opened
         # Of forks whose outputs were not asked for in time.
         self._aborts: dict[str, asyncio.Task[None]] = {}
         self._stopped: set[str] = set()
@@ -78,6 +79,7 @@ class MessageClient(EngineClient):
         """See `EngineClient.generate`. Raises ValueError for an id that is already running."""
         request_id = request.request_id
         brought = self._brought.pop(request_id, None)
+        self._stop_unread_timer(request_id)
         mailbox = self._open_mailbox(request_id) if brought is None else self._mailboxes[request_id]
         finished = False
         try:
@@ -109,16 +111,19 @@ class MessageClient(EngineClient):
         except BaseException:
             self._forget_unread(request_id)
             raise
-        asyncio.get_running_loop().call_later(UNREAD_SECONDS, self._drop_unread, request_id, sent)
+        self._start_unread_timer(request_id)
 
     async def extend_prompt(self, part: ExtendPrompt) -> None:
         """See `EngineClient.extend_prompt`."""
         self._raise_if_dead()
         mailbox = self._mailboxes.get(part.request_id)
         if mailbox is None:
-            raise PromptEnded(f"the prompt of {part.request_id!r} is not open; it has ended")
+            raise PromptUnknown(
+                f"the prompt of {part.request_id!r} is not open any more; send it whole"
+            )
         if (last := mailbox.last_output) is not None:
             raise PromptEnded(last.error or f"its request has ended ({last.finish_reason})")
+        self._start_unread_timer(part.request_id)
         await self._send_to_core(part)
 
     async def drop_prompt(self, request_id: str) -> None:
@@ -215,15 +220,25 @@ class MessageClient(EngineClient):
             if not sent.done():
                 sent.set_result(False)
 
-    def _drop_unread(self, request_id: str, sent: asyncio.Future[bool]) -> None:
-        """Abort a request whose prompt was opened long ago, if its outputs were never asked for."""
-        if self._brought.get(request_id) is sent:
-            self._forget_unread(request_id)
-            if self.is_alive:
-                self._send_soon(AbortRequests([request_id], ABORTED))
+    def _start_unread_timer(self, request_id: str) -> None:
+        """From now on a prompt that was opened has UNREAD_SECONDS to be read or extended."""
+        self._stop_unread_timer(request_id)
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(UNREAD_SECONDS, self._drop_unread, request_id)
+        self._unread_timers[request_id] = timer
+
+    def _stop_unread_timer(self, request_id: str) -> None:
+        if (timer := self._unread_timers.pop(request_id, None)) is not None:
+            timer.cancel()
+
+    def _drop_unread(self, request_id: str) -> None:
+        """Abort a request whose prompt was opened and whose outputs were never asked for."""
+        if self._forget_unread(request_id) and self.is_alive:
+            self._send_soon(AbortRequests([request_id], ABORTED))
 
     def _forget_unread(self, request_id: str) -> bool:
         """Drop the outputs of a request that were not asked for; whether it had a mailbox."""
+        self._stop_unread_timer(request_id)
         if self._brought.pop(request_id, None) is None:
             return False
         del self._mailboxes[request_id]

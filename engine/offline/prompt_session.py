@@ -57,9 +57,9 @@ class PromptSession:
         while another thread feeds."""
         with self._exclusively():
             tokens = self._parts.add_part(self._checked(part))
-            if not tokens:
-                return
             if self._request is None:
+                if not tokens:
+                    return
                 request = self._llm.make_request(tokens, self._params, self._cache_salt)
                 extras = msgspec.structs.replace(request.extras or NO_EXTRAS, more_follows=True)
                 request.extras = extras

@@ -100,7 +100,8 @@ class ExtendPrompt(msgspec.Struct, tag="extend", array_like=True):
     """The next part of a prompt. One of a request that has ended is ignored."""
 
     request_id: str
-    prompt_token_ids: bytes  # little-endian int32; may be empty in the last part
+    # Little-endian int32. Empty: the client has sent a part, whose tokens are not sure yet.
+    prompt_token_ids: bytes
     is_last: bool = False
     # Of the tokens before it, how many are the prompt's own; -1: all of them.
     num_kept: int = -1

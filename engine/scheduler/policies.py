@@ -51,6 +51,10 @@ class RequestQueue(ABC):
     def remove_request(self, request: Request) -> bool:
         """Take a request out, wherever it stands; whether it was there."""
 
+    def insert_request(self, request: Request) -> None:
+        """A request that came before some of those that wait, and could not wait here."""
+        self.add(request)
+
     def add_all(self, requests: Iterable[Request]) -> None:
         """As `add` for each, in this order."""
         for request in requests:
@@ -76,6 +80,11 @@ class FCFSQueue(RequestQueue):
 
     def prepend(self, request: Request) -> None:
         self._requests.appendleft(request)
+
+    def insert_request(self, request: Request) -> None:
+        places = enumerate(self._requests)
+        later = (place for place, each in places if _came_later(each, request))
+        self._requests.insert(next(later, len(self._requests)), request)
 
     def remove_request(self, request: Request) -> bool:
         try:
@@ -219,6 +228,10 @@ class JobQueue(FCFSQueue):
         super().prepend(request)
         self._index_by_job(request)
 
+    def insert_request(self, request: Request) -> None:
+        super().insert_request(request)
+        self._index_by_job(request)
+
     def remove_request(self, request: Request) -> bool:
         if not super().remove_request(request):
             return False
@@ -296,6 +309,12 @@ def open_policy(name: str) -> SchedulingPolicy:
             "SchedulingPolicy"
         )
     return policy
+
+
+def _came_later(other: Request, request: Request) -> bool:
+    """Whether `other`, which waits, came after `request` and was never let in."""
+    has_run = other.num_preemptions > 0 or other.continues is not None
+    return not has_run and other.number > request.number
 
 
 def _head(queue: RequestQueue, only_known: bool) -> _Found | None:

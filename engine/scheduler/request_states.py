@@ -28,7 +28,6 @@ from ..observer import Decision, Obstacle
 from ..request.request import LoadKind, Request, RequestStatus
 from .context import SchedulerContext
 from .pins import Pins
-from .policies import RequestQueue
 from .request_loads import RequestLoads
 
 _log = logging.getLogger(__name__)
@@ -108,20 +107,20 @@ class RequestStates:
         return not request.fork_of
 
     def grammar_ready(self, request: Request) -> bool:
-        """A request whose grammar was being compiled waits for its turn, before those that came
-        later; or for the prompt of another one, and False."""
+        """A request whose grammar was being compiled waits for its turn, between those that came
+        before and after it; or for the prompt of another one, and False."""
         context = self.awaiting_grammar.pop(request)
         request.status = RequestStatus.WAITING
         is_fork = bool(request.fork_of)
-        waits_for_turn = self._queue_new(request, context, in_queue=self.skipped)
+        waits_for_turn = self._queue_new(request, context, came_before=True)
         if is_fork and waits_for_turn and not request.skip_reading_prefix_cache:
             self.context.connector.request_queued(request, context)
         return waits_for_turn
 
     def _queue_new(
-        self, request: Request, context: RequestContext, in_queue: RequestQueue | None = None
+        self, request: Request, context: RequestContext, *, came_before: bool = False
     ) -> bool:
-        queue = self.waiting if in_queue is None else in_queue
+        queue = self.waiting
         parent = self.find_unfinished(request.fork_of) if request.fork_of else None
         if parent is not None and _can_fork(parent, request):
             parent.progress.forks[request] = context
@@ -129,7 +128,10 @@ class RequestStates:
         else:
             request.fork_of = ""
             # What it continues was let in before all that wait.
-            (queue.add if request.continues is None else queue.prepend)(request)
+            if request.continues is not None:
+                queue.prepend(request)
+            else:
+                (queue.insert_request if came_before else queue.add)(request)
         self.context.observer.decision(request, Decision.QUEUED)
         return not request.fork_of
 

@@ -217,7 +217,8 @@ class Scheduler:
         if request.request_id in states.requests:
             raise ValueError(f"request id {request.request_id!r} is in use; give each its own")
         check_request(request, self.manager)
-        if request.continues is None:  # else it has been let in before
+        # Else it has been let in before, with the request that it continues or is made for.
+        if request.continues is None and not request.keeps_blocks:
             self.check_queue()
         if request.embed_bytes:
             check_embeds(request, states.embed_bytes)

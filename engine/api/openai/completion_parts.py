@@ -22,7 +22,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.types import ASGIApp
 
-from ...client.base import PromptEnded
+from ...client.base import PromptEnded, PromptUnknown
 from ...request.core_messages import NO_EXTRAS, ExtendPrompt
 from ...request.request import pack_token_ids
 from ...text.prompt_parts import PromptParts
@@ -85,11 +85,10 @@ class PartReader:
             tokens = await front.off_loop(lambda: parts.add_part(part), size)
         except ValueError as error:
             raise _invalid(str(error), place) from None
-        if not tokens:
-            return
-        packed = pack_token_ids(tokens)
-        if self.opened:
+        packed = pack_token_ids(tokens) if tokens else b""
+        if self.opened:  # a part without tokens that are sure is one all the same
             await front.client.extend_prompt(ExtendPrompt(self.opened, packed))
+        if self.opened or not tokens:
             return
         [generation] = self.generations(packed)
         message = generation.request
@@ -170,6 +169,8 @@ async def read_parts(
         generations = await reader.end_prompt()
     except PromptEnded:  # what the engine says of it is the answer
         generations = reader.generations(pack_token_ids(parts.told))
+    except PromptUnknown as error:
+        raise ApiError(str(error), status=408, code="body_timeout") from None
     except BaseException:
         await reader.drop_prompt()
         raise

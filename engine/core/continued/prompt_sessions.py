@@ -128,13 +128,12 @@ class PromptSessions:
         try:
             if 0 <= message.num_kept < session.num_tokens:
                 self._restart(session, message.num_kept)
-            if message.prompt_token_ids or not message.is_last:
-                packed = message.prompt_token_ids
+            if packed := message.prompt_token_ids:
                 tokens = self.builder.read_tokens(packed, session.num_tokens)
                 session.tokens.append(tokens)
                 session.num_tokens += len(tokens)
             session.is_whole = message.is_last
-            if session.asked is None and not session.is_whole:
+            if session.asked is None and session.tokens and not session.is_whole:
                 self._add_part(session)
             elif session.asked is None:
                 self._wait_for_part(session)

@@ -70,10 +70,11 @@ def test_its_tiers_are_asked_while_it_waits(make_core: MakeCore, tiny_model: Pat
     assert (answer.cached_tokens_by_tier or {}).get("cpu", 0) > 0
 
 
-def test_it_comes_before_requests_that_came_later(make_core: MakeCore, tiny_model: Path) -> None:
+def test_it_comes_between_requests_that_came_before_and_after_it(make_core: MakeCore, tiny_model: Path) -> None:
     core = make_core(max_num_seqs=1)
     with gate_of(core, tiny_model) as gate:
         outputs = core.add(request("first", prompt_of(20), max_tokens=8)) + core.step()
+        outputs += core.add(request("early", prompt_of(9, 4), max_tokens=2))
         outputs += core.add(following("g", prompt_of(9), {"regex": "g"}, max_tokens=2))
         outputs += core.add(request("late", prompt_of(9, 3), max_tokens=2)) + core.step()
         gate.set()
@@ -81,9 +82,9 @@ def test_it_comes_before_requests_that_came_later(make_core: MakeCore, tiny_mode
         ends: list[str] = []
         for told in chain([outputs], step_outputs(core)):
             ends += [each.request_id for each in told if each.finish_reason]
-            if len(ends) == 3:
+            if len(ends) == 4:
                 break
-    assert ends == ["first", "g", "late"]
+    assert ends == ["first", "early", "g", "late"]
 
 
 def test_it_leaves_nothing_however_it_ends(make_core: MakeCore, tiny_model: Path) -> None:

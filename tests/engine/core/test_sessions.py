@@ -178,6 +178,42 @@ def test_a_session_that_gets_no_part_ends(model: Path, monkeypatch: pytest.Monke
         check_nothing_left(core)
 
 
+def test_a_part_without_tokens_is_a_part_all_the_same(model: Path) -> None:
+    """The tokens of a text are told when they are sure: until then it has come, though."""
+    with core_with(model, session_idle_seconds=0.5) as core:
+        session = core._continuations.sessions._open
+        core.add(opening("a", prompt_of(20), max_tokens=3))
+        while core.has_work():
+            core.step()
+        session["a"].waits_since -= 0.4
+        assert core.extend_prompt(part_of("a", [])) == []
+        assert 0.4 < core.idle_seconds() <= 0.5
+        assert not core.has_work()
+        outputs = core.extend_prompt(part_of("a", [7], is_last=True))
+        found = finish(core, outputs, 1)["a"]
+        expected = run(core, request("b", [*prompt_of(20), 7], max_tokens=3))["b"]
+        assert found.new_token_ids == expected.new_token_ids
+
+
+def test_a_full_queue_ends_no_session_that_is_open(model: Path) -> None:
+    with core_with(model, max_num_seqs=1) as core:
+        object.__setattr__(core.scheduler.config, "max_waiting_requests", 2)
+        core.add(opening("a", prompt_of(20), max_tokens=3))
+        while core.has_work():
+            core.step()
+        outputs = []
+        for name in ("runs", "waits", "waits too"):
+            outputs += core.add(request(name, prompt_of(30, 5), max_tokens=3)) + core.step()
+        [refused] = core.add(request("refused", prompt_of(9)))
+        assert "waiting" in (refused.error or "")
+        again = ExtendPrompt("a", pack_token_ids([9, 8]), num_kept=19)
+        outputs += core.extend_prompt(again)
+        outputs += core.extend_prompt(part_of("a", [7], is_last=True))
+        found = finish(core, outputs, 4)["a"]
+        expected = run(core, request("b", [*prompt_of(20)[:19], 9, 8, 7], max_tokens=3))["b"]
+        assert found.new_token_ids == expected.new_token_ids
+
+
 def test_sessions_that_are_aborted_leave_nothing(model: Path) -> None:
     with core_with(model, max_num_batched_tokens=16) as core:
         for num_steps in range(5):
@@ -219,7 +255,7 @@ def test_what_goes_with_whole_prompts_alone_is_refused(
 
 def test_parts_that_cannot_be_end_the_session(model: Path) -> None:
     with core_with(model, max_model_len=40) as core:
-        for tokens, words in (([VOCAB], "token ids must be"), ([], "prompt is empty"),
+        for tokens, words in (([VOCAB], "token ids must be"),
                               (prompt_of(20), "the prompt has 40 tokens")):  # fmt: skip
             core.add(opening("a", prompt_of(20)))
             core.step()
