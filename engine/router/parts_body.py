@@ -52,17 +52,18 @@ class PartsBody:
                 chunk = await before(self._source.read_lines(), deadline, ended)
             except TimeoutError:
                 raise self._overdue() from None
-            held += chunk
             if not chunk:
                 self._set_over()
                 break
-            line, end, _ = held.lstrip().partition(b"\n")
-            if len(line) > self._max_line_bytes:
+            start = len(held)
+            held += chunk if held else chunk.lstrip()
+            end = held.find(b"\n", start)
+            if (end if end >= 0 else len(held)) > self._max_line_bytes:
                 message = f"a line is over the limit of {self._max_line_bytes} bytes; send less"
                 raise ApiError(message, status=413, code="body_too_large")
-            if end:
+            if end >= 0:
                 break
-        return bytes(held.lstrip())
+        return bytes(held)
 
     async def read_more(self) -> bytes:
         """The next bytes, and b"" behind the last of them. Raises ApiError where none come in time,
@@ -103,14 +104,18 @@ class PartsBody:
 
 
 class HttpParts:
-    """The body of a POST, whose lines are the parts."""
+    """The body of a POST, whose lines are the parts. It ends with the line that says `is_last`."""
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, max_line_bytes: int) -> None:
         self._receive = receive
+        self._max_line_bytes = max_line_bytes
+        self._line: list[bytes] = []  # pieces of a line whose end has not come
+        self._num_bytes = 0  # of it
         self._is_whole = False
 
     async def read_lines(self) -> bytes:
-        """The next bytes of the body, and b"" behind the last of them. Raises ClientGone."""
+        """The next bytes of the body, and b"" behind the last of them. Raises ApiError for a line
+        that is too long, and ClientGone."""
         while not self._is_whole:
             message = await self._receive()
             if message["type"] == "http.disconnect":
@@ -118,8 +123,24 @@ class HttpParts:
             self._is_whole = not message.get("more_body", False)
             data: bytes = message.get("body", b"")
             if data:
+                self._look_for_last(data)
                 return data
         return b""
+
+    def _look_for_last(self, data: bytes) -> None:
+        """Note the end of the prompt, where a line says so."""
+        *ends, rest = data.split(b"\n")
+        for end in ends:
+            line = b"".join([*self._line, end])
+            self._line, self._num_bytes = [], 0
+            if _says_last(line):
+                self._is_whole = True
+        if rest:
+            self._line.append(rest)
+            self._num_bytes += len(rest)
+        if self._num_bytes > self._max_line_bytes:
+            message = f"a line is over the limit of {self._max_line_bytes} bytes; send less"
+            raise ApiError(message, status=413, code="body_too_large")
 
     async def receive_end(self) -> Message:
         """The next message; more of the body, if the node answers before its end, is dropped."""
@@ -145,7 +166,7 @@ class SocketParts:
             raise ApiError(message, status=413, code="body_too_large")
         if not data.strip():
             raise ApiError("a message is empty; send a JSON object", code="invalid_json")
-        self._is_whole = bytes(legs.read_fields(data).get("is_last", b"")).strip() == b"true"
+        self._is_whole = _says_last(data)
         # Strings hold no raw line ends in JSON, so those that there are mean nothing.
         return data.replace(b"\n", b" ") + b"\n"
 
@@ -157,3 +178,11 @@ class SocketParts:
         message = await self._receive()
         is_end = message["type"] == "websocket.disconnect"
         return {"type": "http.disconnect"} if is_end else message
+
+
+def _says_last(line: bytes) -> bool:
+    """Whether a part says that it is the last; one that is no JSON does not, and its node says what
+    is wrong with it."""
+    if b"is_last" not in line:
+        return False
+    return bytes(legs.read_fields(line).get("is_last", b"")).strip() == b"true"

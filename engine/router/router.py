@@ -278,7 +278,7 @@ class Router:
         source: PartsSource
         if scope["type"] == "http":
             check_kind(Request(scope), JSON_LINES)
-            source = HttpParts(receive)
+            source = HttpParts(receive, limits.max_body_bytes)
         else:
             source = SocketParts(receive, limits.max_body_bytes)
             headers = [each for each in headers if each[0] not in _KINDS]

@@ -8,6 +8,7 @@ from asyncio.transports import BaseTransport
 from typing import Any, cast
 
 from uvicorn._types import ASGIReceiveEvent
+from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
 
@@ -41,6 +42,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._next_parse: asyncio.Handle | None = None
         self._is_blocked = False  # the client does not read
         self._is_lost = False
+        self._has_closed = False  # the application has said so
 
     def connection_made(self, transport: BaseTransport) -> None:
         """The connection is here from its HTTP protocol, with the request as the first bytes."""
@@ -74,9 +76,14 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     async def send(self, message: Any) -> None:
         """Send a message, when the client has room for it. A closing one has the rest of what the
-        client sent parsed and dropped, up to its own closing frame."""
-        await super().send(message)
+        client sent parsed and dropped, up to its own closing frame. Raises ClientDisconnected once
+        the connection was closed for a fault of the client's."""
+        if self.close_sent and not self._has_closed:
+            raise ClientDisconnected
         if message["type"] == "websocket.close":
+            self._has_closed = True
+        await super().send(message)
+        if self._has_closed:
             self._parse_soon()
         elif message["type"] == "websocket.http.response.body" and self.close_sent:
             self.handshake_complete = True  # by a refusal, which uvicorn logs as a fault otherwise

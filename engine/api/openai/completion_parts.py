@@ -195,7 +195,9 @@ def part_too_large(front: Front, what: str) -> ApiError:
 async def _read_lines(front: Front, http: Request) -> AsyncIterator[bytes]:
     """The lines of the body that are not empty. Raises ApiError for one that is too long or does
     not come in time, or once the server ends, and ClientGone."""
-    settings, ended, left = front.settings, front.in_flight.ended, b""
+    settings, ended = front.settings, front.in_flight.ended
+    pieces: list[bytes] = []  # of a line whose end has not come
+    num_bytes = 0
     stream, clock = http.stream(), asyncio.get_running_loop().time
     seconds = settings.body_timeout_seconds  # for the first part
     deadline = clock() + seconds
@@ -208,15 +210,20 @@ async def _read_lines(front: Front, http: Request) -> AsyncIterator[bytes]:
             raise ClientGone from None
         if chunk is None:
             break
-        *lines, left = (left + chunk).split(b"\n")
-        for line in lines:
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            line = b"".join([*pieces, end])
+            pieces, num_bytes = [], 0
             if line.strip():
                 yield line
                 seconds = settings.part_timeout_seconds
                 deadline = clock() + seconds
-        if len(left) > settings.max_body_bytes:
+        if rest:
+            pieces.append(rest)
+            num_bytes += len(rest)
+        if num_bytes > settings.max_body_bytes:
             raise part_too_large(front, "a line")
-    if left.strip():
+    if left := b"".join(pieces).strip():
         yield left
 
 

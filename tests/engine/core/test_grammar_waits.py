@@ -70,7 +70,9 @@ def test_its_tiers_are_asked_while_it_waits(make_core: MakeCore, tiny_model: Pat
     assert (answer.cached_tokens_by_tier or {}).get("cpu", 0) > 0
 
 
-def test_it_comes_between_requests_that_came_before_and_after_it(make_core: MakeCore, tiny_model: Path) -> None:
+def test_it_comes_between_requests_that_came_before_and_after_it(
+    make_core: MakeCore, tiny_model: Path
+) -> None:
     core = make_core(max_num_seqs=1)
     with gate_of(core, tiny_model) as gate:
         outputs = core.add(request("first", prompt_of(20), max_tokens=8)) + core.step()
