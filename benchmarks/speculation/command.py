@@ -39,6 +39,7 @@ GATES = {
 }
 METHODS = ("ngram", "suffix")
 NOT_PAYING = "speedup_where_it_does_not_pay"
+EAGLE_NOT_PAYING = "speedup_where_an_eagle_head_does_not_pay"
 
 
 AskedWith = tuple[Asked, SamplingParams]
@@ -225,13 +226,18 @@ def measure(report: Report, scale: Scale) -> None:
             case = compare(report, f"{name}_right", scale, size, right, is_drawn=False)
             _add_worst(report, name, [case])
         pairs.append(Pair(DRAFT_MODEL, deep, make_unrelated(Path(folder) / "unrelated")))
-        pairs.append(Pair(EAGLE, deep, make_random_head(Path(folder) / "head")))
         taken = [
             compare(report, f"{NOT_PAYING}_{size}_{pair.method}", scale, size, pair, is_drawn=True)
             for size in scale.sizes
             for pair in pairs
         ]
+        head = Pair(EAGLE, deep, make_random_head(Path(folder) / "head"))
+        of_head = [
+            compare(report, f"{EAGLE_NOT_PAYING}_{size}", scale, size, head, is_drawn=True)
+            for size in scale.sizes
+        ]
     _add_worst(report, NOT_PAYING, taken)
+    _add_worst(report, EAGLE_NOT_PAYING, of_head)
     compare_parts(report, scale)
 
 

@@ -399,6 +399,26 @@ def test_frames_that_cannot_be_are_the_end(
     wait_until(lambda: http.get("/load").json()["server_load"] == 0)
 
 
+def test_a_prompt_that_is_not_known_any_more_is_an_error(
+    http: httpx.Client,
+    server: LiveServer,
+    dial: Callable[..., ClientConnection],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Never the answer to the parts that were known."""
+    with dial() as ws:
+        say(ws, {"prompt": IDS, "max_tokens": 4})
+        client = server.client
+        wait_until(lambda: bool(client._unread_timers))
+        [request_id] = client._unread_timers
+        server.loop.call_soon_threadsafe(client._drop_unread, request_id)
+        say(ws, {"prompt": IDS, "is_last": True})
+        error, code = hear_error(ws)
+    assert (error["code"], code) == ("body_timeout", 1008)
+    assert "not open any more" in error["message"]
+    assert not client._unread_timers and not client._mailboxes
+
+
 def test_pings_that_are_never_read_hold_up_their_sender_alone(
     http: httpx.Client, server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,6 +187,24 @@ def test_a_client_that_leaves_between_parts_is_gone_from_the_node(is_socket: boo
     asyncio.run(run())
 
 
+def test_the_line_that_says_so_is_the_last_of_a_body() -> None:
+    """Nothing is waited for behind it, however long the answer takes."""
+
+    async def run() -> None:
+        async with rig(decode=1, body_seconds=0.3) as it:
+            client = await open_parts(it)
+            sent = lines()
+            sent[-1]["is_last"] = True
+            data = b"".join(json.dumps(line).encode() + b"\n" for line in sent)
+            for start in range(0, len(data), 7):
+                await client.send_bytes(data[start : start + 7])
+            answer = await client.read_all()  # the body is open
+            assert check(answer, WHOLE)
+            assert it.decode[0].parts == [sent]
+
+    asyncio.run(run())
+
+
 def test_parts_have_their_limits() -> None:
     async def run() -> None:
         async with rig(decode=1, body_seconds=0.3, max_body_bytes=1000) as it:
@@ -199,6 +217,12 @@ def test_parts_have_their_limits() -> None:
             long = await open_parts(it)
             await long.send_bytes(b'{"prompt": "' + b"a" * 2000)
             assert (await long.read_all()).status == 413
+            blank = await open_parts(it)
+            for _ in range(20):
+                await blank.send_bytes(b"\n" * 500)
+            await blank.send_bytes(b'{"prompt": "' + b"a" * 400)
+            await blank.send_bytes(b"a" * 1000)  # blank lines are no part of it
+            assert (await blank.read_all()).status == 413
             other = await open_parts(it, "application/json")
             assert (await other.read_all()).status == 415
             async with dial(it) as ws:
