@@ -14,6 +14,6 @@ first_token_in_parts   The time to the first token of a prompt of 3,600 tokens t
     parts, from the last one on, over that of the prompt sent whole, by the clock (`parts.py`).
 speedup_where_it_does_not_pay   The least ratio of answers that are drawn behind words without an
     order, of one request and of sixteen, and of a draft model that is always wrong.
-speedup_where_an_eagle_head_does_not_pay   The same of an EAGLE head that is always wrong, which
-    nothing is promised of: it keeps hidden states and computes every block.
+speedup_where_an_eagle_head_does_not_pay   The same of an EAGLE head that is always wrong. It
+    keeps hidden states and computes every block, so less is promised of it.
 """

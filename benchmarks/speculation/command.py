@@ -36,6 +36,7 @@ GATES = {
     "speedup_draft_model_16": Gate(least=1.3),
     IN_PARTS: Gate(most=0.15),
     "speedup_where_it_does_not_pay": Gate(least=0.98),
+    "speedup_where_an_eagle_head_does_not_pay": Gate(least=0.95),
 }
 METHODS = ("ngram", "suffix")
 NOT_PAYING = "speedup_where_it_does_not_pay"
