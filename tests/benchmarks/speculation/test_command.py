@@ -31,7 +31,7 @@ def test_the_quick_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert set(written["ratios"]) == set(GATES)
     assert all(math.isfinite(ratio) and ratio > 0 for ratio in written["ratios"].values())
     cases = written["figures"]["cases"]
-    assert len(cases) == 8
+    assert len(cases) == 10  # two of an EAGLE head
     assert all(case["same_answers"] == case["answers"] for case in cases.values())
     assert (tmp_path / "speculation.png").read_bytes().startswith(b"\x89PNG")
     assert "speedup_repetitive_1" in capsys.readouterr().out
