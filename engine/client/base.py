@@ -56,7 +56,8 @@ class EngineClient(ABC):
     @abstractmethod
     async def extend_prompt(self, part: ExtendPrompt) -> None:
         """The next part of a prompt that was opened. Raises PromptEnded with the reason where its
-        request has ended."""
+        request has ended, whose last output `generate` gives; and PromptUnknown where nothing is
+        known of it any more."""
 
     @abstractmethod
     async def drop_prompt(self, request_id: str) -> None:

@@ -221,7 +221,7 @@ class MessageClient(EngineClient):
                 sent.set_result(False)
 
     def _start_unread_timer(self, request_id: str) -> None:
-        """From now on a prompt that was opened has UNREAD_SECONDS to be read or extended."""
+        """Give a prompt that was opened UNREAD_SECONDS, from now on, to be read or extended."""
         self._stop_unread_timer(request_id)
         loop = asyncio.get_running_loop()
         timer = loop.call_later(UNREAD_SECONDS, self._drop_unread, request_id)

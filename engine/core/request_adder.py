@@ -161,7 +161,7 @@ class RequestAdder:
             self.grammars.cancel_waiting([request.request_id])
             raise
         if is_done:
-            self.grammars.activate_grammar(waiting)
+            self._activate(waiting)
         return outputs
 
     def _take_compiled(self, waiting: Waiting) -> list[TokenOutput]:
@@ -175,13 +175,20 @@ class RequestAdder:
             )
             self._held.drop_answer(request_id)
             return [msgspec.structs.replace(each, error_code=output.error_code) for each in ended]
+        self._activate(waiting)
+        self._scheduler.grammar_ready(waiting.built)
+        return []
+
+    def _activate(self, waiting: Waiting) -> None:
+        """From now on the answer of a queued request follows its grammar. The request ends where
+        that cannot be: without its grammar it must not run."""
         try:
             self.grammars.activate_grammar(waiting)
         except Exception:
+            request_id = waiting.message.request_id
             self._scheduler.finish_requests([request_id], RequestStatus.FINISHED_ERROR)
+            self._held.drop_answer(request_id)
             raise
-        self._scheduler.grammar_ready(waiting.built)
-        return []
 
     def _queue(
         self,

@@ -216,9 +216,7 @@ class Decoder:
         self.spec = spec
         self._ops = elementwise
         self._element_bytes = weights.embedding.element_size()
-        self._layers: list[Layer] = []
-        while weights.layers:
-            self._layers.append(Layer(spec, weights.layers.pop(0), elementwise))
+        self._layers = take_layers(spec, weights.layers, elementwise)
         self._last_norm: Tensor | None = weights.norm
         # One matrix for both lies in memory once: its rows are looked up where it was packed.
         is_tied = weights.head is weights.embedding
@@ -373,6 +371,17 @@ class Decoder:
         if self._logits_softcap is not None:
             logits = (logits / self._logits_softcap).tanh_() * self._logits_softcap
         return logits
+
+
+def take_layers(
+    spec: ModelSpec, weights: list[LayerWeights], elementwise: Elementwise
+) -> list[Layer]:
+    """The layers of these weights, which are taken out of their list one by one, so that matrices
+    are in memory twice for one layer at a time."""
+    layers = []
+    while weights:
+        layers.append(Layer(spec, weights.pop(0), elementwise))
+    return layers
 
 
 def turns_of(

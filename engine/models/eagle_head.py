@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .checkpoint.checkpoint import CPU
 from .checkpoint.weights import EagleWeights, load_eagle_weights
-from .decoder import PLAIN, Decoder, Layer, turns_of
+from .decoder import PLAIN, Decoder, take_layers, turns_of
 from .eagle_spec import check_fusion
 from .layers import Elementwise, Linear
 from .model_source import ModelSource
@@ -44,9 +44,7 @@ class EagleHead(Decoder):
         self._element_bytes = weights.fusion.element_size()
         device = weights.fusion.device
         self._fusion = Linear(weights.fusion, weights.fusion_bias)
-        self._layers = []
-        while weights.layers:
-            self._layers.append(Layer(spec, weights.layers.pop(0), elementwise))
+        self._layers = take_layers(spec, weights.layers, elementwise)
         self._last_norm = None
         self._embedding, self._embedding_scale = model._embedding, model._embedding_scale
         self._head, self._logits_softcap = model._head, model._logits_softcap

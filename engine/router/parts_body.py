@@ -34,9 +34,8 @@ class PartsSource(Protocol):
 class PartsBody:
     """The body of one prompt. The proxy reads `rest` of it with `read_more`."""
 
-    def __init__(self, source: PartsSource, *, max_line_bytes: int, wait_seconds: float) -> None:
+    def __init__(self, source: PartsSource, wait_seconds: float) -> None:
         self._source = source
-        self._max_line_bytes = max_line_bytes
         self._wait_seconds = wait_seconds
         self._is_over = False
         self._stopped = asyncio.Event()
@@ -44,7 +43,7 @@ class PartsBody:
 
     async def read_first(self, ended: asyncio.Future[None]) -> bytes:
         """The first line that is not empty, and what came together with it. Raises ApiError
-        where it is too long or does not come in time, and ClientGone."""
+        where it does not come in time, ClientGone, and what the source raises."""
         deadline = asyncio.get_running_loop().time() + self._wait_seconds
         held = bytearray()
         while True:
@@ -57,11 +56,7 @@ class PartsBody:
                 break
             start = len(held)
             held += chunk if held else chunk.lstrip()
-            end = held.find(b"\n", start)
-            if (end if end >= 0 else len(held)) > self._max_line_bytes:
-                message = f"a line is over the limit of {self._max_line_bytes} bytes; send less"
-                raise ApiError(message, status=413, code="body_too_large")
-            if end >= 0:
+            if held.find(b"\n", start) >= 0:
                 break
         return bytes(held)
 
@@ -131,13 +126,14 @@ class HttpParts:
         """Note the end of the prompt, where a line says so."""
         *ends, rest = data.split(b"\n")
         for end in ends:
-            line = b"".join([*self._line, end])
+            self._add_piece(end)
+            self._is_whole |= _says_last(b"".join(self._line))
             self._line, self._num_bytes = [], 0
-            if _says_last(line):
-                self._is_whole = True
-        if rest:
-            self._line.append(rest)
-            self._num_bytes += len(rest)
+        self._add_piece(rest)
+
+    def _add_piece(self, piece: bytes) -> None:
+        self._line.append(piece)
+        self._num_bytes += len(piece)
         if self._num_bytes > self._max_line_bytes:
             message = f"a line is over the limit of {self._max_line_bytes} bytes; send less"
             raise ApiError(message, status=413, code="body_too_large")

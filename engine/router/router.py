@@ -271,7 +271,7 @@ class Router:
     async def _forward_parts(
         self, scope: Scope, receive: Receive, reply: Reply, share: _Share
     ) -> str:
-        """As `_forward`, for a prompt whose parts are passed on as they come."""
+        """Pass the parts of a prompt on as they come. The result is that of `_forward`."""
         assert self._ended is not None
         limits = self._body_limits
         headers = self._headers(scope)
@@ -283,11 +283,7 @@ class Router:
             source = SocketParts(receive, limits.max_body_bytes)
             headers = [each for each in headers if each[0] not in _KINDS]
             headers.append((b"content-type", JSON_LINES.encode()))
-        body = PartsBody(
-            source,
-            max_line_bytes=limits.max_body_bytes,
-            wait_seconds=limits.body_timeout_seconds,
-        )
+        body = PartsBody(source, limits.body_timeout_seconds)
         first = await body.read_first(self._ended)
         self._held_bytes += len(first) - share.num_bytes
         share.num_bytes = len(first)

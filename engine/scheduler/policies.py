@@ -82,9 +82,12 @@ class FCFSQueue(RequestQueue):
         self._requests.appendleft(request)
 
     def insert_request(self, request: Request) -> None:
-        places = enumerate(self._requests)
-        later = (place for place, each in places if _came_later(each, request))
-        self._requests.insert(next(later, len(self._requests)), request)
+        place = len(self._requests)
+        for each in reversed(self._requests):  # most came before it
+            if not _came_later(each, request):
+                break
+            place -= 1
+        self._requests.insert(place, request)
 
     def remove_request(self, request: Request) -> bool:
         try:

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,19 @@ _FOLLOWED_BLOCKS = 1  # of an answer, since drafts of it were asked for last
 _NONE: IntArray = np.zeros(0, np.int64)
 BoolArray = npt.NDArray[np.bool_]
 StatesBefore = tuple[Tensor, IntArray]  # hidden states, and the rows of them that are meant
+
+
+class DraftRows(NamedTuple):
+    """Rows of the batch of which the draft model computes tokens at once, in the order of a step.
+    `before` are the hidden states of the tokens before them, which are drafts; None: of tokens
+    that the model has computed."""
+
+    rows: IntArray  # [requests]
+    starts: IntArray  # [requests] tokens before those that are computed
+    counts: IntArray  # [requests]
+    wanted: IntArray  # the tokens of the step whose hidden states are asked for
+    late: LateTokens | None = None
+    before: StatesBefore | None = None
 
 
 class DraftModel(Proposer):
@@ -111,7 +125,9 @@ class DraftModel(Proposer):
             ends = lengths[index] + place
             one = np.ones(count, np.int64)
             last = np.arange(count)
-            hidden = self._compute(rows[index], ends - 1, one, last, late, (hidden, goes_on))
+            hidden = self._compute(
+                DraftRows(rows[index], ends - 1, one, last, late, (hidden, goes_on))
+            )
             chosen = self._likeliest(hidden)
             told.append((index, chosen))
         asked = told[0][0]
@@ -144,7 +160,7 @@ class DraftModel(Proposer):
                 starts = known[part]
                 counts = np.minimum(ends[piece] - starts, self._max_tokens)
                 late = self._batch.late_tokens(chosen, part, starts, counts)
-                self._compute(part, starts, counts, _NONE, late)
+                self._compute(DraftRows(part, starts, counts, _NONE, late))
                 known[part] += counts
             left = known[rows] < ends
             rows, ends = rows[left], ends[left]
@@ -173,32 +189,16 @@ class DraftModel(Proposer):
         hidden = []
         for piece in self._pieces(rows, counts):
             last = np.cumsum(counts[piece]) - 1
-            hidden.append(self._compute(rows[piece], starts[piece], counts[piece], last, None))
+            hidden.append(self._compute(DraftRows(rows[piece], starts[piece], counts[piece], last)))
         return torch.cat(hidden)
 
-    def _compute(
-        self,
-        rows: IntArray,
-        starts: IntArray,
-        counts: IntArray,
-        wanted: IntArray,
-        late: LateTokens | None,
-        before: StatesBefore | None = None,
-    ) -> Tensor:
-        """Hidden states `[wanted, hidden]` of tokens of these rows; in the order of a step.
-        `before` are those of the tokens before them, which are drafts; None: of tokens that the
-        model has computed."""
-        return self._forward.prepare_step(self._inputs(rows, starts, counts, wanted, late))()
+    def _compute(self, step: DraftRows) -> Tensor:
+        """Hidden states `[wanted, hidden]`."""
+        return self._forward.prepare_step(self._inputs(step))()
 
-    def _inputs(
-        self,
-        rows: IntArray,
-        starts: IntArray,
-        counts: IntArray,
-        wanted: IntArray,
-        late: LateTokens | None,
-    ) -> StepInputs:
+    def _inputs(self, step: DraftRows) -> StepInputs:
         batch = self._batch
+        rows, starts, counts, wanted, late, _ = step
         positions, token_rows = ranges(starts, counts), np.repeat(rows, counts)
         token_ids = batch.token_ids[token_rows, positions].astype(np.int64)
         # One that only the model has is nothing that a tokenizer says.

@@ -34,10 +34,10 @@ from ...models.decoder import Embeds
 from ...models.eagle_head import EagleHead
 from ...sampling.copies import to_device
 from ..forward.attention_metadata import ranges
-from ..forward.forward import LateTokens, StepForward
+from ..forward.forward import StepForward
 from ..input_batch import InputBatch
 from ..kv_pool import ModelPages
-from .draft_model import BoolArray, DraftModel, StatesBefore
+from .draft_model import BoolArray, DraftModel, DraftRows
 from .hidden_pages import HiddenPages, slot_index
 from .proposer import ComputedStep
 
@@ -83,24 +83,17 @@ class EagleDrafts(DraftModel):
     def _known_behind(self, lengths: IntArray, most: IntArray) -> IntArray:
         return lengths
 
-    def _compute(
-        self,
-        rows: IntArray,
-        starts: IntArray,
-        counts: IntArray,
-        wanted: IntArray,
-        late: LateTokens | None,
-        before: StatesBefore | None = None,
-    ) -> Tensor:
-        inputs = self._inputs(rows, starts, counts, wanted, late)
+    def _compute(self, step: DraftRows) -> Tensor:
+        inputs = self._inputs(step)
         device = self._states.device
         tokens = to_device(inputs.token_ids, device)
-        if late is not None:
-            late.put(tokens)
-        if before is None:
-            hidden = self._states.read_states(np.repeat(rows, counts), inputs.positions - 1)
+        if step.late is not None:
+            step.late.put(tokens)
+        if step.before is None:
+            rows = np.repeat(step.rows, step.counts)
+            hidden = self._states.read_states(rows, inputs.positions - 1)
         else:
-            states, meant = before
+            states, meant = step.before
             hidden = states[to_device(meant, device)]
         fused = Embeds(None, self._head.fuse(tokens, hidden))
         return self._forward.prepare_step(replace(inputs, embeds=fused, late=None))()
