@@ -8,9 +8,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,58 +16,22 @@ import pytest
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.model_check import find_draft
 from stratakv.engine.models.model_spec import load_model_spec
-from stratakv.engine.request.core_messages import AddRequest, share_prompt
+from stratakv.engine.request.core_messages import share_prompt
 from stratakv.engine.request.request import Request
 from stratakv.engine.scheduler.speculation import Speculation
 from stratakv.tiers.settings.values import ConfigError
 
-from ...tiny_models import make_llama, make_model
+from ...tiny_models import make_llama
 from .conftest import VOCAB, config_of, finish, prompt_of, request, run
+from .drafting_cores import KINDS, asked_of, core_with, make_kind
 from .test_speculation import requests, told
 
-DRAFTS = {"num_speculative_tokens": 5, "speculative_adaptive": False}
-WINDOW = 21
 LARGE = {"num_key_value_heads": 3, "head_dim": 32}
-# Models whose layers see everything, windows, or both.
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "full": ("llama", {}),
-    "windows": ("mistral", {"sliding_window": WINDOW}),
-    "both": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW,
-                       "max_window_layers": 1}),
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    kind, options = KINDS[request.param]
-    return make_model(tmp_path_factory.mktemp("model"), kind, 3, vocab_size=VOCAB, **options)
-
-
-@contextmanager
-def core_with(
-    model: Path,
-    draft: Path | None,
-    *,
-    depth: int = 1,
-    kernel_block_size: int | None = None,
-    **options: Any,
-) -> Iterator[EngineCore]:
-    given = {} if draft is None else {"speculative_model": str(draft), **DRAFTS}
-    config = config_of(model, **{**given, **options})
-    config = replace(config, cache=replace(config.cache, kernel_block_size=kernel_block_size))
-    core = EngineCore(config, max_steps_in_flight=depth)
-    try:
-        yield core
-        assert core.scheduler.manager.pool.is_idle
-    finally:
-        core.shutdown(5.0)
-
-
-def asked_of(tag: str) -> list[AddRequest]:
-    """Prompts of one block to six, two of them with a common beginning."""
-    root = prompt_of(48)
-    prompts = [root, root[:32] + prompt_of(9, 1), prompt_of(5, 2), prompt_of(23, 3)]
-    return [request(f"{tag}{i}", each, max_tokens=24 + i) for i, each in enumerate(prompts)]
+    return make_kind(tmp_path_factory.mktemp("model"), request.param)
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +25,17 @@ from stratakv.engine.scheduler.speculation import Speculation
 from stratakv.tiers.settings.values import ConfigError
 
 from ...eagle_heads import CIRCLE, make_counting_head, make_counting_model, make_eagle
-from ...tiny_models import load_reference, make_llama, make_model
+from ...tiny_models import load_reference, make_llama
 from .conftest import VOCAB, config_of, finish, prompt_of, request, run
+from .drafting_cores import KINDS, asked_of, core_with, make_kind
 from .test_beams import search
 from .test_beams import told as beams_told
-from .test_draft_model import KINDS, asked_of
 from .test_speculation import requests, told
-
-DRAFTS = {"num_speculative_tokens": 5, "speculative_adaptive": False}
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    kind, options = KINDS[request.param]
-    return make_model(tmp_path_factory.mktemp("model"), kind, 3, vocab_size=VOCAB, **options)
+    return make_kind(tmp_path_factory.mktemp("model"), request.param)
 
 
 @pytest.fixture(scope="module")
@@ -64,26 +58,6 @@ def counting_head(
     request: pytest.FixtureRequest, counting: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     return make_counting_head(tmp_path_factory.mktemp("head"), counting, by=request.param)
-
-
-@contextmanager
-def core_with(
-    model: Path,
-    head: Path | None,
-    *,
-    depth: int = 1,
-    kernel_block_size: int | None = None,
-    **options: Any,
-) -> Iterator[EngineCore]:
-    given = {} if head is None else {"speculative_model": str(head), **DRAFTS}
-    config = config_of(model, **{**given, **options})
-    config = replace(config, cache=replace(config.cache, kernel_block_size=kernel_block_size))
-    core = EngineCore(config, max_steps_in_flight=depth)
-    try:
-        yield core
-        assert core.scheduler.manager.pool.is_idle
-    finally:
-        core.shutdown(5.0)
 
 
 def figures_of(core: EngineCore) -> dict[str, Any]:
