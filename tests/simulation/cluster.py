@@ -20,15 +20,9 @@ import hashlib
 import random
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
 
-from stratakv.connector.prefill_decode.hand_overs import LEASE_SECONDS
-from stratakv.connector.prefill_decode.hand_overs import MOST_SECONDS as MOVE_SECONDS
-from stratakv.connector.prefill_decode.wait_limit import MOST_SECONDS as WAIT_SECONDS
-from stratakv.connector.request_offload import Stage
-from stratakv.engine.core.handover import MOST_SECONDS as GIVE_SECONDS
 from stratakv.engine.request.core_messages import (
     AddRequest,
     ExtendPrompt,
@@ -37,100 +31,23 @@ from stratakv.engine.request.core_messages import (
     TokenOutput,
 )
 from stratakv.engine.request.handover_ticket import Ticket
-from stratakv.engine.request.request import Request, pack_token_ids
+from stratakv.engine.request.request import pack_token_ids
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.scheduler.output import SchedulerOutput
 from stratakv.engine.scheduler.speculation import Speculation
 
-from ..engine.scheduler.conftest import HASHER, NO_WISHES, SIZE, fingerprint, reference
-from ..engine.scheduler.test_random_lives import check_invariants
-from .books import check_writes
-from .clock import VirtualClock, VirtualEvent
+from .clock import VirtualClock
+from .cluster_node import MAX_MODEL_LEN, Asked, Node, name_blocks
 from .prompt_parts import PromptParts
-from .shared_store import ClientStore, Server
-from .sim_core import SESSION_IDLE_SECONDS, SimCore
-from .tiny_engine import LAYOUT, check_nothing_left, is_busy, shut_down
+from .shared_store import Server
+from .sim_core import SESSION_IDLE_SECONDS
+from .tiny_engine import check_nothing_left, shut_down
 
-MAX_MODEL_LEN = 32
 # Of virtual time, beyond every deadline there is.
 LIFE_SECONDS = 300.0
 SHUTDOWN_SECONDS = 10.0
-SLACK_SECONDS = 0.1  # more than a step takes
 MAX_EMPTY_STEPS = 200
 MODES = ("slow", "hung", "lost", "down", "flaky", "full", "damaged")
-
-
-@dataclass(eq=False)
-class Asked:
-    """One request of a client, as the caller in front of the engines knows it."""
-
-    name: str
-    prompt: list[int]
-    count: int
-    hand_over_tokens: int  # that the prefill engine is asked for
-    node: Node | None = None
-    request_id: str = ""
-    is_prefill: bool = False
-    is_helper: bool = False  # the prefill leg of another one, whose answer nobody reads
-    ticket: Ticket | None = None
-    seed: int | None = None  # of one of several answers to its prompt
-    parts: PromptParts | None = None  # its prompt comes in these
-    fed_at: float = 0.0  # when the newest of them came
-    tries: int = 0
-    told: list[int] = field(default_factory=list)
-    end: str = ""  # how it ended
-
-    @functools.cached_property
-    def right(self) -> list[int]:
-        """What the client must be told."""
-        return reference(self.prompt, self.count, MAX_MODEL_LEN, seed=self.seed)
-
-
-class Node:
-    """An engine process with its loop; killed for good, a new one takes its place."""
-
-    def __init__(self, cluster: Cluster, role: str, name: str) -> None:
-        rng, clock = cluster.rng, cluster.clock
-        self.role, self.name = role, name
-        self.woken = VirtualEvent(clock)
-        self.is_awake = True
-        self.sleeps_until = 0.0
-        self.is_alive = True
-        self.empty_steps = 0
-        self.held_since: dict[str, float] = {}
-        self.asked: dict[str, Asked] = {}
-        self.store = ClientStore(
-            cluster.server,
-            LAYOUT,
-            clock,
-            rng,
-            self.may_hold,
-            cluster.wrong,
-            refuses=0.2 if cluster.is_faulty and rng.random() < 0.3 else 0.0,
-        )
-        fault_rate = rng.choice([0.0, 0.0, 0.05]) if cluster.is_faulty else 0.0
-        self.core = SimCore(
-            role,
-            self.store,
-            clock,
-            rng,
-            cluster.names,
-            MAX_MODEL_LEN,
-            fault_rate=fault_rate,
-            pass_seconds=cluster.pass_seconds,
-            fails=cluster.fails,
-            spoils=cluster.spoils,
-            speculation=cluster.make_speculation(),
-            more=cluster.more,
-        )
-        self.core.set_wakeup(self.woken.set)
-
-    def may_hold(self, key: bytes, page: bytes) -> bool:
-        return self.core.engine.may_hold(key, page)
-
-    @property
-    def is_due(self) -> bool:
-        return self.is_awake or self.woken.is_set() or self.store._clock.now >= self.sleeps_until
 
 
 class Cluster:
@@ -287,14 +204,16 @@ class Cluster:
             raise core.simulated.wrong
         self.note(node.name, sorted(core.scheduler.requests), node.store.mode, node.store.log)
         node.store.log.clear()
-        self._check_released(node, outputs, counts.incomplete - incomplete)
+        node.check_released(outputs, counts.incomplete - incomplete)
+        self.seen["incomplete"] += counts.incomplete - incomplete
         for output in outputs:
             self._deliver(node, output)
         if self.rng.random() < 0.7:  # others hear of what was stored since
             new = [key for key in self.server.blocks if key not in stored]
             for other in self._nodes if new else ():
                 other.store.tell(new)
-        self._check_books(node, began)
+        assert not self.wrong, self.wrong
+        node.check_books(began)
 
     def _trouble(self) -> None:
         """What the world does to a cluster."""
@@ -357,7 +276,7 @@ class Cluster:
         rng = self.rng
         text = rng.choice(self._documents)[: rng.randint(1, MAX_MODEL_LEN - 6)]
         text = text + [rng.randint(1, 49) for _ in range(rng.choice([0, 0, 1, 3]))]
-        _name_blocks(self.names, text)
+        name_blocks(self.names, text)
         asked = Asked(f"r{len(self._asked)}", text, rng.randint(1, 6), rng.choice([1, 1, 1, 3]))
         self._asked.append(asked)
         luck = self.more.random()
@@ -610,68 +529,6 @@ class Cluster:
         else:
             assert self.is_faulty and "the worker was to fail" in error, output
 
-    # What must hold.
-
-    def _check_released(self, node: Node, outputs: list[TokenOutput], incomplete: int) -> None:
-        """Answers that are said to be whole have blocks that the server has said it has."""
-        held, now = node.core._held, self.clock.now
-        released = [output for output in outputs if output.ticket is not None]
-        kept = 0
-        for output in released:
-            since = node.held_since.pop(output.request_id, now)
-            asked = node.asked[output.request_id]
-            promised = self.server.promised
-            keys = _name_blocks({}, asked.prompt)
-            named = keys if asked.hand_over_tokens == 1 else keys[: len(asked.prompt) // SIZE]
-            kept_now = {key[:32] for key, moment in promised.items() if moment >= since}
-            # Where a lease is not answered in time, what was stored and answered counts.
-            kept += kept_now.union(node.store.believed).issuperset(named)
-        assert kept >= len(released) - incomplete, "an answer was released too early"
-        self.seen["incomplete"] += incomplete
-        for request_id in held._held:
-            since = node.held_since.setdefault(request_id, now)
-            assert now - since <= GIVE_SECONDS + MOVE_SECONDS + 1.0, f"{request_id} is held on"
-
-    def _check_books(self, node: Node, began: float) -> None:
-        """`began`: when the step did that has just ended; it looked at waits then, and may have
-        taken long itself."""
-        assert not self.wrong, self.wrong
-        check_invariants(node.core.engine)
-        slab, held = node.core.slab, node.core._held
-        assert len(slab._free) + len(slab._slots) == slab.num_slots
-        check_writes(node.core.engine.parts.side._hierarchy)
-        side, now = node.core.engine.parts.side, self.clock.now
-        known = node.core.scheduler.requests.keys()
-        live = {name for name, o in side.requests.items() if o.stage is not Stage.FINISHED}
-        assert known >= live, f"{node.name} keeps what nobody wants"
-        assert known >= {*side.awaiting_prefill}, f"{node.name} awaits what nobody wants"
-        for name in side.awaiting_prefill:
-            wait = side.requests[name].wait
-            assert began <= wait.began + WAIT_SECONDS + SLACK_SECONDS, (
-                "a prompt is awaited for ever"
-            )
-            assert began <= wait.limit.ends_at() + SLACK_SECONDS, "a prompt is awaited too long"
-        waiting = {*held._expected, *held._held}
-        assert waiting <= node.asked.keys(), "an answer is held that nobody waits for"
-        assert held._expected.keys() <= node.core.scheduler.requests.keys()
-        assert all(end <= now + LEASE_SECONDS for end in self.server._leases.values())
-        self._check_sessions(node, began)
-
-    def _check_sessions(self, node: Node, began: float) -> None:
-        """Each has a client, and waits for a part as long as it may; blocks are kept for who goes
-        on in them, and for nobody else."""
-        core, states = node.core, node.core.scheduler._states
-        open_sessions = core.sessions._open
-        assert open_sessions.keys() <= node.asked.keys(), "a session goes on that nobody feeds"
-        going_on = {each.continues for each in states.requests.values()}
-        for session in open_sessions.values():
-            going_on.add(session.before)
-            if session.asked is None:
-                # A step first ends those that have waited too long.
-                waits = began - session.waits_since
-                assert waits < SESSION_IDLE_SECONDS, "a session waits for ever"
-        assert going_on.issuperset(states.kept.ended), "blocks are kept for nobody"
-
     def _end(self) -> None:
         """All is well again; what is under way ends, and nothing is left."""
         self._step_faults = self._nan_rate = 0.0
@@ -681,7 +538,7 @@ class Cluster:
             node.is_awake = True
         deadline = self.clock.now + LIFE_SECONDS
         for _ in range(2):
-            while self._todo or any(self._is_busy(node) for node in self._nodes):
+            while self._todo or any(node.is_busy for node in self._nodes):
                 assert self.clock.now < deadline, "something never ends"
                 self._turn()
             for node in self._nodes:
@@ -707,25 +564,6 @@ class Cluster:
             assert asked.end, f"{asked.name} has no answer"
             self.seen[asked.end] += 1
         assert not self.wrong, self.wrong
-
-    def _is_busy(self, node: Node) -> bool:
-        return bool(
-            node.is_due
-            or is_busy(node.core.engine)
-            or len(node.core._held)
-            or len(node.core.engine.parts.side.prompts_elsewhere.follows.prompts)
-        )
-
-
-def _name_blocks(names: dict[bytes, list[int]], prompt: list[int]) -> list[bytes]:
-    """The digests of a prompt's blocks, and what each of them holds."""
-    request = Request("names", prompt, NO_WISHES, block_hasher=HASHER)
-    digests, numbers = list(request.block_hashes), fingerprint(prompt)
-    if tail := request.prompt_tail_hash():
-        digests.append(tail)
-    for index, digest in enumerate(digests):
-        names[digest[:32]] = numbers[index * SIZE : (index + 1) * SIZE]
-    return [digest[:32] for digest in digests]
 
 
 def _as_json(request: AddRequest) -> str:
