@@ -284,8 +284,9 @@ WIDE static int64_t receive_one(int64_t fd, uint8_t *to, int64_t size, uint8_t *
         const int64_t got = recvmsg(fd, &message, MSG_WAITALL);
         if (got == 0) return -1;
         if (got < 0) {
-            if (errno == EINTR) continue;
-            return errno == EAGAIN || errno == EWOULDBLOCK ? -2 : errno;
+            // The kernel counts a timeout in ticks, and may end it before the deadline.
+            if (errno == EINTR || errno == EAGAIN || errno == EWOULDBLOCK) continue;
+            return errno;
         }
         received += got;
         const int64_t whole = (received < size ? received : size) / BLOCK;
@@ -325,8 +326,9 @@ static int64_t send_vector(int64_t fd, iovec *places, int64_t count, int flags, 
         message.msg_iovlen = count;
         int64_t sent = sendmsg(fd, &message, flags | MSG_NOSIGNAL);
         if (sent < 0) {
-            if (errno == EINTR) continue;
-            return errno == EAGAIN || errno == EWOULDBLOCK ? -2 : errno;
+            // The kernel counts a timeout in ticks, and may end it before the deadline.
+            if (errno == EINTR || errno == EAGAIN || errno == EWOULDBLOCK) continue;
+            return errno;
         }
         for (; count && sent >= int64_t(places->iov_len); places++, count--) sent -= places->iov_len;
         if (count) {

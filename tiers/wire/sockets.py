@@ -69,6 +69,8 @@ class Connection:
                 else:
                     got = self._plain.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
             except OSError as error:
+                if _is_early(error, deadline):
+                    continue
                 raise _lost(error, "sent") from error
             if not got:
                 raise ConnectionLost("the peer closed the connection")
@@ -142,6 +144,8 @@ class Connection:
                 try:
                     sent = self._plain.sendmsg(views)
                 except OSError as error:
+                    if _is_early(error, deadline):
+                        continue
                     raise _lost(error, "took") from error
                 _drop(views, sent)
 
@@ -167,6 +171,8 @@ class Connection:
         try:
             raw, fds, _, _ = socket.recv_fds(self._sock, size, 1, socket.MSG_WAITALL)
         except OSError as error:
+            if _is_early(error, deadline):
+                return self.receive_fd(size, deadline)
             raise _lost(error, "sent") from error
         if len(raw) != size:
             for fd in fds:
@@ -243,6 +249,12 @@ def _drop(views: list[memoryview], size: int) -> None:
         size -= views.pop(0).nbytes
     if size:
         views[0] = views[0][size:]
+
+
+def _is_early(error: OSError, deadline: float) -> bool:
+    """Whether a call timed out before the deadline: the kernel counts timeouts in ticks of up to
+    10 ms, and the first may be over at once."""
+    return isinstance(error, BlockingIOError) and time.monotonic() < deadline
 
 
 def _lost(error: OSError, verb: str) -> ConnectionLost:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import socket
@@ -123,6 +124,29 @@ def test_a_peer_that_says_nothing(pair: tuple[Connection, socket.socket]) -> Non
     connection, _ = pair
     took = lasts(lambda: connection.receive(10, soon(0.2)), "before the deadline")
     assert 0.2 <= took < SLACK
+
+
+def test_a_timeout_of_the_kernel_that_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts ticks of up to 10 ms: one may end before the deadline by more than that."""
+    set_timeout = Connection._set_timeout
+
+    def set_half(self: Connection, deadline: float, option: int) -> None:
+        now = time.monotonic()
+        set_timeout(self, now + (deadline - now) / 2, option)
+
+    monkeypatch.setattr(Connection, "_set_timeout", set_half)
+    ours, theirs = socket.socketpair()
+    connection = Connection(ours)
+    for call in (
+        lambda deadline: connection.receive(10, deadline),
+        lambda deadline: connection.receive_fd(10, deadline),
+        lambda deadline: connection.send([bytes(BIG)], deadline),
+    ):
+        deadline = soon(0.3)
+        assert lasts(functools.partial(call, deadline), "deadline") < SLACK
+        assert time.monotonic() >= deadline
+    connection.close()
+    theirs.close()
 
 
 def test_a_peer_that_trickles(pair: tuple[Connection, socket.socket]) -> None:
