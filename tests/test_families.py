@@ -47,6 +47,12 @@ QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 37}
 OLD_SPELLING = {"old_spelling": True}
 
 
+GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22,
+           "logits_scaling": 4.0}  # fmt: skip
+MINISTRAL = YARN | {"original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.4}
+# Of a family either of the first two is the number.
+EXPERTS = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2,
+           "moe_intermediate_size": 24}  # fmt: skip
 GEMMA = {"rope_parameters": None, "tie_word_embeddings": True, "head_dim": 16, "sliding_window": 45,
          "query_pre_attn_scalar": 24, "pad_token_id": 0}  # fmt: skip
 
@@ -88,13 +94,36 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "gemma3_text-old-spelling": GEMMA | {"layer_types": None, "rope_theta": 50000.0,
        "rope_local_base_freq": 700.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
        "num_hidden_layers": 7},
+    "gemma2-capped-every-other": GEMMA | {"attn_logit_softcapping": 9.0},
+    "phi3-partly-turned-window": {"pad_token_id": 0, "sliding_window": 50, "hidden_size": 96,
+       "num_attention_heads": 6, "head_dim": 16}
+    | rope({"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
+    "phi3-longrope-sharded": {"pad_token_id": 0, "sliding_window": None, "max_shard_size": "60KB",
+       "hidden_size": 96, "original_max_position_embeddings": 256}
+    | rope({**LONGROPE, "short_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0],
+            "long_factor": [1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0, 8.0]}),
+    "granite-biases-wide-heads": GRANITE | WIDE_HEADS | {"attention_bias": True, "mlp_bias": True},
+    "olmo2-grouped": {"pad_token_id": 0},
+    "smollm3-still-layers": {"pad_token_id": 0, "num_hidden_layers": 5},
+    "smollm3-still-by-layer": {"pad_token_id": 0, "no_rope_layers": [0, 1, 0]},
+    "ministral3-growing": OWN_HEADS | {"pad_token_id": 0, "sliding_window": None} | rope(MINISTRAL),
+    "mixtral-window": EXPERTS | {"sliding_window": 50},
+    "qwen2_moe-shared": EXPERTS | {"shared_expert_intermediate_size": 40},
+    "qwen2_moe-every-second-normalised": EXPERTS | {"shared_expert_intermediate_size": 40,
+       "decoder_sparse_step": 2, "norm_topk_prob": True},
+    "qwen3_moe-normalised-sharded": EXPERTS | WIDE_HEADS | {"norm_topk_prob": True,
+       "max_shard_size": "60KB", "seed": 4},
+    "qwen3_moe-one-dense-window": EXPERTS | OWN_HEADS | {"mlp_only_layers": [1],
+       "use_sliding_window": True, "sliding_window": 37},
+    "olmoe-grouped": EXPERTS | OWN_HEADS | {"pad_token_id": 0},
+    "granitemoe-grouped": EXPERTS | GRANITE,
 }  # fmt: skip
 
 
 def make(directory: Path, name: str, **changes: Any) -> Path:
     options = CHECKPOINTS[name] | changes
     old_spelling = options.pop("old_spelling", False)
-    make_model(directory, name.split("-")[0], seed=3, **options)
+    make_model(directory, name.split("-")[0], **{"seed": 3} | options)
     if old_spelling:
         file = directory / "config.json"
         config = json.loads(file.read_text())

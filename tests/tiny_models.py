@@ -81,10 +81,10 @@ def make_model(
     config = AutoConfig.for_model(model_type, **(BASE | changes))
     model = AutoModelForCausalLM.from_config(config)
     # A Gemma multiplies its embeddings, and adds to them what norms have bounded.
-    is_gemma = model_type == "gemma3_text"
+    is_gemma = model_type in ("gemma2", "gemma3_text")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() > 1:
                 parameter.mul_(10.0 if "embed" not in name else 0.5 if is_gemma else 2.0)
             elif "bias" in name:
                 parameter.normal_(0.0, 0.1)
@@ -99,6 +99,7 @@ def make_model(
 def load_reference(directory: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """The checkpoint in transformers."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    model.set_experts_implementation("eager")  # the others know no float64
     return model.eval()
 
 

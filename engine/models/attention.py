@@ -105,18 +105,18 @@ class PagedAttention:
         num_heads: int,
         max_group_blocks: int,
         scale: float,
+        softcap: float | None = None,
     ) -> None:
         """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`, contiguous;
         `max_group_blocks` is the most that one GatherGroup asks for; scores are multiplied by
-        `scale`."""
+        `scale`, and a score s becomes `softcap * tanh(s / softcap)`."""
         self._layers = [(pool[:, i, 0], pool[:, i, 1]) for i in range(layout.num_layers)]
         row = layout.block_size * layout.num_kv_heads * layout.head_dim
         self._block_rows = pool.view(-1, row)
         self._gathered = torch.zeros((2 * max_group_blocks, row), dtype=pool.dtype)
         self._kv_heads, self._head_dim = layout.num_kv_heads, layout.head_dim
         self._num_heads = num_heads
-        self._scale = scale
-        self._grouped = num_heads != layout.num_kv_heads
+        self._scale, self._softcap = scale, softcap
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: AttentionPlan) -> Tensor:
         """Attend `q` `[tokens, heads, head_dim]` after writing `k` and `v` `[tokens, kv heads,
@@ -174,14 +174,12 @@ class PagedAttention:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool = False
     ) -> Tensor:
         """One request: `[rows, heads, head_dim]` against `[keys, kv heads, head_dim]`."""
-        attended = F.scaled_dot_product_attention(
+        attended = self._product(
             q.transpose(0, 1)[None],
             k.transpose(0, 1)[None],
             v.transpose(0, 1)[None],
-            attn_mask=mask,
+            mask,
             is_causal=is_causal,
-            scale=self._scale,
-            enable_gqa=self._grouped,
         )
         return attended[0].transpose(0, 1)
 
@@ -191,11 +189,31 @@ class PagedAttention:
         count = len(q)
         span = slice(batch.offset, batch.offset + count * batch.keys)
         shape = (count, batch.keys, self._kv_heads, self._head_dim)
-        attended = F.scaled_dot_product_attention(
+        attended = self._product(
             q.view(count, self._kv_heads, -1, self._head_dim),
             keys[span].view(shape).transpose(1, 2),
             values[span].view(shape).transpose(1, 2),
-            attn_mask=batch.mask,
-            scale=self._scale,
+            batch.mask,
         )
         return attended.reshape(count, self._num_heads, self._head_dim)
+
+    def _product(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool = False
+    ) -> Tensor:
+        """`[requests, heads, rows, head_dim]`, where a K head may be that of several heads of
+        `q`."""
+        is_grouped = q.shape[1] != k.shape[1]
+        if self._softcap is None:
+            return F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=is_causal, scale=self._scale, enable_gqa=is_grouped
+            )
+        groups = q.view(len(q), k.shape[1], -1, *q.shape[2:])
+        scores = groups @ k.transpose(-1, -2)[:, :, None] * (self._scale / self._softcap)
+        scores = scores.tanh_() * self._softcap
+        if is_causal:
+            rows, keys = scores.shape[-2:]
+            scores.masked_fill_(torch.ones(rows, keys, dtype=torch.bool).triu_(1), -torch.inf)
+        elif mask is not None:
+            scores += mask.unsqueeze(-3) if mask.dim() > 2 else mask
+        weights = scores.softmax(-1, torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+        return (weights @ v[:, :, None]).view(q.shape)

@@ -25,9 +25,16 @@ from ...kernels.cpu.matrix import GELU_TANH, SILU, PackedMatrix
 from ...kernels.cpu.network import CpuNetwork, NetworkLayer
 from ...kernels.layer.rotate_write import Rotary
 from .checkpoint.checkpoint import CPU
-from .checkpoint.weights import DecoderWeights, LayerWeights, load_weights, random_weights
-from .families import Activation
-from .layers import DenseMlp, Elementwise, Linear, make_mlp
+from .checkpoint.weights import (
+    DecoderWeights,
+    DenseWeights,
+    LayerWeights,
+    load_weights,
+    random_weights,
+)
+from .experts import ExpertMlp
+from .families import Activation, HeadNorms
+from .layers import DenseMlp, Elementwise, Linear, Mlp
 from .model_spec import ModelSpec
 from .rope import rope_tables
 
@@ -100,7 +107,7 @@ class Layer:
         self._out = Linear(weights.out, weights.out_bias)
         self._after_attention_norm = weights.after_attention_norm
         self._mlp_norm = weights.mlp_norm
-        self._mlp = make_mlp(spec, weights, elementwise)
+        self._mlp = _make_mlp(spec, weights, elementwise)
         self._after_mlp_norm = weights.after_mlp_norm
 
     def attention(
@@ -111,37 +118,47 @@ class Layer:
         sin: Tensor,
         attention: Attention[Plan],
         plan: Plan,
+        growth: Tensor | None = None,
     ) -> Tensor:
         """Attention of `x` `[tokens, hidden]` before its output matrix: `[tokens, heads *
-        head_dim]`. `index` is the layer's number in the pool."""
+        head_dim]`. `index` is the layer's number in the pool, `growth` `[tokens, 1, 1]` a factor
+        of queries."""
         spec = self._spec
-        qkv = self._qkv(self._before_attention(x))
+        qkv = self._qkv(self._norm(x, self._attention_norm))
         heads = qkv.view(len(x), -1, spec.head_dim)
         turning = spec.num_heads + spec.num_kv_heads
-        turned = heads[:, :turning]
-        if self._head_norms is not None:
-            turned = self._norm(turned, self._head_norms)
+        turned = self._norm_heads(heads[:, :turning])
         rotated = self._ops.rotate(turned, cos, sin)
         q, k = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
+        if growth is not None:
+            q = q * growth
         return attention(q, k, heads[:, turning:], index, plan)
 
     def attention_of_qkv(
         self, x: Tensor, index: int, rotary: Rotary, attention: QkvAttention[Plan], plan: Plan
     ) -> Tensor:
         """The same as `attention`, by an attention that rotates by itself."""
-        qkv = self._qkv(self._before_attention(x))
+        qkv = self._qkv(self._norm(x, self._attention_norm))
         heads = qkv.view(len(x), -1, self._spec.head_dim)
         if self._head_norms is not None:
             eps = self._spec.rms_norm_eps
             rotary = rotary._replace(head_norms=self._head_norms, eps=eps)
         return attention(heads, rotary, index, plan)
 
+    @property
+    def can_record(self) -> bool:
+        return not isinstance(self._mlp, ExpertMlp) or self._mlp.can_record
+
     def in_library(self, cos: Tensor, sin: Tensor, pool: Tensor, view: int) -> NetworkLayer | None:
         """The layer as the library of `kernels/cpu/` computes it, or None where it has not all of
         its matrices. Tables are `[positions, head_dim // 2]`, `pool` is the layer's, and `view`
         says which of a step's plans is its own."""
-        mlp = self._mlp
-        if not isinstance(mlp, DenseMlp) or not self._ops.is_plain or self._attention_norm is None:
+        mlp, spec = self._mlp, self._spec
+        if not isinstance(mlp, DenseMlp) or not self._ops.is_plain:
+            return None
+        if self._attention_norm is None or self._mlp_norm is None:
+            return None
+        if spec.family.head_norms is HeadNorms.ALL or spec.query_growth is not None:
             return None
         matrices = self._qkv.packed, self._out.packed, mlp.gate_up, mlp.down.packed
         qkv, out, gate_up, down = matrices
@@ -170,13 +187,9 @@ class Layer:
             self._add_rest(x, mixed)
             return x
         added = self._out(mixed)
-        if self._after_attention_norm is not None:
-            added = self._norm(added, self._after_attention_norm)
-        x = x + added
+        x = x + self._norm(added, self._after_attention_norm)
         added = self._mlp(self._norm(x, self._mlp_norm))
-        if self._after_mlp_norm is not None:
-            added = self._norm(added, self._after_mlp_norm)
-        return x + added
+        return x + self._norm(added, self._after_mlp_norm)
 
     def _add_rest(self, x: Tensor, mixed: Tensor) -> None:
         """A product adds by itself, unless a norm lies in between."""
@@ -190,12 +203,31 @@ class Layer:
         else:
             x += self._norm(self._mlp(normed), self._after_mlp_norm)
 
-    def _before_attention(self, x: Tensor) -> Tensor:
-        return x if self._attention_norm is None else self._norm(x, self._attention_norm)
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Hidden states, normed where there is a norm."""
+        return x if weight is None else self._ops.norm(x, weight, self._spec.stream_eps)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Over the last dimension; `weight` may be a vector for each head."""
-        return self._ops.norm(x, weight, self._spec.rms_norm_eps)
+    def _norm_heads(self, turned: Tensor) -> Tensor:
+        """Queries and keys `[tokens, heads + kv heads, head_dim]`, normed where they are."""
+        weight, spec = self._head_norms, self._spec
+        if weight is None:
+            return turned
+        if spec.family.head_norms is HeadNorms.EACH:
+            return self._ops.norm(turned, weight, spec.rms_norm_eps)
+        parts = []
+        for heads in (slice(spec.num_heads), slice(spec.num_heads, None)):
+            part = turned[:, heads]
+            normed = self._ops.norm(part.flatten(1), weight[heads].flatten(), spec.rms_norm_eps)
+            parts.append(normed.view(part.shape))
+        return torch.cat(parts, 1)
+
+
+def _make_mlp(spec: ModelSpec, weights: LayerWeights, elementwise: Elementwise) -> Mlp:
+    activation, mlp = spec.family.activation, weights.mlp
+    if isinstance(mlp, DenseWeights):
+        return DenseMlp(mlp, activation, elementwise)
+    assert spec.experts is not None
+    return ExpertMlp(spec.experts, mlp, activation, elementwise)
 
 
 class Decoder:
@@ -224,10 +256,14 @@ class Decoder:
         packed = self._head.packed if is_tied else None
         self._embedding = weights.embedding if packed is None else packed
         self._logits_softcap = spec.logits_softcap
-        # Rounded first, as transformers does: 55.4256 is 55.5 in bfloat16.
-        scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
-        self._embedding_scale = None if spec.embedding_scale == 1.0 else scale
+        self._logits_divisor = 1.0 if spec.scales is None else spec.scales.logits
+        scale = spec.embedding_scale
+        if spec.family.scaled_embeddings:
+            # Rounded first, as transformers does: 55.4256 is 55.5 in bfloat16.
+            scale = float(torch.tensor(scale, dtype=dtype))
+        self._embedding_scale = None if scale == 1.0 else scale
         self._tables = turns_of(spec, max_model_len, dtype, weights.embedding.device)
+        self._growth = growth_of(spec, max_model_len, dtype, weights.embedding.device)
         self._table_of = spec.rope_of_layers
 
     @classmethod
@@ -307,7 +343,9 @@ class Decoder:
             return _run_in_library(attention, x, positions, plan, wanted, aux)
         has_kernels = self._ops.is_kernels
         of_qkv: QkvAttention[Plan] | None = None
-        if has_kernels:
+        growth = None if self._growth is None else self._growth[positions]
+        turns_itself = growth is None and self.spec.family.head_norms is not HeadNorms.ALL
+        if has_kernels and turns_itself:
             of_qkv = getattr(attention, "of_qkv", None)
         rotaries: list[Rotary] = []
         turns: list[tuple[Tensor, Tensor]] = []
@@ -324,7 +362,7 @@ class Decoder:
                 mixed = layer.attention_of_qkv(x, index, rotary, of_qkv, plan)
             else:
                 cos, sin = turns[self._table_of[index]]
-                mixed = layer.attention(x, index, cos, sin, attention, plan)
+                mixed = layer.attention(x, index, cos, sin, attention, plan, growth)
             if index == last and wanted is not None:
                 x, mixed = x[wanted], mixed[wanted]
             x = layer.rest(x, mixed)
@@ -332,7 +370,7 @@ class Decoder:
             aux.capture_states(x, last + 1, None)
         if self._last_norm is None:
             return x
-        return self._ops.norm(x, self._last_norm, self.spec.rms_norm_eps)
+        return self._ops.norm(x, self._last_norm, self.spec.stream_eps)
 
     def in_library(self, pools: Sequence[Tensor], views: Sequence[int]) -> CpuNetwork | None:
         """All layers as one piece of work of the library of `kernels/cpu/`, which computes what
@@ -353,9 +391,14 @@ class Decoder:
             layers,
             self._last_norm,
             num_heads=spec.num_heads,
-            eps=spec.rms_norm_eps,
+            eps=spec.stream_eps,
             activation=SILU if is_silu else GELU_TANH,
         )
+
+    @property
+    def can_record(self) -> bool:
+        """Whether no layer waits for the host in the middle of a step."""
+        return all(layer.can_record for layer in self._layers)
 
     @property
     def can_leave_logits_out(self) -> bool:
@@ -367,7 +410,10 @@ class Decoder:
         prompt can be computed piece by piece. Those of tokens without a bit in `wanted`, bit
         `t % 32` of word `t // 32`, may be left out, and are 0 then. In the type of the computation,
         or float32, rounded to that type: the sampler widens them anyway."""
-        logits = self._head(hidden, wanted, is_wide=self._logits_softcap is None)
+        is_last = self._logits_softcap is None and self._logits_divisor == 1.0
+        logits = self._head(hidden, wanted, is_wide=is_last)
+        if self._logits_divisor != 1.0:
+            logits /= self._logits_divisor
         if self._logits_softcap is not None:
             logits = (logits / self._logits_softcap).tanh_() * self._logits_softcap
         return logits
@@ -391,9 +437,22 @@ def turns_of(
     tables = []
     for rope in spec.ropes:
         # Computed on the host, so that every device has the same numbers.
-        cos, sin = rope_tables(rope, spec.head_dim, max_model_len, spec.max_positions, dtype)
+        cos, sin = rope_tables(
+            rope, spec.head_dim, max_model_len, spec.max_positions, dtype, spec.turning_dim
+        )
         tables.append((cos[:, None].to(device), sin[:, None].to(device)))
     return tables
+
+
+def growth_of(
+    spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """The factor `[positions, 1, 1]` of queries at each position; None: there is none."""
+    if spec.query_growth is None:
+        return None
+    steps = torch.arange(max_model_len) // spec.rope.original_max_positions
+    growth = 1 + spec.query_growth * torch.log(1 + steps)
+    return growth.to(dtype)[:, None, None].to(device)
 
 
 def _run_in_library(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model families that are served, and what tells them apart: one row each.
 
-All are one decoder: RMS norms, rotary positions, grouped attention, a gated MLP. A row holds what
-the code of a family fixes, and what its configuration class takes where config.json is silent.
+All are one decoder: RMS norms, rotary positions, grouped attention, a gated MLP or a mixture of
+them. A row holds what the code of a family fixes, and what its configuration class takes where
+config.json is silent.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from .expert_spec import ExpertFamily
+from .rope_spec import DEFAULT_THETA
+
 
 class Windows(Enum):
     """Which layers of a family may see only the last `sliding_window` positions."""
 
     NONE = "none"
     EVERY_LAYER = "every layer"  # wherever sliding_window is set
+    SWITCHED = "switched"  # every layer where use_sliding_window says so
     SOME_LAYERS = "some layers"  # use_sliding_window switches, layer_types or max_window_layers say
     MOST_LAYERS = "most layers"  # layer_types says, or all but each sliding_window_pattern-th
+    OTHER_LAYERS = "other layers"  # layer_types says, or each second one from the first on
+    BY_TYPE = "by type"  # layer_types says, or none
 
 
 class Activation(Enum):
@@ -28,10 +35,20 @@ class Activation(Enum):
     GELU_TANH = ("gelu_pytorch_tanh",)
 
 
-class MlpKind(Enum):
-    """The part of a layer behind its attention (`layers.py`)."""
+class Norms(Enum):
+    """Where a layer's norms are: each of its two parts, attention and MLP, adds to its input."""
 
-    DENSE = "dense"  # the same matrices for every token
+    BEFORE = "before"  # each part
+    AROUND = "around"  # before and behind each part
+    BEHIND = "behind"  # each part
+
+
+class HeadNorms(Enum):
+    """The norms of queries and keys, before they are rotated."""
+
+    NONE = "none"
+    EACH = "each"  # of every head by itself, with one vector for all heads of queries or of keys
+    ALL = "all"  # of all heads of queries together, and of all heads of keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,31 +56,47 @@ class Family:
     """One family. An optional default of None means that the value follows from others."""
 
     model_type: str
-    # Biases of queries, keys and values; None: as config.json's attention_bias says.
+    # Biases of queries, keys and values; None: as config.json says under `bias_key`.
     attention_bias: bool | None = None
+    bias_key: str = "attention_bias"
+    default_bias: bool = False
     output_bias: bool = True  # whether the output matrix has a bias where those have
     mlp_bias: bool = False  # whether config.json's mlp_bias is heeded; else there are none
-    head_norms: bool = False  # a norm over each head of the queries and of the keys
+    head_norms: HeadNorms = HeadNorms.NONE
     windows: Windows = Windows.NONE
-    mlp: MlpKind = MlpKind.DENSE
+    experts: ExpertFamily | None = None  # the mixture in place of an MLP
     activation: Activation = Activation.SILU
     activation_key: str = "hidden_act"  # where config.json says it
-    sandwich_norms: bool = False  # norms behind the attention and the MLP, beside those before
+    norms: Norms = Norms.BEFORE
     centred_norms: bool = False  # a norm's weights are what is stored, plus one
     scaled_embeddings: bool = False  # embeddings are multiplied by the root of hidden_size
     # Scores are divided by the root of config.json's query_pre_attn_scalar, which is this where
     # config.json is silent; None: by that of head_dim.
     query_scalar: float | None = None
     softcaps_logits: bool = False  # whether config.json's final_logit_softcapping is heeded
+    # The caps of logits and of attention's scores where config.json is silent, which is not the
+    # same as null; None: the family has none for scores.
+    default_softcaps: tuple[float, float] | None = None
+    # Whether embeddings, scores, what a part adds, and logits are scaled by config.json's
+    # embedding_multiplier, attention_multiplier, residual_multiplier and 1 / logits_scaling.
+    is_scaled: bool = False
+    joins_projections: bool = False  # one tensor for queries, keys and values, one for gate and up
+    turns_partly: bool = False  # whether config.json's partial_rotary_factor is heeded
+    # Each layer without rotary positions where config.json's no_rope_layers is silent: the n-th.
+    no_rope_interval: int | None = None
     # theta of layers that see all, and of layers with a window, which have rotary positions of
     # their own; None: all layers have the same.
     default_thetas: tuple[float, float] | None = None
+    default_theta: float = DEFAULT_THETA
+    grows_queries: bool = False  # whether the rotary positions' llama_4_scaling_beta is heeded
     default_tied: bool = False  # whether the head is the embedding
     default_vocab_size: int | None = None  # None: config.json must say
     default_heads: int | None = None  # None: config.json must say
     default_kv_heads: int | None = None  # None: as many as there are heads
     default_head_dim: int | None = None  # None: hidden_size over the heads
     default_max_positions: int | None = None  # None: config.json must say
+    default_eps: float = 1e-6
+    default_window: int | None = 4096  # of layers that have one; None: they have none
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -85,7 +118,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Qwen3ForCausalLM": Family(
         "qwen3",
-        head_norms=True,
+        head_norms=HeadNorms.EACH,
         windows=Windows.SOME_LAYERS,
         default_kv_heads=32,
         default_head_dim=128,
@@ -93,11 +126,11 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Gemma3ForCausalLM": Family(
         "gemma3_text",
-        head_norms=True,
+        head_norms=HeadNorms.EACH,
         windows=Windows.MOST_LAYERS,
         activation=Activation.GELU_TANH,
         activation_key="hidden_activation",
-        sandwich_norms=True,
+        norms=Norms.AROUND,
         centred_norms=True,
         scaled_embeddings=True,
         query_scalar=256.0,
@@ -110,6 +143,130 @@ FAMILIES: Mapping[str, Family] = {
         default_head_dim=256,
         default_max_positions=131072,
     ),
+    "Gemma2ForCausalLM": Family(
+        "gemma2",
+        windows=Windows.OTHER_LAYERS,
+        activation=Activation.GELU_TANH,
+        activation_key="hidden_activation",
+        norms=Norms.AROUND,
+        centred_norms=True,
+        scaled_embeddings=True,
+        query_scalar=256.0,
+        softcaps_logits=True,
+        default_softcaps=(30.0, 50.0),
+        default_tied=True,
+        default_vocab_size=256000,
+        default_heads=8,
+        default_kv_heads=4,
+        default_head_dim=256,
+        default_max_positions=8192,
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        attention_bias=False,
+        windows=Windows.EVERY_LAYER,
+        joins_projections=True,
+        turns_partly=True,
+        default_vocab_size=32064,
+        default_heads=32,
+        default_max_positions=4096,
+        default_eps=1e-5,
+        default_window=None,
+    ),
+    "GraniteForCausalLM": Family(
+        "granite",
+        mlp_bias=True,
+        is_scaled=True,
+        default_vocab_size=32000,
+        default_heads=32,
+        default_max_positions=2048,
+    ),
+    "Olmo2ForCausalLM": Family(
+        "olmo2",
+        head_norms=HeadNorms.ALL,
+        norms=Norms.BEHIND,
+        default_vocab_size=50304,
+        default_heads=32,
+        default_max_positions=2048,
+        default_eps=1e-5,
+    ),
+    "SmolLM3ForCausalLM": Family(
+        "smollm3",
+        mlp_bias=True,
+        windows=Windows.BY_TYPE,
+        no_rope_interval=4,
+        default_theta=2_000_000.0,
+        default_tied=True,
+        default_vocab_size=128256,
+        default_heads=16,
+        default_kv_heads=4,
+        default_max_positions=32768,
+    ),
+    "Ministral3ForCausalLM": Family(
+        "ministral3",
+        attention_bias=False,
+        windows=Windows.EVERY_LAYER,
+        grows_queries=True,
+        default_vocab_size=131072,
+        default_heads=32,
+        default_kv_heads=8,
+        default_head_dim=128,
+        default_max_positions=262144,
+        default_eps=1e-5,
+        default_window=None,
+    ),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        attention_bias=False,
+        windows=Windows.EVERY_LAYER,
+        experts=ExpertFamily(8, 2, "intermediate_size", 14336, normalises=True),
+        default_theta=1_000_000.0,
+        default_vocab_size=32000,
+        default_heads=32,
+        default_kv_heads=8,
+        default_max_positions=131072,
+        default_eps=1e-5,
+        default_window=None,
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe",
+        bias_key="qkv_bias",
+        default_bias=True,
+        output_bias=False,
+        windows=Windows.BY_TYPE,
+        experts=ExpertFamily(60, 4, default_size=1408, default_shared_size=5632, mixes_dense=True),
+        default_vocab_size=151936,
+        default_heads=16,
+        default_kv_heads=16,
+        default_max_positions=32768,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        head_norms=HeadNorms.EACH,
+        windows=Windows.SWITCHED,
+        experts=ExpertFamily(128, 8, default_size=768, mixes_dense=True),
+        default_vocab_size=151936,
+        default_heads=32,
+        default_kv_heads=4,
+        default_max_positions=32768,
+    ),
+    "OlmoeForCausalLM": Family(
+        "olmoe",
+        head_norms=HeadNorms.ALL,
+        experts=ExpertFamily(64, 8, "intermediate_size", 2048),
+        default_vocab_size=50304,
+        default_heads=16,
+        default_max_positions=4096,
+        default_eps=1e-5,
+    ),
+    "GraniteMoeForCausalLM": Family(
+        "granitemoe",
+        is_scaled=True,
+        experts=ExpertFamily(8, 2, "intermediate_size", 11008, normalises=True),
+        default_vocab_size=32000,
+        default_heads=32,
+        default_max_positions=2048,
+    ),
 }
 ARCHITECTURES = tuple(FAMILIES)
 
@@ -120,9 +277,12 @@ class TextPart:
     and its tensors have a prefix (`checkpoint/weights.py`)."""
 
     model_type: str  # of the whole
-    architecture: str  # a row of FAMILIES
+    architectures: tuple[str, ...]  # rows of FAMILIES; the first where text_config has no type
 
 
 TEXT_PARTS: Mapping[str, TextPart] = {
-    "Gemma3ForConditionalGeneration": TextPart("gemma3", "Gemma3ForCausalLM"),
+    "Gemma3ForConditionalGeneration": TextPart("gemma3", ("Gemma3ForCausalLM",)),
+    "Mistral3ForConditionalGeneration": TextPart(
+        "mistral3", ("MistralForCausalLM", "Ministral3ForCausalLM")
+    ),
 }

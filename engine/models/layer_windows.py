@@ -11,7 +11,6 @@ from .families import Family, Windows
 from .rope_spec import FULL, LAYER_KINDS, SLIDING
 
 # Values of the families where config.json is silent, which is not the same as null.
-DEFAULT_WINDOW = 4096
 DEFAULT_MAX_WINDOW_LAYERS = 28
 DEFAULT_WINDOW_PATTERN = 6
 
@@ -31,11 +30,11 @@ def parse_windows(config: JsonFields, family: Family, num_layers: int) -> LayerW
     if SLIDING in kinds and size is None:
         raise config.fault("layer_types", f"{FULL} for every layer, as it has no window", kinds)
     if size is None:
-        if family.windows is Windows.MOST_LAYERS and not kinds:
+        if family.windows in (Windows.MOST_LAYERS, Windows.OTHER_LAYERS) and not kinds:
             raise config.fault("sliding_window", "a whole number, or layer_types be given", None)
         return None
     layers = tuple(range(num_layers))
-    if family.windows is not Windows.EVERY_LAYER:
+    if family.windows not in (Windows.EVERY_LAYER, Windows.SWITCHED):
         slides = _slides_by_type(kinds) if kinds else _slides_by_number(config, family)
         layers = tuple(layer for layer in layers if slides(layer))
     return LayerWindows(size, layers) if layers else None
@@ -49,6 +48,10 @@ def _slides_by_number(config: JsonFields, family: Family) -> Callable[[int], boo
     if family.windows is Windows.MOST_LAYERS:
         pattern = config.integer("sliding_window_pattern", DEFAULT_WINDOW_PATTERN)
         return lambda layer: (layer + 1) % pattern > 0
+    if family.windows is Windows.OTHER_LAYERS:
+        return lambda layer: layer % 2 == 0
+    if family.windows is Windows.BY_TYPE:
+        raise config.fault("layer_types", "given, as use_sliding_window is true", None)
     first = config.integer("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS, minimum=0)
     return lambda layer: layer >= first
 
@@ -60,11 +63,14 @@ def _window(config: JsonFields, family: Family) -> int | None:
             if config.has(name) and config.values[name] is not False:
                 raise config.fault(name, "absent, for this family has none", config.values[name])
         return None
-    if family.windows is Windows.SOME_LAYERS and not config.boolean("use_sliding_window", False):
+    is_switched = family.windows in (Windows.SOME_LAYERS, Windows.SWITCHED, Windows.BY_TYPE)
+    if is_switched and not config.boolean("use_sliding_window", False):
         return None
     if "sliding_window" in config.values and not config.has("sliding_window"):
         return None
-    return config.integer("sliding_window", DEFAULT_WINDOW, minimum=2)
+    if family.default_window is None and not config.has("sliding_window"):
+        return None
+    return config.integer("sliding_window", family.default_window, minimum=2)
 
 
 def _layer_types(config: JsonFields, num_layers: int) -> list[object]:

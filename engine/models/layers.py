@@ -20,9 +20,8 @@ from torch import Tensor
 
 from ...kernels.cpu.matrix import GELU_TANH, SILU, PackedMatrix, reason_against_matrices
 from ...kernels.layer.elementwise import gelu_gate, rms_norm, silu_gate
-from .checkpoint.weights import LayerWeights
-from .families import Activation, MlpKind
-from .model_spec import ModelSpec
+from .checkpoint.weights import DenseWeights
+from .families import Activation
 from .rope import rotate
 
 # The number of rows the blocks are chosen for; any other number works too.
@@ -187,7 +186,7 @@ class DenseMlp:
     __slots__ = ("_both", "_gate", "_gated", "_up", "activation", "down", "gate_up")
 
     def __init__(
-        self, weights: LayerWeights, activation: Activation, elementwise: Elementwise
+        self, weights: DenseWeights, activation: Activation, elementwise: Elementwise
     ) -> None:
         is_silu = activation is Activation.SILU
         self.down = Linear(weights.down, weights.down_bias)
@@ -219,10 +218,3 @@ class DenseMlp:
             gate, up = self._both(x).chunk(2, dim=-1)
             return self._gated(gate, up)
         return self._gated(self._gate(x), self._up(x))
-
-
-_KINDS = {MlpKind.DENSE: DenseMlp}
-
-
-def make_mlp(spec: ModelSpec, weights: LayerWeights, elementwise: Elementwise) -> Mlp:
-    return _KINDS[spec.family.mlp](weights, spec.family.activation, elementwise)

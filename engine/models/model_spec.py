@@ -16,12 +16,21 @@ from .checkpoint.files import check_directory, is_there
 from .checkpoint.foreign_directory import explain_no_config
 from .checkpoint.generation_config import GENERATION_CONFIG
 from .checkpoint.json_fields import JsonFields, read_json
+from .expert_spec import EXPERT_KEYS, ExpertSpec, parse_experts
 from .families import ARCHITECTURES, FAMILIES, TEXT_PARTS, Family
 from .layer_attention import LayerAttention, full, window
 from .layer_windows import parse_windows
-from .rope_spec import RopeSpec, parse_rope, parse_two_ropes, stable_length
-
-_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+from .rope_spec import (
+    GROWTH,
+    PARTIAL,
+    STILL,
+    RopeSpec,
+    parse_query_growth,
+    parse_rope,
+    parse_two_ropes,
+    stable_length,
+    turning_size,
+)
 
 # Keys of a config.json that can change a model's numbers in ways nothing here computes, each with
 # the values under which it changes nothing; an absent or null key is always neutral. A model with
@@ -51,7 +60,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "residual_multiplier": (1, 1.0),
     "scale_emb": (1, 1.0),
     # Layers that differ from each other, and mixtures of experts.
-    **dict.fromkeys(_EXPERTS, (0,)),
+    **dict.fromkeys(EXPERT_KEYS, (0,)),
     "per_layer_config": (),
 }
 
@@ -75,19 +84,48 @@ _SPELT = {"LLaMAForCausalLM": "LlamaForCausalLM"}
 def refuse_unsupported(config: JsonFields, family: Family) -> None:
     """Raise ConfigError for the first key with a value that is not neutral, but for those that the
     family heeds."""
+    heeded = _heeded_keys(family)
+    known = _NEUTRAL | {family.activation_key: family.activation.value}
+    for name, neutral in known.items():
+        if name not in heeded and config.has(name) and config.values[name] not in neutral:
+            expected = " or ".join(repr(value) for value in neutral) or "absent"
+            if name in EXPERT_KEYS:
+                expected = "absent or 0"
+            why = _QUANTISED if name == "quantization_config" else "anything else is not supported"
+            raise config.fault(name, f"{expected} ({why})", config.values[name])
+
+
+def _heeded_keys(family: Family) -> set[str]:
+    """The keys among `_NEUTRAL` that the family's code reads."""
     heeded = set()
     if family.query_scalar is not None:
         heeded.add("query_pre_attn_scalar")
     if family.softcaps_logits:
         heeded.add("final_logit_softcapping")
-    known = _NEUTRAL | {family.activation_key: family.activation.value}
-    for name, neutral in known.items():
-        if name not in heeded and config.has(name) and config.values[name] not in neutral:
-            expected = " or ".join(repr(value) for value in neutral) or "absent"
-            if name in _EXPERTS:
-                expected = "absent or 0"
-            why = _QUANTISED if name == "quantization_config" else "anything else is not supported"
-            raise config.fault(name, f"{expected} ({why})", config.values[name])
+    if family.default_softcaps is not None:
+        heeded.add("attn_logit_softcapping")
+    if family.is_scaled:
+        heeded |= {
+            "embedding_multiplier",
+            "attention_multiplier",
+            "residual_multiplier",
+            "logits_scaling",
+        }
+    if family.no_rope_interval is not None:
+        heeded.add("no_rope_layers")
+    if family.experts is not None:
+        heeded |= {"num_experts", "num_local_experts"}
+    return heeded
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """Factors of a family that scales."""
+
+    embedding: float
+    attention: float  # of scores, in the place of one over the root of head_dim
+    residual: float  # of what attention and MLP add
+    logits: float  # what logits are divided by
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +156,13 @@ class ModelSpec:
     logits_softcap: float | None = None  # logits stay within plus and minus this
     is_text_part: bool = False  # of a checkpoint that holds more, whose tensors have a prefix
     is_eagle: bool | None = None  # layers over another model's hidden states (`eagle_spec.py`)
+    experts: ExpertSpec | None = None
+    scales: Scales | None = None
+    score_softcap: float | None = None  # attention's scores stay within plus and minus this
+    still_layers: tuple[int, ...] | None = None  # those without rotary positions
+    # Queries at position p are multiplied by 1 + this * ln(1 + floor(p / original_max_positions)).
+    query_growth: float | None = None
+    turning_dim: int | None = None  # the elements of a head that turn; None: all
 
     @property
     def family(self) -> Family:
@@ -139,24 +184,53 @@ class ModelSpec:
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
+        if self.still_layers is not None:
+            return (self.rope, STILL)
         return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
 
     @property
     def rope_of_layers(self) -> tuple[int, ...]:
         """For each layer which of `ropes` it has."""
-        if self.local_rope is None:
-            return (0,) * self.num_layers
-        sliding = set(self.sliding_layers or ())
-        return tuple(int(layer in sliding) for layer in range(self.num_layers))
+        second = self.still_layers
+        if second is None:
+            second = () if self.local_rope is None else self.sliding_layers or ()
+        return tuple(int(layer in second) for layer in range(self.num_layers))
 
     @property
     def attention_scale(self) -> float:
+        if self.scales is not None:
+            return self.scales.attention
         return float((self.query_scalar or self.head_dim) ** -0.5)
 
     @property
     def embedding_scale(self) -> float:
-        """What embeddings are multiplied by, before it is rounded to their type."""
+        """What embeddings are multiplied by; a Gemma rounds it to their type.
+
+        Where a layer's parts are multiplied by r before they are added, hidden states are kept
+        divided by r: then they are added as they are, and norms, which do not heed a factor of
+        their input but for `stream_eps`, give the same.
+        """
+        if self.scales is not None:
+            return self.scales.embedding / self.scales.residual
         return float(self.hidden_size**0.5) if self.family.scaled_embeddings else 1.0
+
+    @property
+    def stream_eps(self) -> float:
+        """The eps of norms of hidden states, see `embedding_scale`."""
+        residual = 1.0 if self.scales is None else self.scales.residual
+        return self.rms_norm_eps / residual**2
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and layer in self.experts.layers
+
+    @property
+    def widest_mlp(self) -> int:
+        """Numbers of a token between the matrices of a layer's MLP, at most."""
+        if self.experts is None:
+            return self.intermediate_size
+        mixture = self.experts.num_per_token * self.experts.size + self.experts.shared_size
+        is_mixed = len(self.experts.layers) < self.num_layers
+        return max(mixture, self.intermediate_size if is_mixed else 0)
 
     @property
     def max_context(self) -> int:
@@ -205,23 +279,28 @@ def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
     eos, bos = _special_ids(path, config, vocab_size)
     windows = parse_windows(config, family, num_layers)
     rope, local_rope = _ropes(config, family, head_dim, max_positions)
+    turning = turning_size(config, head_dim) if family.turns_partly else head_dim
+    experts = None
+    if family.experts is not None:
+        experts = parse_experts(config, family.experts, num_layers)
     if windows is None:
         local_rope = None
+    logits_softcap, score_softcap = _softcaps(config, family)
     return ModelSpec(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=config.integer("intermediate_size"),
+        intermediate_size=_integer(config, "intermediate_size", _unused_size(experts, num_layers)),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(config, family, num_heads),
         head_dim=head_dim,
         max_positions=max_positions,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=config.number("rms_norm_eps", family.default_eps),
         rope=rope,
         tied_embeddings=config.boolean("tie_word_embeddings", family.default_tied),
         attention_bias=(
-            config.boolean("attention_bias", False)
+            config.boolean(family.bias_key, family.default_bias)
             if family.attention_bias is None
             else family.attention_bias
         ),
@@ -233,10 +312,14 @@ def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
         sliding_layers=windows and windows.layers,
         local_rope=local_rope,
         query_scalar=_query_scalar(config, family),
-        logits_softcap=(
-            config.optional_number("final_logit_softcapping") if family.softcaps_logits else None
-        ),
+        logits_softcap=logits_softcap,
         is_text_part=config is not whole,
+        experts=experts,
+        scales=_scales(config) if family.is_scaled else None,
+        score_softcap=score_softcap,
+        still_layers=_still_layers(config, family, num_layers),
+        query_growth=parse_query_growth(config) if family.grows_queries else None,
+        turning_dim=None if turning == head_dim else turning,
     )
 
 
@@ -282,7 +365,11 @@ def _text_part(whole: JsonFields) -> JsonFields:
     values = {name: value for name, value in inner.values.items() if name != _TIED}
     # The whole knows better where an answer ends, and decides which matrices are one.
     values |= {field: whole.values[field] for field in (*_IN_BOTH, _TIED) if whole.has(field)}
-    return JsonFields(values | {"architectures": [part.architecture]}, inner.where)
+    kind = inner.values.get("model_type")
+    of_kind = [name for name in part.architectures if FAMILIES[name].model_type == kind]
+    return JsonFields(
+        values | {"architectures": (of_kind or list(part.architectures))[:1]}, inner.where
+    )
 
 
 def _architecture(config: JsonFields) -> str:
@@ -330,15 +417,65 @@ def _ropes(
 ) -> tuple[RopeSpec, RopeSpec | None]:
     """The rotary positions of layers that see all, and those of layers with a window where the
     family has two."""
-    if family.default_thetas is None:
-        return parse_rope(config, head_dim, max_positions), None
-    return parse_two_ropes(config, head_dim, max_positions, family.default_thetas)
+    if family.default_thetas is not None:
+        return parse_two_ropes(config, head_dim, max_positions, family.default_thetas)
+    heeded = {PARTIAL} if family.turns_partly else set()
+    if family.grows_queries:
+        heeded.add(GROWTH)
+        if not any(config.has(name) for name in ("rope_parameters", "rope_scaling")):
+            raise config.fault("rope_parameters", "an object, for this family has yarn", None)
+    return parse_rope(config, head_dim, max_positions, family.default_theta, heeded), None
 
 
 def _query_scalar(config: JsonFields, family: Family) -> float | None:
     if family.query_scalar is None:
         return None
     return config.number("query_pre_attn_scalar", family.query_scalar)
+
+
+def _softcaps(config: JsonFields, family: Family) -> tuple[float | None, float | None]:
+    """Those of logits and of attention's scores."""
+    if not family.softcaps_logits:
+        return None, None
+    names, given = ("final_logit_softcapping", "attn_logit_softcapping"), family.default_softcaps
+    if given is None:
+        return config.optional_number(names[0]), None
+    logits, scores = (
+        config.optional_number(name) if name in config.values else default
+        for name, default in zip(names, given, strict=True)
+    )
+    return logits, scores
+
+
+def _scales(config: JsonFields) -> Scales:
+    return Scales(
+        embedding=config.number("embedding_multiplier", 1.0),
+        attention=config.number("attention_multiplier", 1.0),
+        residual=config.number("residual_multiplier", 1.0),
+        logits=config.number("logits_scaling", 1.0),
+    )
+
+
+def _still_layers(config: JsonFields, family: Family, num_layers: int) -> tuple[int, ...] | None:
+    """The layers without rotary positions: those with a 0 in no_rope_layers, as config.json has
+    it, or each n-th."""
+    if family.no_rope_interval is None:
+        return None
+    given = config.values.get("no_rope_layers")
+    if given is None:
+        interval = config.integer("no_rope_layer_interval", family.no_rope_interval)
+        given = [int((layer + 1) % interval > 0) for layer in range(num_layers)]
+    turns = given if isinstance(given, list) else []
+    if len(turns) != num_layers or any(turn not in (0, 1) for turn in turns):
+        expected = f"a list of 0 or 1 for each of the {num_layers} layers"
+        raise config.fault("no_rope_layers", expected, given)
+    still = tuple(layer for layer, turn in enumerate(turns) if not turn)
+    return still or None
+
+
+def _unused_size(experts: ExpertSpec | None, num_layers: int) -> int | None:
+    """The default of intermediate_size: of no meaning where every layer has experts."""
+    return experts.size if experts is not None and len(experts.layers) == num_layers else None
 
 
 def _max_positions(config: JsonFields, family: Family) -> int:

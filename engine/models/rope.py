@@ -18,14 +18,20 @@ from .rope_spec import RopeSpec
 
 
 def rope_tables(
-    rope: RopeSpec, head_dim: int, length: int, max_positions: int, dtype: torch.dtype
+    rope: RopeSpec,
+    head_dim: int,
+    length: int,
+    max_positions: int,
+    dtype: torch.dtype,
+    turning_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions 0 … length-1, each `[length, head_dim // 2]` in `dtype`.
+    """Cosines and sines of positions 0 … length-1, each `[length, head_dim // 2]` in `dtype`. Of
+    `turning_dim` elements of a head alone where it is given, in the order of `turning_order`.
 
     `length` must not pass the model's `max_context`: up to there no kind depends on the length of
     a sequence, and these tables equal those of transformers.
     """
-    frequencies, scale = inverse_frequencies(rope, head_dim, max_positions)
+    frequencies, scale = inverse_frequencies(rope, turning_dim or head_dim, max_positions)
     angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
     cos, sin = (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
     # The last row has the widest angles.
@@ -34,7 +40,22 @@ def rope_tables(
             f"the {rope.kind} rotary positions of config.json come to numbers that {dtype} cannot "
             "hold; correct rope_parameters or rope_scaling"
         )
-    return cos, sin
+    still = (length, (head_dim - (turning_dim or head_dim)) // 2)
+    return (
+        torch.cat((cos, torch.ones(still, dtype=dtype)), 1),
+        torch.cat((sin, torch.zeros(still, dtype=dtype)), 1),
+    )
+
+
+def turning_order(head_dim: int, turning_dim: int) -> Tensor:
+    """int64 `[head_dim]`: for each element of a head here, its place in a head of which the first
+    `turning_dim` elements turn, in pairs of one half of those and the other. Here element i of the
+    first half of a head is paired with element i of the second, and some pairs are still."""
+    places = torch.arange(head_dim)
+    middle, still = turning_dim // 2, turning_dim + (head_dim - turning_dim) // 2
+    return torch.cat(
+        (places[:middle], places[turning_dim:still], places[middle:turning_dim], places[still:])
+    )
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
@@ -138,6 +159,10 @@ def _longrope(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, flo
     return 1.0 / (factors * rope.theta ** _exponents(dim)), scale
 
 
+def _still(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
+    return torch.zeros(dim // 2), 1.0
+
+
 _Kind = Callable[[RopeSpec, int, int], tuple[Tensor, float]]
 _KINDS: dict[str, _Kind] = {
     "default": _default,
@@ -147,4 +172,5 @@ _KINDS: dict[str, _Kind] = {
     "longrope": _longrope,
     "llama3": _llama3,
     "proportional": _proportional,
+    "still": _still,
 }

@@ -7,18 +7,21 @@ The newer one is `rope_parameters` with `rope_theta` inside, the older `rope_sca
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from .checkpoint.json_fields import MAX_COUNT, JsonFields
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+_OLD_KINDS = {"su": "longrope"}
 DEFAULT_THETA = 10000.0
 # Models are stretched by 2 to 128. Far beyond, rounding eats the positions.
 MAX_FACTOR = 1e6
 # Kinds of layers as Hugging Face calls them: those that see all, and those with a window.
 FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
 # Positions of several kinds of layers, of images, and queries that grow with their position.
-_UNSUPPORTED = (*LAYER_KINDS, "mrope_section", "llama_4_scaling_beta")
+PARTIAL, GROWTH = "partial_rotary_factor", "llama_4_scaling_beta"
+_UNSUPPORTED = (*LAYER_KINDS, "mrope_section", GROWTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +45,51 @@ class RopeSpec:
     partial_rotary_factor: float = 1.0  # proportional only
 
 
-def parse_rope(config: JsonFields, head_dim: int, max_positions: int) -> RopeSpec:
-    """Read the rotary part of a config.json; raises ConfigError naming the key.
+# Of layers without rotary positions.
+STILL = RopeSpec("still")
+
+
+def parse_rope(
+    config: JsonFields,
+    head_dim: int,
+    max_positions: int,
+    default_theta: float = DEFAULT_THETA,
+    heeded: Collection[str] = (),
+) -> RopeSpec:
+    """Read the rotary part of a config.json; raises ConfigError naming the key. `heeded` are keys
+    that others read: `turning_size` and `parse_query_growth`.
 
     Where both spellings are given, a non-empty `rope_scaling` wins, as it does in transformers.
     """
+    fields = _rope_fields(config)
+    theta = config.number("rope_theta", default_theta)
+    if PARTIAL in heeded:
+        head_dim = turning_size(config, head_dim)
+    return _parse_fields(config, fields, theta, head_dim, max_positions, heeded)
+
+
+def turning_size(config: JsonFields, head_dim: int) -> int:
+    """The elements of a head that turn, which come first; the others stay as they are."""
+    fields = _rope_fields(config)
+    source = fields if fields.has(PARTIAL) else config
+    share = source.number(PARTIAL, 1.0, at_most=1.0)
+    size = int(head_dim * share)
+    if size < 2 or size % 2 or head_dim % 2:
+        raise source.fault(PARTIAL, f"a share that is an even part of {head_dim}", share)
+    return size
+
+
+def parse_query_growth(config: JsonFields) -> float | None:
+    """How queries grow with their position; None: they do not."""
+    fields = _rope_fields(config)
+    if not fields.has(GROWTH):
+        return None
+    return fields.number_from(GROWTH, 0.0, MAX_FACTOR) or None
+
+
+def _rope_fields(config: JsonFields) -> JsonFields:
     old = config.inner("rope_scaling")
-    fields = old if old.values else config.inner("rope_parameters")
-    theta = config.number("rope_theta", DEFAULT_THETA)
-    return _parse_fields(config, fields, theta, head_dim, max_positions)
+    return old if old.values else config.inner("rope_parameters")
 
 
 def parse_two_ropes(
@@ -83,26 +122,33 @@ def parse_two_ropes(
 
 
 def _parse_fields(
-    config: JsonFields, fields: JsonFields, theta: float, head_dim: int, max_positions: int
+    config: JsonFields,
+    fields: JsonFields,
+    theta: float,
+    head_dim: int,
+    max_positions: int,
+    heeded: Collection[str] = (),
 ) -> RopeSpec:
     """Those of `fields`; `config` is all of config.json, and `theta` the one that it gives."""
     kind = fields.text("rope_type", fields.text("type", "default"))
+    kind = _OLD_KINDS.get(kind, kind)
     if kind not in ROPE_KINDS:
         raise fields.fault("rope_type", "one of " + ", ".join(ROPE_KINDS), kind)
     for name in _UNSUPPORTED:
-        if fields.has(name):
+        if fields.has(name) and name not in heeded:
             raise fields.fault(name, "absent (it is not supported)", fields.values[name])
     theta = fields.number("rope_theta", theta, above=1.0)
-    _refuse_partial(config, fields, kind)
+    if PARTIAL not in heeded:
+        _refuse_partial(config, fields, kind)
 
     if kind == "default":
         return RopeSpec(theta=theta)
     if kind in ("linear", "dynamic"):
         return RopeSpec(kind, theta, fields.number("factor", at_most=MAX_FACTOR))
     if kind == "proportional":
-        share = fields.number("partial_rotary_factor", 1.0)
+        share = fields.number(PARTIAL, 1.0)
         if share > 1.0:
-            raise fields.fault("partial_rotary_factor", "at most 1", share)
+            raise fields.fault(PARTIAL, "at most 1", share)
         factor = fields.number("factor", 1.0, at_most=MAX_FACTOR)
         return RopeSpec(kind, theta, factor, partial_rotary_factor=share)
 
@@ -167,9 +213,9 @@ def _original_length(config: JsonFields, fields: JsonFields, max_positions: int)
 
 def _refuse_partial(config: JsonFields, fields: JsonFields, kind: str) -> None:
     for source in (config, fields):
-        share = source.number("partial_rotary_factor", 1.0)
+        share = source.number(PARTIAL, 1.0)
         if share != 1.0 and not (kind == "proportional" and source is fields):
-            raise source.fault("partial_rotary_factor", "1 (or absent) for this kind", share)
+            raise source.fault(PARTIAL, "1 (or absent) for this kind", share)
 
 
 def stable_length(rope: RopeSpec, max_positions: int) -> int:
@@ -180,6 +226,8 @@ def stable_length(rope: RopeSpec, max_positions: int) -> int:
     `yarn` stretches the original length by its factor, whether or not `max_position_embeddings` was
     raised to that.
     """
+    if rope.kind == STILL.kind:
+        return MAX_COUNT
     if rope.kind == "longrope":
         return min(max_positions, rope.original_max_positions)
     if rope.kind == "yarn":

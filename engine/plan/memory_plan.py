@@ -115,7 +115,7 @@ def activation_bytes(spec: ModelSpec, dtype: str) -> int:
     float32 over the vocabulary for each request."""
     step = SchedulerConfig()
     attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    row = 2 * spec.hidden_size + attention + 2 * spec.intermediate_size
+    row = 2 * spec.hidden_size + attention + 2 * spec.widest_mlp
     logits = 2 * step.max_num_seqs * spec.vocab_size * DTYPE_BYTES["float32"]
     return step.max_num_batched_tokens * row * DTYPE_BYTES[dtype] + logits
 

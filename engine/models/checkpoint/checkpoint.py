@@ -27,6 +27,9 @@ class Checkpoint(StoredTensors):
         self.device = device
         super().__init__(path, name_of, framework="pt", device=str(device))
 
+    def has(self, name: str) -> bool:
+        return name in self._where
+
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """One tensor in `dtype`: on the CPU a view of the mapped file where it has that type."""
         tensor: Tensor = self._where[name].get_tensor(self._stored[name])

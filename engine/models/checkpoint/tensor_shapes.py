@@ -4,9 +4,11 @@ torch, so that a plan and a refusal need none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from ..expert_spec import ExpertSpec
+from ..families import HeadNorms, Norms
 from ..model_spec import ModelSpec
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -14,6 +16,17 @@ NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 QUERY_NORM = "self_attn.q_norm.weight"
 KEY_NORM = "self_attn.k_norm.weight"
+# Of a family that joins projections: queries, keys and values; gate and up.
+QKV = "self_attn.qkv_proj.weight"
+GATE_UP = "mlp.gate_up_proj.weight"
+# Of a layer with experts: the router; all experts as one, `[experts, out, in]`, in which gate lies
+# before up; the matrices of one expert.
+ROUTER = "mlp.gate.weight"
+EXPERTS_GATE_UP = "mlp.experts.gate_up_proj"
+EXPERTS_DOWN = "mlp.experts.down_proj"
+EXPERT = "mlp.experts.{}.{}_proj.weight"
+SHARED = "mlp.shared_expert.{}_proj.weight"
+SHARED_GATE = "mlp.shared_expert_gate.weight"
 # Of an EAGLE head: the matrix over an embedding and a hidden state.
 FUSION = "fc.weight"
 FUSION_BIAS = "fc.bias"
@@ -26,6 +39,16 @@ _TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
+# What other families call the parts of a layer with experts, and what they are called here.
+_EXPERT_PARTS = (
+    ("block_sparse_moe.gate.", "mlp.gate."),
+    ("block_sparse_moe.router.layer.", "mlp.gate."),
+    ("block_sparse_moe.router.", "mlp.gate."),
+    ("block_sparse_moe.input_linear.weight", EXPERTS_GATE_UP),
+    ("block_sparse_moe.output_linear.weight", EXPERTS_DOWN),
+    ("block_sparse_moe.", "mlp."),
+)
+_EXPERT_MATRICES = ((".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj."))
 _OTHER_PARTS = tuple(
     prefix + part
     for prefix in ("", "model.")
@@ -38,6 +61,20 @@ def plain_name(stored: str) -> str:
     names without a prefix."""
     bare = stored.startswith(("embed_tokens.", "layers.")) or stored == "norm.weight"
     return f"model.{stored}" if bare else stored
+
+
+def expert_name(stored: str) -> str:
+    """What a tensor of a model with experts is called here."""
+    name = plain_name(stored)
+    for theirs, ours in _EXPERT_PARTS:
+        if theirs in name:
+            name = name.replace(theirs, ours)
+            break
+    else:
+        return name
+    for theirs, ours in _EXPERT_MATRICES:
+        name = name.replace(theirs, ours)
+    return name
 
 
 def text_part_name(stored: str) -> str | None:
@@ -63,61 +100,105 @@ def name_of(spec: ModelSpec) -> Callable[[str], str | None]:
     """What names a stored tensor as it is called here."""
     if spec.is_eagle:
         return eagle_name
+    if spec.family.experts is not None:
+        return expert_name
     return text_part_name if spec.is_text_part else plain_name
 
 
-def expected_tensors(spec: ModelSpec, stored: Container[str] = ()) -> dict[str, tuple[int, ...]]:
+def expected_tensors(spec: ModelSpec, stored: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
     """Every tensor of the checkpoint with its shape. A head that is the embedding is among them
-    only where it is among the names of `stored` ones."""
+    only where it is among the names of `stored` ones. The experts of a layer are one tensor unless
+    `stored` ones are apart."""
     if spec.is_eagle:
         return _eagle_tensors(spec, stored)
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
-    shapes |= _all_layers(spec)
+    shapes |= _all_layers(spec, stored)
     shapes[NORM] = (spec.hidden_size,)
     if not spec.tied_embeddings or HEAD in stored:
         shapes[HEAD] = (spec.vocab_size, spec.hidden_size)
     return shapes
 
 
-def _all_layers(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def in_layer(layer: int, name: str) -> str:
+    """The whole name of a tensor of a layer."""
+    return f"model.layers.{layer}.{name}"
+
+
+def _all_layers(spec: ModelSpec, stored: Collection[str]) -> dict[str, tuple[int, ...]]:
     return {
-        f"model.layers.{layer}.{name}": shape
+        in_layer(layer, name): shape
         for layer in range(spec.num_layers)
-        for name, shape in layer_tensors(spec, layer).items()
+        for name, shape in layer_tensors(
+            spec, layer, is_apart=has_experts_apart(layer, stored)
+        ).items()
     }
 
 
-def _eagle_tensors(spec: ModelSpec, stored: Container[str]) -> dict[str, tuple[int, ...]]:
+def has_experts_apart(layer: int, stored: Collection[str]) -> bool:
+    """Whether each expert of a layer has tensors of its own among the `stored` ones."""
+    return bool(stored) and in_layer(layer, EXPERTS_GATE_UP) not in stored
+
+
+def _eagle_tensors(spec: ModelSpec, stored: Collection[str]) -> dict[str, tuple[int, ...]]:
     """The tensors of an EAGLE head: no embedding, and neither a norm nor a matrix behind its
     layers."""
     shapes: dict[str, tuple[int, ...]] = {FUSION: (spec.hidden_size, 2 * spec.hidden_size)}
     if FUSION_BIAS in stored:
         shapes[FUSION_BIAS] = (spec.hidden_size,)
-    return shapes | _all_layers(spec)
+    return shapes | _all_layers(spec, stored)
 
 
-def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of one layer, by their names in it."""
+def layer_tensors(
+    spec: ModelSpec, layer: int, *, is_apart: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """The tensors of one layer, by their names in it; with `is_apart` each expert has its own."""
     hidden, mlp = spec.hidden_size, spec.intermediate_size
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    matrices = {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (mlp, hidden),
-        "mlp.up_proj": (mlp, hidden),
-        "mlp.down_proj": (hidden, mlp),
-    }
+    joins = spec.family.joins_projections
     shapes: dict[str, tuple[int, ...]] = {
         name: (hidden,) for name in norm_names(spec, layer) if name is not None
     }
-    if spec.family.head_norms:
+    if spec.family.head_norms is HeadNorms.EACH:
         shapes |= dict.fromkeys((QUERY_NORM, KEY_NORM), (spec.head_dim,))
+    elif spec.family.head_norms is HeadNorms.ALL:
+        shapes |= {QUERY_NORM: (queries,), KEY_NORM: (keys,)}
+    matrices: dict[str, tuple[int, ...]] = {"self_attn.o_proj": (hidden, queries)}
+    if joins:
+        shapes[QKV] = (queries + 2 * keys, hidden)
+    else:
+        rows = {"q": queries, "k": keys, "v": keys}
+        matrices |= {f"self_attn.{part}_proj": (rows[part], hidden) for part in rows}
+    if spec.experts is not None and spec.has_experts(layer):
+        shapes |= _expert_tensors(spec.experts, hidden, is_apart=is_apart)
+    else:
+        if joins:
+            shapes[GATE_UP] = (2 * mlp, hidden)
+        else:
+            matrices |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (mlp, hidden))
+        matrices["mlp.down_proj"] = (hidden, mlp)
     for name, shape in matrices.items():
         shapes[name + ".weight"] = shape
         if _has_bias(spec, name):
             shapes[name + ".bias"] = shape[:1]
+    return shapes
+
+
+def _expert_tensors(
+    experts: ExpertSpec, hidden: int, *, is_apart: bool
+) -> dict[str, tuple[int, ...]]:
+    count, size, shared = experts.num_experts, experts.size, experts.shared_size
+    shapes: dict[str, tuple[int, ...]] = {ROUTER: (count, hidden)}
+    if is_apart:
+        for expert in range(count):
+            for part in ("gate", "up"):
+                shapes[EXPERT.format(expert, part)] = (size, hidden)
+            shapes[EXPERT.format(expert, "down")] = (hidden, size)
+    else:
+        shapes[EXPERTS_GATE_UP] = (count, 2 * size, hidden)
+        shapes[EXPERTS_DOWN] = (count, hidden, size)
+    if shared:
+        shapes |= dict.fromkeys((SHARED.format("gate"), SHARED.format("up")), (shared, hidden))
+        shapes |= {SHARED.format("down"): (hidden, shared), SHARED_GATE: (1, hidden)}
     return shapes
 
 
@@ -126,7 +207,7 @@ class NormNames(NamedTuple):
 
     attention: str | None
     after_attention: str | None
-    mlp: str
+    mlp: str | None
     after_mlp: str | None
 
 
@@ -137,10 +218,12 @@ def norm_names(spec: ModelSpec, layer: int) -> NormNames:
     before, behind = "input_layernorm.weight", "post_attention_layernorm.weight"
     if spec.is_eagle and layer == 0:
         return NormNames(None, None, behind, None)
-    if not spec.family.sandwich_norms:
+    if spec.family.norms is Norms.BEFORE:
         return NormNames(before, None, behind, None)
-    mlp = "pre_feedforward_layernorm.weight"
-    return NormNames(before, behind, mlp, "post_feedforward_layernorm.weight")
+    after_mlp = "post_feedforward_layernorm.weight"
+    if spec.family.norms is Norms.BEHIND:
+        return NormNames(None, behind, None, after_mlp)
+    return NormNames(before, behind, "pre_feedforward_layernorm.weight", after_mlp)
 
 
 def _has_bias(spec: ModelSpec, matrix: str) -> bool:

@@ -10,7 +10,7 @@ no copy.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,17 +18,28 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..families import HeadNorms
 from ..model_spec import ModelSpec
+from ..rope import turning_order
 from .checkpoint import CPU, Checkpoint
 from .tensor_shapes import (
     EMBEDDING,
+    EXPERT,
+    EXPERTS_DOWN,
+    EXPERTS_GATE_UP,
     FUSION,
     FUSION_BIAS,
+    GATE_UP,
     HEAD,
     KEY_NORM,
     NORM,
+    QKV,
     QUERY_NORM,
+    ROUTER,
+    SHARED,
+    SHARED_GATE,
     expected_tensors,
+    in_layer,
     layer_tensors,
     name_of,
     norm_names,
@@ -65,6 +76,9 @@ class RandomTensors:
         made = torch.empty(shape, dtype=dtype, device=self.device)
         return made.normal_(0.0, SPREAD, generator=self._generator)
 
+    def has(self, name: str) -> bool:
+        return name in self._shapes
+
 
 class Source(Protocol):
     """A source of tensors: a checkpoint, or chance."""
@@ -73,26 +87,20 @@ class Source(Protocol):
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor: ...
 
+    def has(self, name: str) -> bool: ...
+
 
 @dataclass(slots=True)
-class LayerWeights:
-    """One layer. Matrices are `[out, in]`; a bias or norm is None where the model has none."""
+class DenseWeights:
+    """The MLP that every token has. Matrices are `[out, in]`; a bias is None where there is
+    none."""
 
-    attention_norm: Tensor | None
-    qkv: Tensor  # [(heads + 2 kv heads) * head_dim, hidden]: queries, keys, values
-    qkv_bias: Tensor | None
-    head_norms: Tensor | None  # [heads + kv heads, head_dim]: of queries, then of keys
-    out: Tensor
-    out_bias: Tensor | None
-    after_attention_norm: Tensor | None
-    mlp_norm: Tensor
     gate: Tensor
-    gate_bias: Tensor | None
     up: Tensor
-    up_bias: Tensor | None
     down: Tensor
-    down_bias: Tensor | None
-    after_mlp_norm: Tensor | None
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
     # Gate and up as one, of which these two are views; None where they are apart.
     gate_up: Tensor | None = None
     gate_up_bias: Tensor | None = None
@@ -104,6 +112,53 @@ class LayerWeights:
         if self.gate_bias is not None and self.up_bias is not None:
             self.gate_up_bias = torch.cat((self.gate_bias, self.up_bias))
             self.gate_bias, self.up_bias = self.gate_up_bias.chunk(2)
+
+
+@dataclass(slots=True)
+class ExpertWeights:
+    """A mixture of experts: of each its three matrices, as in `DenseWeights`."""
+
+    router: Tensor  # [experts, hidden]
+    gates: Sequence[Tensor]
+    ups: Sequence[Tensor]
+    downs: Sequence[Tensor]
+    shared: DenseWeights | None = None  # an expert that every token has, times a gate of its own
+    shared_gate: Tensor | None = None  # [1, hidden]
+    # All experts as one, of which the others are views; None where they are apart.
+    gate_ups: Tensor | None = None  # [experts, 2 * size, hidden]
+    all_downs: Tensor | None = None  # [experts, hidden, size]
+
+    def join_gate(self) -> None:
+        """Make the matrices of all experts two."""
+        if self.gate_ups is None:
+            self.gate_ups = torch.stack(
+                [torch.cat(pair) for pair in zip(self.gates, self.ups, strict=True)]
+            )
+            self.all_downs = torch.stack(list(self.downs))
+            self.downs = self.all_downs.unbind()
+            self.gates, self.ups = zip(
+                *(both.chunk(2) for both in self.gate_ups.unbind()), strict=True
+            )
+        if self.shared is not None:
+            self.shared.join_gate()
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One layer. Matrices are `[out, in]`; a bias or norm is None where the model has none."""
+
+    attention_norm: Tensor | None
+    qkv: Tensor  # [(heads + 2 kv heads) * head_dim, hidden]: queries, keys, values
+    qkv_bias: Tensor | None
+    # [heads + kv heads, head_dim]: of queries, then of keys; each head's is computed by itself, or
+    # over all heads of either (`HeadNorms`).
+    head_norms: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    after_attention_norm: Tensor | None
+    mlp_norm: Tensor | None
+    mlp: DenseWeights | ExpertWeights
+    after_mlp_norm: Tensor | None
 
 
 @dataclass(slots=True)
@@ -214,7 +269,7 @@ def _load_layers(
     for index in range(spec.num_layers):
         layer = _load_layer(source, spec, dtype, index)
         if joins_gate:  # before the next one is read, so that few lie in memory twice
-            layer.join_gate()
+            layer.mlp.join_gate()
         layers.append(layer)
     return layers
 
@@ -229,47 +284,109 @@ def _read_norm(source: Source, spec: ModelSpec, dtype: torch.dtype, name: str) -
 
 
 def _load_layer(source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int) -> LayerWeights:
-    names = layer_tensors(spec, layer)
-
-    def read(name: str) -> Tensor:
-        return source.read(f"model.layers.{layer}.{name}", dtype)
-
-    def norm(name: str) -> Tensor:
-        return _read_norm(source, spec, dtype, f"model.layers.{layer}.{name}")
-
-    def bias(name: str) -> Tensor | None:
-        return read(name) if name in names else None
-
-    def stacked(kind: str) -> Tensor:
-        parts = [f"self_attn.{part}_proj.{kind}" for part in "qkv"]
-        shape = (sum(names[part][0] for part in parts), *names[parts[0]][1:])
-        whole = torch.empty(shape, dtype=dtype, device=source.device)
-        row = 0
-        for part in parts:
-            rows = names[part][0]
-            whole[row : row + rows] = read(part)
-            row += rows
-        return whole
-
-    def head_norms() -> Tensor:
-        counts = {QUERY_NORM: spec.num_heads, KEY_NORM: spec.num_kv_heads}
-        return torch.cat([norm(name).expand(count, -1) for name, count in counts.items()])
-
+    reader = _LayerReader(source, spec, dtype, layer)
     norms = norm_names(spec, layer)
     return LayerWeights(
-        attention_norm=norm(norms.attention) if norms.attention else None,
-        qkv=stacked("weight"),
-        qkv_bias=stacked("bias") if spec.attention_bias else None,
-        head_norms=head_norms() if spec.family.head_norms else None,
-        out=read("self_attn.o_proj.weight"),
-        out_bias=bias("self_attn.o_proj.bias"),
-        after_attention_norm=norm(norms.after_attention) if norms.after_attention else None,
-        mlp_norm=norm(norms.mlp),
-        gate=read("mlp.gate_proj.weight"),
-        gate_bias=bias("mlp.gate_proj.bias"),
-        up=read("mlp.up_proj.weight"),
-        up_bias=bias("mlp.up_proj.bias"),
-        down=read("mlp.down_proj.weight"),
-        down_bias=bias("mlp.down_proj.bias"),
-        after_mlp_norm=norm(norms.after_mlp) if norms.after_mlp else None,
+        attention_norm=reader.norm(norms.attention),
+        qkv=reader.qkv("weight"),
+        qkv_bias=reader.qkv("bias") if spec.attention_bias else None,
+        head_norms=reader.head_norms(),
+        out=reader.read("self_attn.o_proj.weight"),
+        out_bias=reader.bias("self_attn.o_proj"),
+        after_attention_norm=reader.norm(norms.after_attention),
+        mlp_norm=reader.norm(norms.mlp),
+        mlp=reader.experts() if spec.has_experts(layer) else reader.dense(),
+        after_mlp_norm=reader.norm(norms.after_mlp),
     )
+
+
+class _LayerReader:
+    """Reads the tensors of one layer, and makes of them what a layer computes with."""
+
+    def __init__(self, source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int) -> None:
+        self._source, self._spec, self._dtype, self._layer = source, spec, dtype, layer
+        self._names = layer_tensors(spec, layer)
+
+    def read(self, name: str) -> Tensor:
+        return self._source.read(in_layer(self._layer, name), self._dtype)
+
+    def bias(self, matrix: str) -> Tensor | None:
+        name = f"{matrix}.bias"
+        return self.read(name) if name in self._names else None
+
+    def norm(self, name: str | None) -> Tensor | None:
+        if name is None:
+            return None
+        return _read_norm(self._source, self._spec, self._dtype, in_layer(self._layer, name))
+
+    def qkv(self, kind: str) -> Tensor:
+        """Queries, keys and values as one, with the elements of heads that turn in pairs of the
+        first half and the second."""
+        spec = self._spec
+        if spec.family.joins_projections:
+            whole = self.read(QKV)
+        else:
+            parts = [f"self_attn.{part}_proj.{kind}" for part in "qkv"]
+            shape = (sum(self._names[part][0] for part in parts), *self._names[parts[0]][1:])
+            whole = torch.empty(shape, dtype=self._dtype, device=self._source.device)
+            row = 0
+            for part in parts:
+                rows = self._names[part][0]
+                whole[row : row + rows] = self.read(part)
+                row += rows
+        if spec.turning_dim is None:
+            return whole
+        turning = spec.num_heads + spec.num_kv_heads
+        heads = whole.view(-1, spec.head_dim, *whole.shape[1:])
+        order = turning_order(spec.head_dim, spec.turning_dim).to(whole.device)
+        return torch.cat((heads[:turning, order], heads[turning:])).view(whole.shape)
+
+    def head_norms(self) -> Tensor | None:
+        spec = self._spec
+        if spec.family.head_norms is HeadNorms.NONE:
+            return None
+        counts = {QUERY_NORM: spec.num_heads, KEY_NORM: spec.num_kv_heads}
+        parts = []
+        for name, count in counts.items():
+            weight = self.norm(name)
+            assert weight is not None
+            parts.append(weight.view(-1, spec.head_dim).expand(count, -1))
+        whole = torch.cat(parts)
+        if spec.turning_dim is None:
+            return whole
+        return whole[:, turning_order(spec.head_dim, spec.turning_dim).to(whole.device)]
+
+    def dense(self) -> DenseWeights:
+        if self._spec.family.joins_projections:
+            gate, up = self.read(GATE_UP).chunk(2)
+        else:
+            gate, up = self.read("mlp.gate_proj.weight"), self.read("mlp.up_proj.weight")
+        return DenseWeights(
+            gate,
+            up,
+            self.read("mlp.down_proj.weight"),
+            self.bias("mlp.gate_proj"),
+            self.bias("mlp.up_proj"),
+            self.bias("mlp.down_proj"),
+        )
+
+    def experts(self) -> ExpertWeights:
+        assert self._spec.experts is not None
+        made = ExpertWeights(self.read(ROUTER), (), (), ())
+        if not self._source.has(in_layer(self._layer, EXPERTS_GATE_UP)):
+            numbers = range(self._spec.experts.num_experts)
+            made.gates, made.ups, made.downs = (
+                [self.read(EXPERT.format(number, part)) for number in numbers]
+                for part in ("gate", "up", "down")
+            )
+        else:
+            made.gate_ups, made.all_downs = self.read(EXPERTS_GATE_UP), self.read(EXPERTS_DOWN)
+            made.downs = made.all_downs.unbind()
+            made.gates, made.ups = zip(
+                *(both.chunk(2) for both in made.gate_ups.unbind()), strict=True
+            )
+        if self._spec.experts.shared_size:
+            gate, up, down = (self.read(SHARED.format(part)) for part in ("gate", "up", "down"))
+            made.shared = DenseWeights(gate, up, down)
+            made.shared_gate = self.read(SHARED_GATE)
+        return made

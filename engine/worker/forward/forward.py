@@ -122,7 +122,12 @@ class GatherForward:
         ]
         self.max_group_blocks = max(planner.max_group_blocks for _, planner in self._planners)
         attention = PagedAttention(
-            pages.tensor, layout, spec.num_heads, self.max_group_blocks, spec.attention_scale
+            pages.tensor,
+            layout,
+            spec.num_heads,
+            self.max_group_blocks,
+            spec.attention_scale,
+            spec.score_softcap,
         )
         self._plan_of = views.plan_of
         self._attention = views.attention_over(attention)

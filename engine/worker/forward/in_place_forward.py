@@ -48,13 +48,15 @@ class InPlacePlanner:
         num_heads: int,
         scale: float,
         window: int | None = None,
+        softcap: float | None = None,
         workspace: Workspace | None = None,
     ) -> None:
         """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`; `window` is
-        how many tokens a position sees, itself included. Several planners may have one workspace,
-        since layers are computed one after the other."""
+        how many tokens a position sees, itself included; `softcap` bounds scores. Several planners
+        may have one workspace, since layers are computed one after the other."""
         self._layer = pool[:, 0]
-        self._num_heads, self._scale, self._window = num_heads, scale, window
+        self._num_heads, self._scale = num_heads, scale
+        self._window, self._softcap = window, softcap
         self._workspace = Workspace() if workspace is None else workspace
 
     def plan_in_place(
@@ -83,6 +85,7 @@ class InPlacePlanner:
                 scale=self._scale,
                 workspace=self._workspace,
                 window=self._window,
+                softcap=self._softcap,
                 slots=torch.from_numpy(slots),
             )
         )
@@ -119,7 +122,14 @@ class InPlaceForward:
         self._planners = [
             (
                 view.group,
-                InPlacePlanner(pool, spec.num_heads, spec.attention_scale, view.window, workspace),
+                InPlacePlanner(
+                    pool,
+                    spec.num_heads,
+                    spec.attention_scale,
+                    view.window,
+                    spec.score_softcap,
+                    workspace,
+                ),
             )
             for view in views.views
         ]

@@ -172,16 +172,18 @@ class KernelAttention:
         num_heads: int,
         dtype: torch.dtype,
         scale: float,
+        softcap: float | None = None,
         kv_scales: Tensor | None = None,
         strict: bool = False,
         kernel: str = AUTO,
     ) -> None:
         """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`; queries have
-        `num_heads` heads of `dtype`, and their scores are multiplied by `scale`; `kv_scales` are
-        those of a float8 pool. Raises KernelRefused, under `strict`, where a kernel cannot run and
-        its plain twin would stand in."""
+        `num_heads` heads of `dtype`, and their scores are multiplied by `scale` and then, where
+        there is one, bounded by `softcap`; `kv_scales` are those of a float8 pool. Raises
+        KernelRefused, under `strict`, where a kernel cannot run and its plain twin would stand
+        in."""
         self.layers = [pool[:, layer] for layer in range(layout.num_layers)]
-        self.scale = scale
+        self.scale, self.softcap = scale, softcap
         self.gathered: GatheredPrefill | None = None
         self._kv_scales = kv_scales
         kv = self.layers[0]
@@ -233,13 +235,14 @@ class KernelAttention:
         if plan.is_checked:
             run_decode(
                 self.kernels.decode, q, kv, tables, lengths, scale=self.scale,
-                window=plan.window, softcap=None, kv_scales=self._kv_scales, num_splits=None,
-                plan=decodes.splits, out=out,
+                window=plan.window, softcap=self.softcap, kv_scales=self._kv_scales,
+                num_splits=None, plan=decodes.splits, out=out,
             )  # fmt: skip
             return
         paged_decode(
             q, kv, tables, lengths, scale=self.scale, window=plan.window,
-            kv_scales=self._kv_scales, plan=decodes.splits, out=out, kernel=self.kernels.decode,
+            softcap=self.softcap, kv_scales=self._kv_scales, plan=decodes.splits, out=out,
+            kernel=self.kernels.decode,
         )  # fmt: skip
 
     def _prefill(
@@ -263,10 +266,11 @@ class KernelAttention:
             run_prefill(
                 self.kernels.prefill, q, kv, tables, lengths, starts,
                 max_query_len=chunks.max_query_len, scale=self.scale, window=plan.window,
-                softcap=None, kv_scales=self._kv_scales, out=out,
+                softcap=self.softcap, kv_scales=self._kv_scales, out=out,
             )  # fmt: skip
             return
         paged_prefill(
             q, kv, tables, lengths, starts, max_query_len=chunks.max_query_len, scale=self.scale,
-            window=plan.window, kv_scales=self._kv_scales, out=out, kernel=self.kernels.prefill,
+            window=plan.window, softcap=self.softcap, kv_scales=self._kv_scales, out=out,
+            kernel=self.kernels.prefill,
         )  # fmt: skip

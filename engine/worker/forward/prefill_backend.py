@@ -183,6 +183,8 @@ class PrefillChoice:
                 chunk.close()
 
     def _reason_against(self, name: str) -> str | None:
+        if self.attention.softcap is not None:
+            return "it does not bound scores, and this model does"
         if all(kind.window is not None for kind in self._kinds):
             return "it knows no windows, and every layer has one"
         if self._most_rows < MIN_ROWS:

@@ -242,6 +242,7 @@ def make_forward(
         num_heads=model.spec.num_heads,
         dtype=compute,
         scale=model.spec.attention_scale,
+        softcap=model.spec.score_softcap,
         kv_scales=scales,
         strict=placement.strict_kernels,
         kernel=_wanted_kernel(placement),
@@ -274,6 +275,8 @@ def make_forward(
         if model.spec.is_eagle:
             # A record reads token ids, and the head's steps come as embeddings.
             progress("the EAGLE head's steps are launched kernel by kernel")
+        elif not model.can_record:
+            progress("steps are launched kernel by kernel: experts are grouped in bfloat16 alone")
         elif placement.record_decodes and attention.kernels.can_record_decodes:
             forward.record_steps(progress)
         elif placement.record_decodes:

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stratakv.engine.models.checkpoint.fingerprint import fingerprint
-from stratakv.engine.models.checkpoint.weights import expected_tensors
+from stratakv.engine.models.checkpoint.tensor_shapes import expected_tensors, name_of
+from stratakv.engine.models.expert_spec import COUNT_KEYS
 from stratakv.engine.models.families import FAMILIES
 from stratakv.engine.models.model_spec import load_model_spec, resolve_max_model_len
 from stratakv.tiers.settings.values import ConfigError
@@ -19,7 +20,10 @@ SHAPE = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 24, "num_hidd
          "num_attention_heads": 32}  # fmt: skip
 NAMES = {family.model_type: name for name, family in FAMILIES.items()}
 SLIDING = "sliding_attention"
-SPARSE = [name for name in NAMES if name != "llama"]  # a Llama must give its positions
+# A Llama must give its positions, and a Ministral how it stretches them.
+SPARSE = [name for name in NAMES if name not in ("llama", "ministral3")]
+YARN = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0,
+        "original_max_position_embeddings": 16384, "llama_4_scaling_beta": 0.1}  # fmt: skip
 
 
 def spec_of(directory, model_type, **config):
@@ -47,7 +51,15 @@ def test_silence_means_what_it_means_to_transformers(model_type, directory):
     kinds = [ropes] if "rope_theta" in ropes else [ropes["full_attention"], ropes[SLIDING]]
     # Both of its layers have a window, so one rotation is all that they need; the other is read.
     assert thetas == [kind["rope_theta"] for kind in kinds]
-    assert spec.sliding_window == config.sliding_window
+    assert spec.sliding_window == (getattr(config, "sliding_window", None) or None)
+    assert spec.attention_bias == getattr(config, spec.family.bias_key, spec.attention_bias)
+    if spec.experts is not None:
+        counts = [getattr(config, key, None) for key in COUNT_KEYS]
+        assert spec.experts.num_experts in counts
+        assert spec.experts.num_per_token == config.num_experts_per_tok
+        assert spec.experts.size == getattr(config, spec.family.experts.size_key)
+        shared = getattr(config, "shared_expert_intermediate_size", 0)
+        assert spec.experts.shared_size == shared
 
 
 def test_a_gemma_is_read_as_transformers_reads_it(directory):
@@ -98,10 +110,13 @@ def test_a_gemma_has_rotary_positions_of_two_kinds(changes, directory):
 @pytest.mark.parametrize("model_type", NAMES)
 def test_the_tensors_are_those_of_transformers(model_type, changes, directory):
     """Also where the file has keys that a family does not heed."""
-    spec = spec_of(directory, model_type, max_position_embeddings=64, **changes)
+    if model_type == "ministral3":
+        changes = changes | {"rope_parameters": YARN}
+    spec = spec_of(directory, model_type, max_position_embeddings=64, pad_token_id=0, **changes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(theirs(directory))
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    ours = name_of(spec)
+    shapes = {ours(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if spec.tied_embeddings:
         assert shapes.pop("lm_head.weight") == shapes["model.embed_tokens.weight"]
     assert expected_tensors(spec) == shapes
@@ -231,7 +246,21 @@ def test_a_window_that_no_sequence_outgrows_is_none(directory):
         ),
         ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 9}}, "dual_chunk_attention_conf"),
         ("qwen3", {"num_experts": 128}, "num_experts must be absent"),
-        ("qwen3_moe", {}, "model_type must be .*Qwen3ForCausalLM.*, not 'qwen3_moe'"),
+        ("glm4_moe", {}, "model_type must be .*Qwen3ForCausalLM.*, not 'glm4_moe'"),
+        ("qwen3_moe", {"num_experts": 0}, "num_experts must be a whole number from 1"),
+        ("qwen3_moe", {"num_experts": 4, "num_local_experts": 8}, "num_local_experts must be 4, a"),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 5}, "to 4, not 5"),
+        ("qwen3_moe", {"mlp_only_layers": [2]}, "mlp_only_layers must be a list of layers below 2"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a whole number"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob must be true or false"),
+        ("qwen3_moe", {"n_routed_experts": 8}, "n_routed_experts must be absent or 0"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv must be absent"),
+        ("qwen2_moe", {"use_sliding_window": True}, "layer_types must be given"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier must be a number above 0"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must be a list of 0 or 1 for each"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be a number above 0"),
+        ("phi3", {"head_dim": 6, "partial_rotary_factor": 0.5}, "an even part of 6"),
+        ("ministral3", {}, "rope_parameters must be an object"),
         ("qwen2", {"architectures": ["Qwen2Model"]}, "architectures must be one supported name"),
         ("qwen2", {"architectures": ["Qwen3ForCausalLM"]}, "model_type must be qwen3 for this"),
         ("qwen2", {"num_attention_heads": 16}, r"num_key_value_heads must be a divisor of .*\(16"),
@@ -247,7 +276,7 @@ def test_the_fingerprint_separates_families_and_windows(directory):
     directory.write_single()
     shape = {"num_key_value_heads": 32, "head_dim": 2, "max_position_embeddings": 64,
              "sliding_window": None}  # fmt: skip
-    specs = [spec_of(directory, name, **shape) for name in NAMES if name != "gemma3_text"]
+    specs = [spec_of(directory, name, **shape) for name in SPARSE if "gemma" not in name]
     windows = {"sliding_window": 9, "use_sliding_window": True}
     specs.append(spec_of(directory, "mistral", **shape | windows))
     specs += [spec_of(directory, "qwen2", **shape | windows, max_window_layers=n) for n in (0, 1)]

@@ -21,15 +21,18 @@ def test_they_have_the_shapes_of_a_checkpoint_and_are_the_same_every_time():
     assert first.embedding.shape == real.embedding.shape
     assert (first.head is first.embedding) == (real.head is real.embedding)
     assert len(first.layers) == len(real.layers)
-    for mine, again, theirs in zip(first.layers, second.layers, real.layers, strict=True):
+    layers = zip(first.layers, second.layers, real.layers, strict=True)
+    parts = [(one, other, real) for layer in layers for one, other, real in (
+        layer, [each.mlp for each in layer])]  # fmt: skip
+    for mine, again, theirs in parts:
         for name in type(mine).__slots__:
             one, other = getattr(mine, name), getattr(theirs, name)
             assert (one is None) == (other is None)
-            if one is not None:
+            if isinstance(one, torch.Tensor):
                 assert one.shape == other.shape and torch.equal(one, getattr(again, name))
-    assert first.layers[0].down.std().item() == pytest.approx(0.02, rel=0.1)
+    assert first.layers[0].mlp.down.std().item() == pytest.approx(0.02, rel=0.1)
     assert (first.norm == 1).all()
-    assert not torch.equal(first.layers[0].down, first.layers[1].down)
+    assert not torch.equal(first.layers[0].mlp.down, first.layers[1].mlp.down)
 
 
 def test_a_config_is_enough_for_a_name(tmp_path):

@@ -31,9 +31,11 @@ def test_whole_and_sharded_models_load_alike(directory):
     for weights in (sharded, single):
         stacked = [tensors[f"model.layers.1.self_attn.{p}_proj.weight"] for p in "qkv"]
         assert torch.equal(weights.layers[1].qkv, torch.cat(stacked))
-        assert torch.equal(weights.layers[0].down, tensors["model.layers.0.mlp.down_proj.weight"])
+        assert torch.equal(
+            weights.layers[0].mlp.down, tensors["model.layers.0.mlp.down_proj.weight"]
+        )
         assert torch.equal(weights.head, tensors["lm_head.weight"])
-        assert weights.layers[0].qkv_bias is None and weights.layers[0].gate_bias is None
+        assert weights.layers[0].qkv_bias is None and weights.layers[0].mlp.gate_bias is None
 
 
 @pytest.mark.parametrize("name", ["float64", "float32", "bfloat16", "float16", "auto"])
@@ -80,7 +82,7 @@ def test_x12_weights_without_a_prefix(directory):
     directory.tensors = {name.removeprefix("model."): tensors[name] for name in tensors}
     weights = load_tied(directory)
     assert torch.equal(weights.embedding, expected.embedding)
-    assert torch.equal(weights.layers[1].down, expected.layers[1].down)
+    assert torch.equal(weights.layers[1].mlp.down, expected.layers[1].mlp.down)
     directory.tensors |= {name: tensor.clone() for name, tensor in tensors.items()}
     with pytest.raises(ConfigError, match="twice, as"):
         load_tied(directory)
@@ -123,7 +125,7 @@ def test_biases_are_loaded_where_the_configuration_has_them(directory):
     parts = [directory.tensors[f"model.layers.0.self_attn.{p}_proj.bias"] for p in "qkv"]
     assert torch.equal(weights.layers[0].qkv_bias, torch.cat(parts))
     down = directory.tensors["model.layers.0.mlp.down_proj.bias"]
-    assert torch.equal(weights.layers[0].down_bias, down)
+    assert torch.equal(weights.layers[0].mlp.down_bias, down)
 
 
 def load_with_biases(directory, skip=None):
@@ -173,7 +175,7 @@ def test_qwen2_has_biases_but_for_the_output_matrix(directory):
             )
     directory.write_single()
     layer = load(directory).layers[0]
-    assert layer.qkv_bias is not None and layer.out_bias is None and layer.down_bias is None
+    assert layer.qkv_bias is not None and layer.out_bias is None and layer.mlp.down_bias is None
     directory.tensors["model.layers.0.self_attn.o_proj.bias"] = torch.randn(16)
     directory.write_single()
     with pytest.raises(ConfigError, match=r"holds the tensor model.layers.0.self_attn.o_proj.bias"):

@@ -10,10 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from stratakv.engine.models import layers
 from stratakv.engine.models.decoder import AuxStates, Embeds
-from stratakv.engine.models.families import MlpKind
-from stratakv.engine.models.layers import Linear
 from stratakv.engine.worker.block_table import BlockTable
 from stratakv.engine.worker.forward.forward import StepInputs
 from stratakv.engine.worker.runtime.placement import KERNELS, Placement
@@ -118,27 +115,3 @@ def test_forward_is_embed_and_run(checkpoint, driver, prompt_of):
         own = Embeds(torch.tensor([7, 3]), x[[7, 3]].float())
         assert torch.equal(model.embed(ids, own)[[7, 3]], own.values.double())
         assert torch.equal(model.embed(ids), x), "the embedding itself was overwritten"
-
-
-class TwoHalves:
-    """As experts are: each has a part of the matrices, and the results are added."""
-
-    def __init__(self, weights, activation, elementwise):
-        half = len(weights.gate) // 2
-        self._parts = [
-            [Linear(weights.gate[part]), Linear(weights.up[part]), Linear(weights.down[:, part])]
-            for part in (slice(half), slice(half, None))
-        ]
-        self._ops = elementwise
-
-    def __call__(self, x):
-        return sum(down(self._ops.gated(gate(x), up(x))) for gate, up, down in self._parts)
-
-
-def test_another_kind_of_mlp(checkpoint, driver, prompt_of, monkeypatch):
-    """The decoder calls what the family's row names, and knows nothing of what is in it."""
-    expected = driver(checkpoint()).generate("a", prompt_of(30), 12)
-    monkeypatch.setitem(layers._KINDS, MlpKind.DENSE, TwoHalves)
-    drive = driver(checkpoint())
-    assert all(isinstance(layer._mlp, TwoHalves) for layer in drive.runner.model._layers)
-    assert drive.generate("a", prompt_of(30), 12) == expected

@@ -50,6 +50,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 3}),
     "qwen3": ("qwen3", {}),  # norms of heads
     "gemma3": ("gemma3_text", GEMMA | {"sliding_window_pattern": 1}),
+    "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 5.0, "sliding_window": 5}),
+    "experts": (
+        "qwen2_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
 }
 # Two cache groups, each with rotary positions of its own.
 MIXED = GEMMA | {"sliding_window_pattern": 2, "sliding_window": 5}
@@ -206,8 +216,8 @@ def states(runner: ModelRunner, prompt: list[int]) -> list[torch.Tensor]:
 
 def test_gate_and_up_are_one_matrix_in_memory(llama: Path) -> None:
     spec = load_model_spec(llama)
-    apart = load_weights(llama, spec, torch.bfloat16).layers[0]
-    joined = load_weights(llama, spec, torch.bfloat16, joins_gate=True).layers[0]
+    apart = load_weights(llama, spec, torch.bfloat16).layers[0].mlp
+    joined = load_weights(llama, spec, torch.bfloat16, joins_gate=True).layers[0].mlp
     assert apart.gate_up is None and joined.gate_up is not None
     assert torch.equal(joined.gate, apart.gate) and torch.equal(joined.up, apart.up)
     pointers = {part.untyped_storage().data_ptr() for part in (joined.gate, joined.up)}
@@ -215,4 +225,6 @@ def test_gate_and_up_are_one_matrix_in_memory(llama: Path) -> None:
     drawn = [
         random_weights(spec, torch.bfloat16, joins_gate=joins).layers[1] for joins in (False, True)
     ]
-    assert torch.equal(drawn[0].down, drawn[1].down) and torch.equal(drawn[0].up, drawn[1].up)
+    assert torch.equal(drawn[0].mlp.down, drawn[1].mlp.down) and torch.equal(
+        drawn[0].mlp.up, drawn[1].mlp.up
+    )

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ExpertSpec: the mixture of experts in a model's layers, from its config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .checkpoint.json_fields import JsonFields
+
+MAX_EXPERTS = 4096
+# Both stand for the number of experts: transformers writes one or the other for the same family.
+COUNT_KEYS = ("num_experts", "num_local_experts")
+EXPERT_KEYS = (*COUNT_KEYS, "n_routed_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """A router chooses `num_per_token` of `num_experts` MLPs for each token, and weighs them by the
+    softmax of its scores."""
+
+    num_experts: int
+    num_per_token: int
+    size: int  # rows of an expert's gate
+    normalises: bool  # whether the weights of the chosen are divided by their sum
+    layers: tuple[int, ...]  # the others have an MLP of `intermediate_size`
+    shared_size: int = 0  # rows of the gate of an expert that every token has; 0: there is none
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFamily:
+    """What the code of a family fixes of its experts, and its defaults where config.json is
+    silent."""
+
+    default_count: int
+    default_per_token: int
+    size_key: str = "moe_intermediate_size"
+    default_size: int | None = None  # None: config.json must say
+    normalises: bool | None = None  # None: as config.json's norm_topk_prob says
+    default_shared_size: int = 0  # 0: the family has no shared expert
+    mixes_dense: bool = False  # whether mlp_only_layers and decoder_sparse_step are heeded
+
+
+def parse_experts(config: JsonFields, family: ExpertFamily, num_layers: int) -> ExpertSpec | None:
+    """The experts, or None where no layer has any; raises ConfigError naming the key."""
+    count_key = next((key for key in COUNT_KEYS if config.has(key)), COUNT_KEYS[0])
+    count = config.integer(count_key, family.default_count, maximum=MAX_EXPERTS)
+    for key in COUNT_KEYS:
+        if config.has(key) and config.values[key] != count:
+            raise config.fault(key, f"{count}, as {count_key} says", config.values[key])
+    per_token = config.integer(
+        "num_experts_per_tok", min(count, family.default_per_token), maximum=count
+    )
+    layers = _sparse_layers(config, family, num_layers)
+    if not layers:
+        return None
+    shared = 0
+    if family.default_shared_size:
+        key = "shared_expert_intermediate_size"
+        shared = config.integer(key, family.default_shared_size)
+    size = family.size_key
+    return ExpertSpec(
+        num_experts=count,
+        num_per_token=per_token,
+        size=config.integer(size) if family.default_size is None
+        else config.integer(size, family.default_size),
+        normalises=config.boolean("norm_topk_prob", False) if family.normalises is None
+        else family.normalises,
+        layers=layers,
+        shared_size=shared,
+    )  # fmt: skip
+
+
+def _sparse_layers(config: JsonFields, family: ExpertFamily, num_layers: int) -> tuple[int, ...]:
+    if not family.mixes_dense:
+        return tuple(range(num_layers))
+    given = config.values.get("mlp_only_layers") or []
+    dense = given if isinstance(given, list) else [given]
+    if any(type(layer) is not int or not 0 <= layer < num_layers for layer in dense):
+        raise config.fault("mlp_only_layers", f"a list of layers below {num_layers}", given)
+    step = config.integer("decoder_sparse_step", 1, maximum=num_layers)
+    return tuple(
+        layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0
+    )
