@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.cpu.matrix import GELU_TANH, SILU, PackedMatrix
-from ...kernels.cpu.network import CpuNetwork, NetworkLayer
+from ...kernels.cpu.network import CpuNetwork, NetworkExperts, NetworkLayer
 from ...kernels.layer.rotate_write import Rotary
 from .checkpoint.checkpoint import CPU
 from .checkpoint.weights import (
@@ -153,17 +153,24 @@ class Layer:
         """The layer as the library of `kernels/cpu/` computes it, or None where it has not all of
         its matrices. Tables are `[positions, head_dim // 2]`, `pool` is the layer's, and `view`
         says which of a step's plans is its own."""
-        mlp, spec = self._mlp, self._spec
-        if not isinstance(mlp, DenseMlp) or not self._ops.is_plain:
+        spec, qkv, out = self._spec, self._qkv.packed, self._out.packed
+        if qkv is None or out is None or not self._ops.is_plain:
             return None
         if self._attention_norm is None or self._mlp_norm is None:
             return None
         if spec.family.head_norms is HeadNorms.ALL or spec.query_growth is not None:
             return None
-        matrices = self._qkv.packed, self._out.packed, mlp.gate_up, mlp.down.packed
-        qkv, out, gate_up, down = matrices
-        if qkv is None or out is None or gate_up is None or down is None:
-            return None
+        dense: Mlp | None = self._mlp
+        experts: NetworkExperts | None = None
+        if isinstance(dense, ExpertMlp):
+            experts, dense = dense.in_library(), dense.shared
+            if experts is None:
+                return None
+        gate_up = down = None
+        if isinstance(dense, DenseMlp):
+            gate_up, down = dense.gate_up, dense.down.packed
+            if gate_up is None or down is None:
+                return None
         return NetworkLayer(
             qkv=qkv,
             out=out,
@@ -178,6 +185,7 @@ class Layer:
             sin=sin,
             keys_and_values=pool,
             view=view,
+            experts=experts,
         )
 
     def rest(self, x: Tensor, mixed: Tensor) -> Tensor:
@@ -386,6 +394,9 @@ class Decoder:
                 return None
             layers.append(made)
         spec = self.spec
+        sizes = {layer.down.ins for layer in layers if layer.down is not None}
+        if len(sizes) > 1 and any(size % 2 for size in sizes):
+            return None
         is_silu = spec.family.activation is Activation.SILU
         return CpuNetwork(
             layers,

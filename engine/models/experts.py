@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.cpu.network import NetworkExperts
 from .checkpoint.weights import DenseWeights, ExpertWeights
 from .expert_spec import ExpertSpec
 from .families import Activation
@@ -30,8 +31,7 @@ _GROUPED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 class ExpertMlp:
     """The experts of one layer. `[rows, hidden]` in and out."""
 
-    __slots__ = ("_down", "_experts", "_gate_up", "_gated", "_router", "_shared", "_shared_gate",
-                 "_spec")  # fmt: skip
+    __slots__ = ("_down", "_experts", "_gate_up", "_gated", "_router", "_spec", "shared")
 
     def __init__(
         self,
@@ -41,11 +41,13 @@ class ExpertMlp:
         elementwise: Elementwise,
     ) -> None:
         self._spec = spec
-        self._router = Linear(weights.router)
-        self._shared: DenseMlp | None = None
+        router = weights.router
+        self.shared: DenseMlp | None = None
         if weights.shared is not None and weights.shared_gate is not None:
-            self._shared = DenseMlp(weights.shared, activation, elementwise)
-            self._shared_gate = Linear(weights.shared_gate)
+            self.shared = DenseMlp(weights.shared, activation, elementwise)
+            # One product for both: the last score is that of the shared expert's gate.
+            router = torch.cat((router, weights.shared_gate))
+        self._router = Linear(router)
         is_silu = activation is Activation.SILU
         self._gated = elementwise.gated if is_silu else elementwise.gelu_gated
         self._experts: list[DenseMlp] = []
@@ -62,7 +64,8 @@ class ExpertMlp:
         ]
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        chosen, weights = choose_experts(self._router(x), self._spec)
+        scores = self._router(x)
+        chosen, weights = choose_experts(scores[:, : self._spec.num_experts], self._spec)
         experts, order = chosen.view(-1).sort(stable=True)
         rows = x[order // self._spec.num_per_token]
         numbers = torch.arange(self._spec.num_experts, device=x.device)
@@ -72,15 +75,27 @@ class ExpertMlp:
         else:
             results = self._grouped(rows, ends)
         mixed = mix(results, order, weights)
-        if self._shared is None:
+        if self.shared is None:
             return mixed
-        return mixed.addcmul_(self._shared(x), self._shared_gate(x).sigmoid_())
+        return mixed.addcmul_(self.shared(x), scores[:, -1:].sigmoid())
 
     @property
     def can_record(self) -> bool:
         """Whether nothing waits for the host, which a device that records does not allow: torch
         knows the borders of groups on the device for bfloat16 alone."""
         return self._gate_up is not None and self._gate_up.dtype is torch.bfloat16
+
+    def in_library(self) -> NetworkExperts | None:
+        """The experts as the library of `kernels/cpu/` computes them, or None where it has not all
+        of their matrices."""
+        router = self._router.packed
+        gate_ups = [expert.gate_up for expert in self._experts if expert.gate_up is not None]
+        downs = [each.down.packed for each in self._experts if each.down.packed is not None]
+        count = self._spec.num_experts
+        if router is None or len(gate_ups) < count or len(downs) < count:
+            return None
+        spec = self._spec
+        return NetworkExperts(router, gate_ups, downs, spec.num_per_token, spec.normalises)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
         out += self(x)

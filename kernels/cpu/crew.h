@@ -15,7 +15,10 @@ namespace {
 
 struct Counter {
     int64_t taken, done;
-    int64_t apart[6];  // a line of the cache for each
+    // Of a phase whose tasks an earlier one counts: a thread that comes late must not take the number
+    // of another layer for its own.
+    int64_t tasks;
+    int64_t apart[5];  // a line of the cache for each
 };
 
 struct Crew {

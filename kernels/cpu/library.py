@@ -28,7 +28,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "libstratakv_cpu.so"
-ABI = 7  # STRATAKV_ABI of step.h
+ABI = 8  # STRATAKV_ABI of step.h
 VARIABLE = "STRATAKV_CPU_KERNELS"
 # Where the table of sections begins, which linkers write last; size and number of its entries.
 _ELF_HEADER = struct.Struct("<40xQ10xHH2x")
@@ -86,14 +86,26 @@ class Product(ctypes.Structure):
     )  # fmt: skip
 
 
+class Experts(ctypes.Structure):
+    """A mixture of experts."""
+
+    _fields_ = (
+        ("router", Matrix),
+        *[(name, ctypes.c_void_p) for name in ("gate_ups", "downs")],
+        *[(name, ctypes.c_int64) for name in (
+            "num_experts", "num_chosen", "normalises", "has_shared",
+        )],
+    )  # fmt: skip
+
+
 class Layer(ctypes.Structure):
     """`LayerWeights` of `step.h`."""
 
     _fields_ = (
         *[(name, Matrix) for name in ("qkv", "out", "gate_up", "down")],
         *[(name, ctypes.c_void_p) for name in (
-            "attention_norm", "head_norms", "after_attention_norm", "mlp_norm", "after_mlp_norm",
-            "cos", "sin", "keys", "values",
+            "experts", "attention_norm", "head_norms", "after_attention_norm", "mlp_norm",
+            "after_mlp_norm", "cos", "sin", "keys", "values",
         )],
         ("view", ctypes.c_int64),
     )  # fmt: skip
@@ -110,13 +122,13 @@ class Pass(ctypes.Structure):
         *[(name, ctypes.c_int64) for name in (
             "workspace_bytes", "num_layers", "num_views", "num_tokens", "num_wanted",
             "num_positions", "hidden", "intermediate", "heads", "kv_heads", "head_dim",
-            "activation", "element", "worth_a_thread",
+            "most_experts", "most_chosen", "expert_size", "activation", "element", "worth_a_thread",
         )],
         ("eps", ctypes.c_double),
     )  # fmt: skip
 
 
-_OF_A_PASS = (Product, Layer, Pass)
+_OF_A_PASS = (Product, Experts, Layer, Pass)
 
 
 @dataclass(frozen=True, slots=True)

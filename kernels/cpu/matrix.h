@@ -364,15 +364,17 @@ template <class O, class A> struct Gated {
 struct Cut {
     int64_t row_blocks, panel_blocks, panels_each;
 };
-// A task has whole units of so many panels, or the last ones.
+// A task has whole units of so many panels, or the last ones. Threads share `together` products like
+// this one.
 template <class E>
-inline Cut cut(const Matrix &matrix, int64_t rows, int64_t threads, int64_t unit) {
+inline Cut cut(const Matrix &matrix, int64_t rows, int64_t threads, int64_t unit,
+               int64_t together = 1) {
     typedef typename Wide<E>::A A;
     const int64_t panels = panels_of<A>(matrix);
     Cut made;
     made.row_blocks = quotient_up(rows, ROWS_AT_ONCE);  // none of no rows
     const int64_t wanted =
-        threads == 1 || !rows ? 1 : quotient_up(4 * threads, made.row_blocks);
+        threads == 1 || !rows ? 1 : quotient_up(4 * threads, made.row_blocks * together);
     // Four panels at once are what few rows are multiplied by.
     const int64_t step = rows < 4 ? round_up(MOST_PANELS, unit) : unit;
     int64_t each = quotient_up(panels, wanted);

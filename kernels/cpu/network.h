@@ -12,6 +12,16 @@
 //     gate, up     rows and outputs          with the activation
 //     down         rows and outputs          added as above
 //
+// In place of the last two, in a layer with experts:
+//
+//     route        rows and outputs          scores of the router
+//     choose       rows                      experts and their weights
+//     order        one                       of the choices, see experts.h
+//     gather       choices                   normed rows, by expert
+//     gate, up     experts, rows, outputs    and of the shared expert
+//     down         experts, rows, outputs    and of the shared expert
+//     mix          rows                      added as above
+//
 // In the last layer queries are computed only where somebody reads what they attend: keys and values
 // of all rows first, then the inputs and queries of those.
 //
@@ -21,13 +31,14 @@
 
 #include "attention.h"
 #include "crew.h"
+#include "experts.h"
 #include "matrix.h"
 #include "product.h"
 #include "rows.h"
 
 namespace {
 
-constexpr int64_t PHASES_OF_A_LAYER = 8, PHASES_OF_LAST_ROWS = 2;
+constexpr int64_t PHASES_OF_A_LAYER = 8, PHASES_OF_EXPERTS = 7, PHASES_OF_LAST_ROWS = 2;
 constexpr int64_t NUMBERS_OF_A_TASK = 1 << 13;  // of work by rows
 
 constexpr int64_t MOST_VIEWS = 8;
@@ -39,16 +50,23 @@ template <class T, class A> struct Buffers {
     void *q, *attended;  // elements
     Counter *counters;
     T *last_normed;      // of the last layer's rows
+    // Of experts: scores of rows; of their choices numbers, weights, inputs and results, by place.
+    A *scores, *weights, *results;
+    int64_t *chosen, *routed;
+    T *gathered, *expert_middle;
+    int64_t score_row, expert_row;
     char *plans[MOST_VIEWS], *last_plan;
     int64_t scratch_numbers, threads, bytes;
     int64_t state_row;  // from one row of hidden states to the next
 };
 
 inline int64_t phases_of(const Pass &pass) {
-    return pass.num_layers * PHASES_OF_A_LAYER + PHASES_OF_LAST_ROWS + 2;
+    const int64_t each = PHASES_OF_A_LAYER + (pass.most_experts ? PHASES_OF_EXPERTS : 0);
+    return pass.num_layers * each + PHASES_OF_LAST_ROWS + 2;
 }
 inline int64_t crew_of(const Pass &pass, int64_t threads) {
-    const int64_t weights = pass.hidden * (qkv_size(pass) + q_size(pass) + 3 * pass.intermediate);
+    const int64_t mlp = pass.intermediate + pass.most_chosen * pass.expert_size;
+    const int64_t weights = pass.hidden * (qkv_size(pass) + q_size(pass) + 3 * mlp);
     int64_t seen = 0;
     const Step &step = *pass.steps;
     for (int64_t i = 0; i < step.num_requests; i++) {
@@ -68,6 +86,7 @@ Buffers<T, A> place(const Pass &pass, int64_t threads, char *base) {
     // The same row may be wanted several times.
     const int64_t tokens = at_least(pass.num_tokens, pass.num_wanted);
     const int64_t widest = at_least(pass.hidden, q_size(pass));
+    const int64_t inner = at_least(pass.intermediate, pass.expert_size);
     char *at = base;
     const auto take = [&at](int64_t bytes) {
         char *here = at;
@@ -84,9 +103,21 @@ Buffers<T, A> place(const Pass &pass, int64_t threads, char *base) {
     made.q = take(tokens * q_size(pass) * int64_t(sizeof(E)));
     made.attended = take(tokens * row_of<E>(q_size(pass)) * int64_t(sizeof(E)));
     made.scratch_numbers =
-        round_up(2 * at_least(widest, pass.intermediate) * PANEL<A> + PANEL<A>, 16);
+        round_up(2 * at_least(widest, inner) * PANEL<A> + PANEL<A>, 16);
     made.scratch = (A *)take(made.threads * made.scratch_numbers * size);
     made.heads = (A *)take(made.threads * heads_numbers<A>(pass) * size);
+    if (pass.most_experts) {
+        const int64_t choices = tokens * pass.most_chosen;
+        made.score_row = row_of<A>(pass.most_experts + 1);
+        made.expert_row = row_of<T>(pass.expert_size);
+        made.scores = (A *)take(tokens * made.score_row * size);
+        made.weights = (A *)take(choices * size);
+        made.results = (A *)take(choices * made.state_row * size);
+        made.chosen = (int64_t *)take(choices * 8);
+        made.routed = (int64_t *)take(routed_numbers(pass.most_experts, choices) * 8);
+        made.gathered = (T *)take(choices * row_of<T>(pass.hidden) * int64_t(sizeof(T)));
+        made.expert_middle = (T *)take(choices * made.expert_row * int64_t(sizeof(T)));
+    }
     for (int64_t view = 0; view < pass.num_views; view++)
         made.plans[view] =
             take(lay_out<A>(pass.steps[view], made.threads, nullptr, true).bytes + 64);
@@ -230,6 +261,88 @@ template <class E> struct Walk {
         return at.normed;
     }
 
+    // One task of the experts' products: `tasks` are those of `up_tasks` or `down_tasks`.
+    template <class PutFor>
+    void multiply_experts(const Routed &routed, const int64_t *tasks, const Matrix *matrices,
+                          int64_t unit, const T *inputs, int64_t inputs_row, PutFor put_for) {
+        const int64_t count_of_tasks = crew.counters[phase].tasks;
+        go_through(crew, phase++, count_of_tasks, [&](int64_t task) {
+            const int64_t active = *routed.num_active;
+            const int64_t i = active_of(tasks, active, task), e = routed.active[i];
+            const int64_t first = routed.starts[e], count = routed.starts[e + 1] - first;
+            const Matrix &matrix = matrices[e];
+            const Cut made = cut<E>(matrix, count, crew.threads, unit, active);
+            multiply_task<E>(made, task - tasks[i], inputs + first * inputs_row, inputs_row, count,
+                             matrix, scratch, [&](int64_t row, int64_t) {
+                                 return put_for(matrix, first + row);
+                             });
+        });
+    }
+
+    void multiply_gated(const T *inputs, const LayerWeights &layer) {
+        multiply(inputs, layer.gate_up, [&](int64_t row, int64_t) {
+            const int64_t to = row_of<T>(layer.down.ins);
+            return Gated<T, A>{layer.gate_up, at.middle + row * to, to, pass.activation == 1};
+        });
+    }
+
+    void mix_experts(const LayerWeights &layer) {
+        const Experts &experts = *layer.experts;
+        const int64_t each = experts.num_chosen, choices = rows * each;
+        Routed routed = routed_at(at.routed, experts.num_experts, choices);
+        multiply(at.normed, experts.router, [&](int64_t row, int64_t) {
+            return Stored<A, A>{experts.router, at.scores + row * at.score_row, at.score_row};
+        });
+        by_rows(rows, experts.num_experts * each, [&](int64_t row) {
+            choose(experts, at.scores + row * at.score_row, at.chosen + row * each,
+                   at.weights + row * each);
+        });
+        Counter *const products = crew.counters + phase + 2;  // of the experts, behind this and gather
+        go_through(crew, phase++, 1, [&](int64_t) {
+            lay_down<E>(experts, at.chosen, choices, crew.threads, routed);
+            products[0].tasks = routed.up_tasks[*routed.num_active];
+            products[1].tasks = routed.down_tasks[*routed.num_active];
+        });
+        const int64_t inputs_row = row_of<T>(pass.hidden);
+        by_rows(choices, pass.hidden, [&](int64_t place) {
+            __builtin_memcpy(at.gathered + place * inputs_row,
+                             at.normed + routed.choice_at[place] / each * inputs_row,
+                             size_t(padded<T>(pass.hidden)) * sizeof(T));
+            pad(at.expert_middle + place * at.expert_row, pass.expert_size);
+        });
+        multiply_experts(routed, routed.up_tasks, experts.gate_ups, 2, at.gathered, inputs_row,
+                         [&](const Matrix &matrix, int64_t place) {
+                             return Gated<T, A>{matrix, at.expert_middle + place * at.expert_row,
+                                                at.expert_row, pass.activation == 1};
+                         });
+        multiply_experts(routed, routed.down_tasks, experts.downs, 1, at.expert_middle,
+                         at.expert_row, [&](const Matrix &matrix, int64_t place) {
+                             return Stored<A, A>{matrix, at.results + place * at.state_row,
+                                                 at.state_row};
+                         });
+        const bool is_normed = layer.after_mlp_norm != nullptr;
+        if (experts.has_shared) {
+            multiply_gated(at.normed, layer);
+            multiply(at.middle, layer.down, [&](int64_t row, int64_t) {
+                return Stored<A, A>{layer.down, behind + row * at.state_row, at.state_row};
+            });
+        }
+        by_rows(rows, pass.hidden * each, [&](int64_t row) {
+            A *shared = behind + row * at.state_row, *states = x + row * at.state_row;
+            A *to = is_normed ? shared : states;
+            if (experts.has_shared) {
+                const A score = at.scores[row * at.score_row + experts.num_experts];
+                const A gate = A(1) / (A(1) + exponential_of<A>(-score));
+                for (int64_t d = 0; d < pass.hidden; d++)
+                    to[d] = (is_normed ? A(0) : to[d]) + gate * shared[d];
+            } else if (is_normed) {
+                for (int64_t d = 0; d < pass.hidden; d++) to[d] = A(0);
+            }
+            add_choices(routed.place_of + row * each, at.weights + row * each, each, at.results,
+                        at.state_row, pass.hidden, to);
+        });
+    }
+
     void use_wanted() {
         A *all = x;
         x = behind;
@@ -258,11 +371,12 @@ template <class E> struct Walk {
             if (is_last && pass.wanted) use_wanted();
             add_product(mixed, layer.out, layer.after_attention_norm != nullptr);
             norm(layer.after_attention_norm, layer.mlp_norm);
-            multiply(at.normed, layer.gate_up, [&](int64_t row, int64_t) {
-                const int64_t to = row_of<T>(pass.intermediate);
-                return Gated<T, A>{layer.gate_up, at.middle + row * to, to, pass.activation == 1};
-            });
-            add_product(at.middle, layer.down, layer.after_mlp_norm != nullptr);
+            if (layer.experts) {
+                mix_experts(layer);
+            } else {
+                multiply_gated(at.normed, layer);
+                add_product(at.middle, layer.down, layer.after_mlp_norm != nullptr);
+            }
             left = layer.after_mlp_norm;
         }
         norm(left, pass.last_norm, pass.num_layers);

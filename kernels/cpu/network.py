@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..kernel_choice import KernelRefused
-from .library import ELEMENTS, CpuLibrary, Layer, Pass, Step, cpu_library
+from .library import ELEMENTS, CpuLibrary, Experts, Layer, Matrix, Pass, Step, cpu_library
 from .matrix import SILU, PackedMatrix
 from .paged_attention import CpuAttentionStep, reason_against
 from .thresholds import worth_a_thread
@@ -36,14 +36,26 @@ _WRONG = {
 
 
 @dataclass(frozen=True, slots=True)
+class NetworkExperts:
+    """A mixture of experts: of each row the `num_chosen` best by the router's scores, weighed by
+    their softmax."""
+
+    router: PackedMatrix  # [experts, hidden], and one more output where there is a shared expert
+    gate_ups: Sequence[PackedMatrix]  # of each expert, pairs
+    downs: Sequence[PackedMatrix]
+    num_chosen: int
+    normalises: bool  # whether the weights of the chosen are divided by their sum
+
+
+@dataclass(frozen=True, slots=True)
 class NetworkLayer:
     """One layer. Norms are `[hidden]`, those of heads `[heads + kv heads, head_dim]`; one that is
     None is not computed."""
 
     qkv: PackedMatrix  # queries, keys, values
     out: PackedMatrix
-    gate_up: PackedMatrix  # a pair
-    down: PackedMatrix
+    gate_up: PackedMatrix | None  # a pair; with experts that of the shared one, or None
+    down: PackedMatrix | None
     attention_norm: Tensor
     head_norms: Tensor | None
     after_attention_norm: Tensor | None
@@ -53,6 +65,7 @@ class NetworkLayer:
     sin: Tensor
     keys_and_values: Tensor  # the pool's of this layer: [blocks, 2, block_size, kv heads, head_dim]
     view: int = 0  # which of a step's plans it attends by
+    experts: NetworkExperts | None = None
 
 
 class LastRows(NamedTuple):
@@ -91,6 +104,17 @@ def last_rows(step: CpuAttentionStep, wanted: Tensor) -> LastRows | None:
     return LastRows(laid_down, kept, rows - moved[requests], last_starts)
 
 
+def _check_matrices(matrices: Sequence[PackedMatrix], shapes: Sequence[tuple[int, int]]) -> None:
+    found = [(matrix.outs, matrix.ins) for matrix in matrices]
+    if found != list(shapes):
+        raise KernelRefused(f"expected matrices {list(shapes)}, got {found}")
+
+
+def _check_pair(gate_up: PackedMatrix, down: PackedMatrix, hidden: int, size: int) -> None:
+    """The matrices of one MLP."""
+    _check_matrices((gate_up, down), ((size, hidden), (hidden, size)))
+
+
 class CpuNetwork:
     """A decoder over one pool. Not to be used by two threads at once."""
 
@@ -117,13 +141,13 @@ class CpuNetwork:
         self._library = library
         self._hidden, self._num_views = first.qkv.ins, num_views
         qkv_size = (num_heads + 2 * kv_heads) * head_dim
-        intermediate = first.down.ins
-        shapes = (
-            (qkv_size, self._hidden),
-            (self._hidden, num_heads * head_dim),
-            (intermediate, self._hidden),
-            (self._hidden, intermediate),
-        )
+        sizes = {layer.down.ins for layer in layers if layer.down is not None}
+        if len(sizes) > 1 and any(size % 2 for size in sizes):
+            raise KernelRefused(f"expected MLPs of one size or of even ones, got {sorted(sizes)}")
+        intermediate = max(sizes, default=0)
+        mixtures = [layer.experts for layer in layers if layer.experts is not None]
+        expert_size = max((each.downs[0].ins for each in mixtures), default=0)
+        attention_shapes = ((qkv_size, self._hidden), (self._hidden, num_heads * head_dim))
         if any(layer.keys_and_values.stride() != pool.stride()
                or layer.keys_and_values.shape != pool.shape for layer in layers):  # fmt: skip
             raise KernelRefused("expected layers whose pools have one shape and one set of strides")
@@ -131,10 +155,11 @@ class CpuNetwork:
         self._kept: list[object] = [*layers]
         laid_down = (Layer * len(layers))()
         for to, layer in zip(laid_down, layers, strict=True):
-            matrices = (layer.qkv, layer.out, layer.gate_up, layer.down)
-            if any((m.outs, m.ins) != shape for m, shape in zip(matrices, shapes, strict=True)):
-                found = [(matrix.outs, matrix.ins) for matrix in matrices]
-                raise KernelRefused(f"expected matrices {list(shapes)}, got {found}")
+            _check_matrices((layer.qkv, layer.out), attention_shapes)
+            if layer.gate_up is not None and layer.down is not None:
+                _check_pair(layer.gate_up, layer.down, self._hidden, layer.down.ins)
+            elif layer.experts is None:
+                raise KernelRefused("expected a layer with an MLP or experts, got neither")
             self._lay_down(to, layer)
         self._layers = laid_down
         self._positions = min(len(layer.cos) for layer in layers)
@@ -154,6 +179,9 @@ class CpuNetwork:
             heads=num_heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
+            most_experts=max((len(each.downs) for each in mixtures), default=0),
+            most_chosen=max((each.num_chosen for each in mixtures), default=0),
+            expert_size=expert_size,
             activation=activation,
             element=ELEMENTS[dtype],
             worth_a_thread=worth_a_thread().network,
@@ -263,7 +291,11 @@ class CpuNetwork:
 
     def _lay_down(self, to: Layer, layer: NetworkLayer) -> None:
         to.qkv, to.out = layer.qkv.matrix, layer.out.matrix
-        to.gate_up, to.down = layer.gate_up.matrix, layer.down.matrix
+        if layer.gate_up is not None and layer.down is not None:
+            to.gate_up, to.down = layer.gate_up.matrix, layer.down.matrix
+        if layer.experts is not None:
+            experts = self._lay_down_experts(layer.experts, has_shared=layer.down is not None)
+            to.experts = ctypes.addressof(experts)
         for name in (
             "attention_norm", "head_norms", "after_attention_norm", "mlp_norm", "after_mlp_norm"
         ):  # fmt: skip
@@ -279,6 +311,32 @@ class CpuNetwork:
         to.keys = pool.data_ptr()
         to.values = to.keys + pool.stride(1) * pool.element_size()
         to.view = layer.view
+
+    def _lay_down_experts(self, given: NetworkExperts, *, has_shared: bool) -> Experts:
+        count, size = len(given.downs), given.downs[0].ins
+        _check_matrices((given.router,), ((count + has_shared, self._hidden),))
+        if not 1 <= given.num_chosen <= count or len(given.gate_ups) != count:
+            raise KernelRefused(
+                f"expected 1 to {count} experts of a row, each with two matrices, got "
+                f"{given.num_chosen} of {len(given.gate_ups)} and {count}"
+            )
+        for gate_up, down in zip(given.gate_ups, given.downs, strict=True):
+            _check_pair(gate_up, down, self._hidden, size)
+        gate_ups, downs = (
+            (Matrix * count)(*[each.matrix for each in matrices])
+            for matrices in (given.gate_ups, given.downs)
+        )
+        experts = Experts(
+            given.router.matrix,
+            ctypes.addressof(gate_ups),
+            ctypes.addressof(downs),
+            num_experts=count,
+            num_chosen=given.num_chosen,
+            normalises=given.normalises,
+            has_shared=has_shared,
+        )
+        self._kept += [gate_ups, downs, experts]
+        return experts
 
     def _wide(self, weight: Tensor) -> Tensor:
         """In the type that is added up in; kept."""

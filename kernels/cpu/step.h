@@ -6,7 +6,7 @@
 
 // Grows with every change of `Step` or of a function's meaning; a library of another number is not
 // used.
-#define STRATAKV_ABI 7
+#define STRATAKV_ABI 8
 
 enum ElementType { FLOAT32 = 0, FLOAT64 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
 
@@ -71,12 +71,23 @@ struct Product {
     struct Matrix matrix;
 };
 
+// A mixture of experts: of each row the best by the router's scores, weighed by their softmax.
+struct Experts {
+    struct Matrix router;           // [experts, hidden], and a last output: the shared expert's gate
+    const struct Matrix *gate_ups;  // [experts], pairs
+    const struct Matrix *downs;     // [experts]
+    int64_t num_experts, num_chosen;
+    int64_t normalises;  // whether the weights of the chosen are divided by their sum
+    int64_t has_shared;  // whether every row has one more, the layer's `gate_up` and `down`
+};
+
 // Norms are of what elements are added up in; those that are null are not computed.
 struct LayerWeights {
     struct Matrix qkv;      // queries of all heads, then keys, then values
     struct Matrix out;
-    struct Matrix gate_up;  // a pair
+    struct Matrix gate_up;  // a pair; of a layer with experts the shared one's, if it has one
     struct Matrix down;
+    const struct Experts *experts;     // null: the layer has none
     const void *attention_norm;        // [hidden]
     const void *head_norms;            // [heads + kv_heads, head_dim]
     const void *after_attention_norm;  // [hidden]
@@ -106,7 +117,9 @@ struct Pass {
     void *workspace;
     int64_t workspace_bytes;
     int64_t num_layers, num_views, num_tokens, num_wanted, num_positions;
-    int64_t hidden, intermediate, heads, kv_heads, head_dim;
+    int64_t hidden, intermediate;  // of layers of several intermediate sizes, all even, the largest
+    int64_t heads, kv_heads, head_dim;
+    int64_t most_experts, most_chosen, expert_size;  // of all layers; 0: none has experts
     int64_t activation;  // 0 SiLU, 1 GELU by tanh
     int64_t element;
     int64_t worth_a_thread;

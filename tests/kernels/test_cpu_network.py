@@ -5,6 +5,7 @@ runs here."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +17,13 @@ from torch import Tensor
 from stratakv.kernels.cpu import library as cpu
 from stratakv.kernels.cpu import matrix, network, paged_attention
 from stratakv.kernels.cpu.matrix import GELU_TANH, SILU, PackedMatrix
-from stratakv.kernels.cpu.network import MAX_VIEWS, CpuNetwork, NetworkLayer, last_rows
+from stratakv.kernels.cpu.network import (
+    MAX_VIEWS,
+    CpuNetwork,
+    NetworkExperts,
+    NetworkLayer,
+    last_rows,
+)
 from stratakv.kernels.cpu.paged_attention import CpuAttentionStep
 from stratakv.kernels.cpu.thresholds import Worth
 from stratakv.kernels.cpu.workspace import Workspace
@@ -35,11 +42,12 @@ TURNING, QUERIES = HEADS + KV_HEADS, HEADS * DIM
 @dataclass
 class Model:
     """A network with every part, as the library has it and by definition; of two views the second
-    sees 5 tokens."""
+    sees 5 tokens. Where there are experts, layers but for the second have them."""
 
     dtype: torch.dtype
     activation: int
-    has_all: bool  # biases, norms of heads and norms behind
+    has_all: bool  # biases, norms of heads and norms behind; weights of experts that are 1 together
+    experts: int = 0
     hidden: int = 40
     inner: int = 72
     layers: list[dict[str, Tensor]] = field(default_factory=list)
@@ -58,12 +66,26 @@ class Model:
             made |= {f"{name}_bias": draw(shape[0], dtype=dtype) for name, shape in shapes.items()}
             for name in ("attention_norm", "after_attention_norm", "mlp_norm", "after_mlp_norm"):
                 made[name] = 1 + draw(hidden, dtype=dtype, seed=number, spread=0.1)
+            size, of_router = 24, 3 * hidden**-0.5
+            for expert in range(self.experts):
+                for place, name in enumerate(("gate", "up", "down")):
+                    shape = (hidden, size) if name == "down" else (size, hidden)
+                    made[f"{name}{expert}"] = draw(
+                        *shape, dtype=dtype, seed=99 * number + 3 * expert + place,
+                        spread=shape[1] ** -0.5,
+                    )  # fmt: skip
+            made["router"] = draw(self.experts + 1, hidden, dtype=dtype, spread=of_router)
             made["head_norms"] = 1 + draw(TURNING, DIM, dtype=dtype, seed=number, spread=0.1)
             self.layers.append(made)
         self.last_norm = 1 + draw(hidden, dtype=dtype, spread=0.1)
         angles = torch.arange(POSITIONS)[:, None] * torch.rand(DIM // 2, dtype=torch.float64)
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
         self.pool = torch.full((60, LAYERS, 2, BLOCK, KV_HEADS, DIM), torch.nan).to(dtype)
+
+    @property
+    def num_chosen(self) -> int:
+        """In 16 bits all, since rounding changes which of two alike is chosen."""
+        return 2 if self.dtype in (torch.float32, torch.float64) else self.experts
 
     def part(self, layer: int, name: str) -> Tensor | None:
         is_optional = name.endswith("bias") or name.startswith(("after", "head"))
@@ -78,13 +100,27 @@ class Model:
                 matrices = tuple(self.layers[number][name] for name in names)
                 return PackedMatrix(matrices, biases, self.activation)  # type: ignore[arg-type]
 
+            gate_up: PackedMatrix | None = packed("gate", "up")
+            down: PackedMatrix | None = packed("down")
+            mixture = None
+            if self.experts and number != 1:
+                numbers, router = range(self.experts), weights["router"]
+                mixture = NetworkExperts(
+                    PackedMatrix((router if self.has_all else router[:-1],)),
+                    [PackedMatrix((weights[f"gate{e}"], weights[f"up{e}"]), (None, None),
+                                  self.activation) for e in numbers],
+                    [PackedMatrix((weights[f"down{e}"],)) for e in numbers],
+                    self.num_chosen, self.has_all,
+                )  # fmt: skip
+                if not self.has_all:
+                    gate_up = down = None
             made.append(
                 NetworkLayer(
-                    packed("qkv"), packed("out"), packed("gate", "up"), packed("down"),
+                    packed("qkv"), packed("out"), gate_up, down,
                     weights["attention_norm"], self.part(number, "head_norms"),
                     self.part(number, "after_attention_norm"), weights["mlp_norm"],
                     self.part(number, "after_mlp_norm"), self.cos, self.sin, self.pool[:, number],
-                    view=number % 2,
+                    view=number % 2, experts=mixture,
                 )
             )  # fmt: skip
         return CpuNetwork(
@@ -126,13 +162,35 @@ class Model:
                 added = self.norm(added, after)
             x = x + added
             normed = self.norm(x, weights["mlp_norm"])
-            gate = linear(normed, "gate")
-            act = F.silu(gate) if self.activation == SILU else F.gelu(gate, approximate="tanh")
-            added = linear(act * linear(normed, "up"), "down")
+            if self.experts and number != 1:
+                added = self.mixture(number, normed, linear)
+            else:
+                added = self.gated(linear, normed)
             if (after := self.part(number, "after_mlp_norm")) is not None:
                 added = self.norm(added, after)
             x = x + added
         return self.norm(x, self.last_norm), [*states, x]
+
+    def gated(self, linear: Callable[[Tensor, str], Tensor], x: Tensor, of: object = "") -> Tensor:
+        gate = linear(x, f"gate{of}")
+        act = F.silu(gate) if self.activation == SILU else F.gelu(gate, approximate="tanh")
+        return linear(act * linear(x, f"up{of}"), f"down{of}")
+
+    def mixture(self, number: int, x: Tensor, linear: Callable[[Tensor, str], Tensor]) -> Tensor:
+        def of_expert(x: Tensor, name: str) -> Tensor:
+            return F.linear(x, self.layers[number][name].double())
+
+        scores = of_expert(x, "router")
+        shares, chosen = scores[:, :-1].softmax(-1).topk(self.num_chosen)
+        if self.has_all:
+            shares = shares / shares.sum(-1, keepdim=True)
+        by_expert = torch.zeros_like(scores[:, :-1]).scatter_(1, chosen, shares)
+        added = torch.zeros_like(x)
+        for expert in range(self.experts):
+            added += by_expert[:, expert, None] * self.gated(of_expert, x, expert)
+        if self.has_all:
+            added += scores[:, -1:].sigmoid() * self.gated(linear, x)
+        return added
 
     def steps(
         self, before: list[int], counts: list[int], shared: int = 0
@@ -171,17 +229,17 @@ def test_numbers_of_the_library_are_the_same_in_python(file: str, name: str, our
 
 
 LENGTHS = [50, 21, 2]
-OPTIONS = [(SILU, True), (GELU_TANH, False)]
+OPTIONS = [(SILU, True, 0), (GELU_TANH, False, 0), (SILU, True, 6), (GELU_TANH, False, 6)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("activation", "has_all"), OPTIONS)
+@pytest.mark.parametrize(("activation", "has_all", "experts"), OPTIONS)
 def test_a_network_is_right_in_chunks_and_token_by_token(
-    threads: None, dtype: torch.dtype, activation: int, has_all: bool
+    threads: None, dtype: torch.dtype, activation: int, has_all: bool, experts: int
 ) -> None:
     """All but the last token of three requests in one step, then the last ones, wanted among
     others, none of them, and several times; states between layers come from the same work."""
-    model = Model(dtype, activation, has_all)
+    model = Model(dtype, activation, has_all, experts)
     run = model.in_library().run
     inputs = [draw(count, model.hidden, dtype=dtype, seed=count) for count in LENGTHS]
     expected = [model.by_definition(x) for x in inputs]
@@ -232,12 +290,12 @@ def test_contexts_of_several_parts_are_right_in_every_layer_where_requests_share
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("activation", "has_all"), OPTIONS)
+@pytest.mark.parametrize(("activation", "has_all", "experts"), OPTIONS)
 def test_rows_that_nobody_reads_have_keys_and_values_only(
-    threads: None, dtype: torch.dtype, activation: int, has_all: bool
+    threads: None, dtype: torch.dtype, activation: int, has_all: bool, experts: int
 ) -> None:
     """Of four prompts one is read twice at its end, one from the middle on, one not at all."""
-    model = Model(dtype, activation, has_all)
+    model = Model(dtype, activation, has_all, experts)
     run = model.in_library().run
     counts = [50, 21, 2, 33]
     inputs = [draw(count, model.hidden, dtype=dtype, seed=count) for count in counts]
@@ -277,14 +335,15 @@ def test_a_request_is_read_from_its_first_wanted_row_on(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("experts", [0, 6])
 @pytest.mark.parametrize(("layers", "rows"), [(3, 16), (3, 17), (2, 14)])
 def test_a_prompts_last_row_has_the_same_bits_whatever_others_want(
-    monkeypatch: pytest.MonkeyPatch, layers: int, rows: int, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, layers: int, rows: int, experts: int, dtype: torch.dtype
 ) -> None:
     """All rows of 17 would be attended to as many and the one that is read as few; of fewer in
     a window, which the last of two layers has, keys would begin elsewhere."""
     monkeypatch.setitem(globals(), "LAYERS", layers)
-    model = Model(dtype, SILU, True)
+    model = Model(dtype, SILU, True, experts)
     run, x = model.in_library().run, draw(40, model.hidden, dtype=dtype, seed=2)
 
     def last_beside(count: int, wanted: list[int]) -> Tensor:
@@ -299,10 +358,14 @@ def test_a_prompts_last_row_has_the_same_bits_whatever_others_want(
     assert torch.equal(alone, last_beside(2, [0, 1] * 10))
 
 
-def test_several_threads_compute_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("experts", [0, 6])
+def test_several_threads_compute_the_bits_of_one(
+    experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Enough work that more than one thread is used where there are more, and as soon as there is
     anything to do."""
-    model, before = Model(torch.float32, SILU, True, hidden=200, inner=600), torch.get_num_threads()
+    model = Model(torch.float32, SILU, True, experts, hidden=200, inner=600)
+    before = torch.get_num_threads()
     x, counts = draw(174, 200, dtype=torch.float32), [58, 58, 58]
     given = (x, model.positions([0, 0, 0], counts), model.steps([0, 0, 0], counts))
     found = []
