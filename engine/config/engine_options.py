@@ -82,7 +82,9 @@ def engine_config(
         sections["offload.ssd"]["path"] = default_ssd_path()
     path = model_directory(model, sections["model"].get("revision", ""), is_fetched=is_fetched)
     if draft := sections["speculative"].get("model"):
-        from ..models.eagle_spec import is_eagle_head  # reads tensors, which a router does not
+        from ..models.eagle.eagle_spec import (
+            is_eagle_head,
+        )  # reads tensors, which a router does not
 
         directory = model_directory(draft, is_fetched=is_fetched)
         kind = EAGLE if is_eagle_head(directory) else DRAFT_MODEL

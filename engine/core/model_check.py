@@ -20,7 +20,7 @@ from ..models.checkpoint.fingerprint import check_headers
 from ..models.checkpoint.stored_tensors import StoredTensors
 from ..models.checkpoint.tensor_shapes import expected_tensors, name_of
 from ..models.dtypes import choose_dtype, kv_dtype_name
-from ..models.eagle_spec import check_fusion, check_head, is_eagle_head, load_eagle_spec
+from ..models.eagle.eagle_spec import check_fusion, check_head, is_eagle_head, load_eagle_spec
 from ..models.model_source import ModelSource
 from ..models.model_spec import ModelSpec, load_model_spec, resolve_max_model_len
 from ..models.vocabulary_match import check_vocabulary

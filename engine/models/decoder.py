@@ -212,7 +212,6 @@ class Layer:
             x += self._norm(self._mlp(normed), self._after_mlp_norm)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Hidden states, normed where there is a norm."""
         return x if weight is None else self._ops.norm(x, weight, self._spec.stream_eps)
 
     def _norm_heads(self, turned: Tensor) -> Tensor:

@@ -28,8 +28,7 @@ class ExpertSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertFamily:
-    """What the code of a family fixes of its experts, and its defaults where config.json is
-    silent."""
+    """The experts of a family: facts of its code, and defaults where config.json is silent."""
 
     default_count: int
     default_per_token: int

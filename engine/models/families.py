@@ -36,7 +36,7 @@ class Activation(Enum):
 
 
 class Norms(Enum):
-    """Where a layer's norms are: each of its two parts, attention and MLP, adds to its input."""
+    """The places of a layer's norms. Attention and MLP, its two parts, add to their input."""
 
     BEFORE = "before"  # each part
     AROUND = "around"  # before and behind each part
@@ -44,7 +44,7 @@ class Norms(Enum):
 
 
 class HeadNorms(Enum):
-    """The norms of queries and keys, before they are rotated."""
+    """The norms of queries and keys, which are computed before the rotation."""
 
     NONE = "none"
     EACH = "each"  # of every head by itself, with one vector for all heads of queries or of keys

@@ -204,7 +204,7 @@ class ModelSpec:
 
     @property
     def embedding_scale(self) -> float:
-        """What embeddings are multiplied by; a Gemma rounds it to their type.
+        """The factor of embeddings; a Gemma rounds it to their type.
 
         Where a layer's parts are multiplied by r before they are added, hidden states are kept
         divided by r: then they are added as they are, and norms, which do not heed a factor of
@@ -216,7 +216,7 @@ class ModelSpec:
 
     @property
     def stream_eps(self) -> float:
-        """The eps of norms of hidden states, see `embedding_scale`."""
+        """The eps of norms of hidden states, which are divided as `embedding_scale` says."""
         residual = 1.0 if self.scales is None else self.scales.residual
         return self.rms_norm_eps / residual**2
 
@@ -434,7 +434,7 @@ def _query_scalar(config: JsonFields, family: Family) -> float | None:
 
 
 def _softcaps(config: JsonFields, family: Family) -> tuple[float | None, float | None]:
-    """Those of logits and of attention's scores."""
+    """The caps of logits and of attention's scores."""
     if not family.softcaps_logits:
         return None, None
     names, given = ("final_logit_softcapping", "attn_logit_softcapping"), family.default_softcaps

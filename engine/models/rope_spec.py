@@ -80,7 +80,7 @@ def turning_size(config: JsonFields, head_dim: int) -> int:
 
 
 def parse_query_growth(config: JsonFields) -> float | None:
-    """How queries grow with their position; None: they do not."""
+    """The growth of queries with their position, `ModelSpec.query_growth`; None: there is none."""
     fields = _rope_fields(config)
     if not fields.has(GROWTH):
         return None

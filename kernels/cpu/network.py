@@ -111,7 +111,6 @@ def _check_matrices(matrices: Sequence[PackedMatrix], shapes: Sequence[tuple[int
 
 
 def _check_pair(gate_up: PackedMatrix, down: PackedMatrix, hidden: int, size: int) -> None:
-    """The matrices of one MLP."""
     _check_matrices((gate_up, down), ((size, hidden), (hidden, size)))
 
 

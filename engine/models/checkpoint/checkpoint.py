@@ -27,7 +27,7 @@ class Checkpoint(StoredTensors):
         self.device = device
         super().__init__(path, name_of, framework="pt", device=str(device))
 
-    def has(self, name: str) -> bool:
+    def has_tensor(self, name: str) -> bool:
         return name in self._where
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:

@@ -64,7 +64,7 @@ def plain_name(stored: str) -> str:
 
 
 def expert_name(stored: str) -> str:
-    """What a tensor of a model with experts is called here."""
+    """The name here of a tensor of a model with experts, which families call differently."""
     name = plain_name(stored)
     for theirs, ours in _EXPERT_PARTS:
         if theirs in name:
@@ -120,7 +120,6 @@ def expected_tensors(spec: ModelSpec, stored: Collection[str] = ()) -> dict[str,
 
 
 def in_layer(layer: int, name: str) -> str:
-    """The whole name of a tensor of a layer."""
     return f"model.layers.{layer}.{name}"
 
 
@@ -135,7 +134,8 @@ def _all_layers(spec: ModelSpec, stored: Collection[str]) -> dict[str, tuple[int
 
 
 def has_experts_apart(layer: int, stored: Collection[str]) -> bool:
-    """Whether each expert of a layer has tensors of its own among the `stored` ones."""
+    """Whether each expert of a layer has tensors of its own among the `stored` ones; experts as one
+    are expected where nothing is stored."""
     return bool(stored) and in_layer(layer, EXPERTS_GATE_UP) not in stored
 
 

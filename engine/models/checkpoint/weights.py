@@ -76,7 +76,7 @@ class RandomTensors:
         made = torch.empty(shape, dtype=dtype, device=self.device)
         return made.normal_(0.0, SPREAD, generator=self._generator)
 
-    def has(self, name: str) -> bool:
+    def has_tensor(self, name: str) -> bool:
         return name in self._shapes
 
 
@@ -87,7 +87,7 @@ class Source(Protocol):
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor: ...
 
-    def has(self, name: str) -> bool: ...
+    def has_tensor(self, name: str) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -373,7 +373,7 @@ class _LayerReader:
     def experts(self) -> ExpertWeights:
         assert self._spec.experts is not None
         made = ExpertWeights(self.read(ROUTER), (), (), ())
-        if not self._source.has(in_layer(self._layer, EXPERTS_GATE_UP)):
+        if not self._source.has_tensor(in_layer(self._layer, EXPERTS_GATE_UP)):
             numbers = range(self._spec.experts.num_experts)
             made.gates, made.ups, made.downs = (
                 [self.read(EXPERT.format(number, part)) for number in numbers]

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ...models.decoder import Decoder
-from ...models.eagle_head import EagleHead
+from ...models.eagle.eagle_head import EagleHead
 from ...models.model_source import ModelSource
 from ...models.model_spec import ModelSpec
 from .placement import Placement

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ...batch.batch_update import IntArray
 from ...models.decoder import Embeds
-from ...models.eagle_head import EagleHead
+from ...models.eagle.eagle_head import EagleHead
 from ...sampling.copies import to_device
 from ..forward.attention_metadata import ranges
 from ..forward.forward import StepForward

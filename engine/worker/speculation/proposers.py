@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ...config.speculative_config import SpeculativeConfig
 from ...models.decoder import Decoder
 from ...models.dtypes import pool_dtype
-from ...models.eagle_head import EagleHead
+from ...models.eagle.eagle_head import EagleHead
 from ..forward.forward import StepForward
 from ..input_batch import InputBatch
 from ..kv_pool import ModelPages

@@ -16,14 +16,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ...tiers.settings.values import ConfigError
-from .checkpoint.files import check_directory, is_there
-from .checkpoint.foreign_directory import explain_no_config
-from .checkpoint.json_fields import JsonFields, read_json
-from .checkpoint.stored_tensors import StoredTensors
-from .checkpoint.tensor_shapes import FUSION, eagle_name
-from .model_source import ModelSource
-from .model_spec import CONFIG, ModelSpec, parse_model_spec
+from ....tiers.settings.values import ConfigError
+from ..checkpoint.files import check_directory, is_there
+from ..checkpoint.foreign_directory import explain_no_config
+from ..checkpoint.json_fields import JsonFields, read_json
+from ..checkpoint.stored_tensors import StoredTensors
+from ..checkpoint.tensor_shapes import FUSION, eagle_name
+from ..model_source import ModelSource
+from ..model_spec import CONFIG, ModelSpec, parse_model_spec
 
 _LLAMA = "LlamaForCausalLM"
 # A head that was published by its authors has the name of a Llama.

@@ -18,13 +18,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from .checkpoint.checkpoint import CPU
-from .checkpoint.weights import EagleWeights, load_eagle_weights
-from .decoder import PLAIN, Decoder, take_layers, turns_of
+from ..checkpoint.checkpoint import CPU
+from ..checkpoint.weights import EagleWeights, load_eagle_weights
+from ..decoder import PLAIN, Decoder, take_layers, turns_of
+from ..layers import Elementwise, Linear
+from ..model_source import ModelSource
+from ..model_spec import ModelSpec
 from .eagle_spec import check_fusion
-from .layers import Elementwise, Linear
-from .model_source import ModelSource
-from .model_spec import ModelSpec
 
 
 class EagleHead(Decoder):
