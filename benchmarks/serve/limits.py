@@ -138,7 +138,7 @@ def measure_limits(report: Report, plan: Plan, scratch: Path, console: Console) 
     figures["contests"], figures["spreads"] = {}, {}
     figures["load_average_before"] = os.getloadavg()
     console.print("making a model of random weights")
-    peer_engines.make_qwen(scratch / "model")
+    peer_engines.make_model(scratch / "model", peer_engines.QWEN)
     with Worker(scratch / "model", plan, scratch / "limits.log") as worker:
         figures["model"] = worker.wait_ready()
         for name, case in CASES.items():

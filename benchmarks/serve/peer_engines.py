@@ -6,7 +6,8 @@ decode_N     tokens a second of N requests, after the last of them has its first
 again        tokens a second of the prompt of `prefill` asked for once more, from the pool
 
 Both compute in the same number type, with the same number of threads, the same prompts and greedy.
-A ratio is ours over theirs, the median of the rounds, and stands for the model where it is lower.
+A ratio is ours over theirs, the median of the rounds, and stands for the dense model where it is
+lower; a model with experts has ratios of its own, `peer_experts_N`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ FLAG = "--peer-python"
 START_SECONDS, ANSWER_SECONDS = 600.0, 600.0
 EMBEDDED = "embedded"
 CASES = ("prefill", "decode_1", "decode_16", "decode_64", "again")
-GATES = {f"peer_{case}": Gate(least=1.0 if case == "again" else 1.2) for case in CASES}
+OF_EXPERTS = {f"decode_{count}": f"peer_experts_{count}" for count in (1, 16, 64)}
+GATES = {f"peer_{case}": Gate(least=1.0 if case == "again" else 1.2) for case in CASES} | {
+    name: Gate(least=1.2) for name in OF_EXPERTS.values()
+}
 BLOCK_TOKENS, MOST_REQUESTS, STEP_TOKENS = 32, 64, 2048
 VLLM_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -54,11 +58,22 @@ QWEN: dict[str, Any] = {
 }  # fmt: skip
 
 
+# The shape of a Qwen3-MoE, small: of 32 experts a token has four.
+QWEN_EXPERTS: dict[str, Any] = QWEN | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 32000,
+    "num_hidden_layers": 8, "num_key_value_heads": 4, "head_dim": 64, "moe_intermediate_size": 384,
+    "num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+    "torch_dtype": "float32",
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """A model and how much is asked of it."""
 
     name: str
+    config: Mapping[str, Any] | None  # of a model of random weights; None: the embedded one
     dtype: str
     vocab_size: int
     context: int
@@ -66,18 +81,31 @@ class Subject:
     decode_prompt_tokens: int
     decode_tokens: Mapping[int, int]  # by the number of requests, after the first token
 
+    def ratio_of(self, case: str) -> str | None:
+        """The ratio in which a case counts; None: in none."""
+        has_experts = self.config is not None and "num_experts" in self.config
+        return OF_EXPERTS.get(case) if has_experts else f"peer_{case}"
 
-def subjects(is_quick: bool) -> tuple[Subject, Subject]:
-    """Both models. What vLLM's build computes in bfloat16 takes it seconds a step on a processor
+
+def subjects(is_quick: bool) -> tuple[Subject, ...]:
+    """All models. What vLLM's build computes in bfloat16 takes it seconds a step on a processor
     without units for that, so there is little of it."""
     if is_quick:
         return (
-            Subject(EMBEDDED, "float32", 4096, 4096, 3600, 64, {1: 64, 16: 32, 64: 16}),
-            Subject("qwen3-0.6b shape", "bfloat16", 151936, 1024, 64, 2, {1: 6, 16: 2, 64: 1}),
+            Subject(EMBEDDED, None, "float32", 4096, 4096, 3600, 64, {1: 64, 16: 32, 64: 16}),
+            Subject(
+                "qwen3-0.6b shape", QWEN, "bfloat16", 151936, 1024, 64, 2, {1: 6, 16: 2, 64: 1}
+            ),
+            Subject(
+                "qwen3-moe shape", QWEN_EXPERTS, "float32", 32000, 1024, 64, 8, {1: 8, 16: 4, 64: 2}
+            ),
         )
     return (
-        Subject(EMBEDDED, "float32", 4096, 4096, 3600, 64, {1: 256, 16: 128, 64: 64}),
-        Subject("qwen3-0.6b shape", "bfloat16", 151936, 1024, 512, 8, {1: 24, 16: 8, 64: 4}),
+        Subject(EMBEDDED, None, "float32", 4096, 4096, 3600, 64, {1: 256, 16: 128, 64: 64}),
+        Subject("qwen3-0.6b shape", QWEN, "bfloat16", 151936, 1024, 512, 8, {1: 24, 16: 8, 64: 4}),
+        Subject(
+            "qwen3-moe shape", QWEN_EXPERTS, "float32", 32000, 1024, 512, 8, {1: 48, 16: 24, 64: 12}
+        ),
     )
 
 
@@ -119,34 +147,23 @@ class Engine(Child):
         return self.read(ANSWER_SECONDS)
 
 
-def make_qwen(folder: Path) -> None:
-    """A checkpoint of random weights."""
+def make_model(folder: Path, config: Mapping[str, Any]) -> None:
+    """A checkpoint of random weights in the shape that `config` says, each expert apart."""
     import torch
     from safetensors.torch import save_file
 
+    from ...engine.models.checkpoint.tensor_shapes import NORM, expected_tensors
+    from ...engine.models.model_spec import load_model_spec
+
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(QWEN))
-    hidden, inner, dim = QWEN["hidden_size"], QWEN["intermediate_size"], QWEN["head_dim"]
-    queries, keys = (QWEN[f"num_{kind}_heads"] * dim for kind in ("attention", "key_value"))
-    shapes = {
-        "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-        "self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,),
-        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-    }  # fmt: skip
-    named = {
-        f"model.layers.{layer}.{name}": shape
-        for layer in range(QWEN["num_hidden_layers"])
-        for name, shape in shapes.items()
-    } | {"model.embed_tokens": (QWEN["vocab_size"], hidden), "model.norm": (hidden,)}
+    (folder / "config.json").write_text(json.dumps(dict(config)))
+    dtype = getattr(torch, config["torch_dtype"])
     draw = torch.Generator().manual_seed(0)
     tensors = {
-        f"{name}.weight": torch.ones(shape, dtype=torch.bfloat16)
+        name: torch.ones(shape, dtype=dtype)
         if len(shape) == 1
-        else torch.empty(shape, dtype=torch.bfloat16).uniform_(-0.04, 0.04, generator=draw)
-        for name, shape in named.items()
+        else torch.empty(shape, dtype=dtype).uniform_(-0.04, 0.04, generator=draw)
+        for name, shape in expected_tensors(load_model_spec(folder), [NORM]).items()
     }
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
 
@@ -191,13 +208,13 @@ def run_peer(arguments: argparse.Namespace) -> int:
 
 
 def measure_peer(report: Report, turns: Turns, scratch: Path, console: Console) -> None:
-    """Both models. Raises PeerFailed, ConfigError."""
+    """All models. Raises PeerFailed, ConfigError."""
     peer = report.figures["peer"] = {"models": {}, "load_average_before": os.getloadavg()}
     for subject in subjects(turns.is_quick):
         folder = EMBEDDED_MODEL
-        if subject.name != EMBEDDED:
+        if subject.config is not None:
             console.print("making a model of random weights")
-            make_qwen(folder := scratch / "model")
+            make_model(folder := scratch / subject.name.replace(" ", "-"), subject.config)
         console.print(f"starting both engines with {subject.name}")
         with ExitStack() as stack:
             sides = _start(turns, subject, folder, scratch, stack)
@@ -211,15 +228,21 @@ def measure_peer(report: Report, turns: Turns, scratch: Path, console: Console) 
                     "ours": median(rates["stratakv"][case]),
                     "theirs": median(rates["vllm"][case]),
                     "ratio": median(ratios(rates["stratakv"][case], rates["vllm"][case])),
+                    "counts_in": subject.ratio_of(case),
                     "rounds": {side: rates[side][case] for side in rates},
                 }
                 for case in CASES
             },
         }
     peer["load_average_after"] = os.getloadavg()
-    for case in CASES:
-        found = [model["cases"][case]["ratio"] for model in peer["models"].values()]
-        report.ratios[f"peer_{case}"] = min(found)
+    for name in GATES:
+        found = [
+            case["ratio"]
+            for model in peer["models"].values()
+            for case in model["cases"].values()
+            if case["counts_in"] == name
+        ]
+        report.ratios[name] = min(found)
 
 
 def _start(
@@ -295,12 +318,18 @@ def _take_round(
         same += [one == other for one, other in zip(*answers, strict=True)]
 
 
+def _gate_of(case: str, found: Mapping[str, Any]) -> Gate | None:
+    """The gate of a row; None: it counts in no ratio. Older reports do not say in which."""
+    name = found.get("counts_in", f"peer_{case}")
+    return None if name is None else GATES[name]
+
+
 def print_peer(report: Report) -> None:
     """The table."""
     peer, rows = report.figures["peer"], []
     for name, model in peer["models"].items():
         for case, found in model["cases"].items():
-            gate = GATES[f"peer_{case}"]
+            gate = _gate_of(case, found)
             rows.append(
                 [
                     name,
@@ -308,7 +337,7 @@ def print_peer(report: Report) -> None:
                     f"{found['ours']:,.1f}",
                     f"{found['theirs']:,.1f}",
                     f"{found['ratio']:.2f}",
-                    f"{gate.wanted} {gate.verdict(found['ratio'])}",
+                    "" if gate is None else f"{gate.wanted} {gate.verdict(found['ratio'])}",
                 ]
             )
     columns = ("model", "what", "ours tokens/s", "vLLM's tokens/s", "ratio", "gate")
@@ -318,16 +347,21 @@ def print_peer(report: Report) -> None:
 
 
 def plot_peer(report: Report, path: Path) -> Path:
-    """Ours over theirs, case by case, for both models."""
+    """Ours over theirs, case by case, for each model."""
     models = report.figures["peer"]["models"]
     figure, panels = plots.new_figure(1, len(models), 3.4)
     for axes, (name, model) in zip(panels[0], models.items(), strict=True):
-        found = {case: each["ratio"] for case, each in model["cases"].items()}
-        met = [GATES[f"peer_{case}"].is_met(ratio) for case, ratio in found.items()]
+        cases = model["cases"]
+        found = {case: each["ratio"] for case, each in cases.items()}
+        gates = [_gate_of(case, each) for case, each in cases.items()]
+        met = [
+            gate is None or gate.is_met(ratio)
+            for gate, ratio in zip(gates, found.values(), strict=True)
+        ]
         colours = [plots.MET if each else plots.MISSED for each in met]
         labels = [case.replace("_", "\n") for case in found]
         plots.draw_bars(axes, labels, {"": list(found.values())}, [colours], "%.2f", 7)
-        marks = {float(at): GATES[f"peer_{case}"].least for at, case in enumerate(found)}
+        marks = {float(at): gate.least for at, gate in enumerate(gates) if gate is not None}
         plots.mark_gates(axes, marks, 0.84, plots.GATE)
         plots.caption(axes, f"{name}, {model['dtype']} (red: missed)", y="ours over vLLM's")
     return plots.save_figure(figure, report.environment, path)

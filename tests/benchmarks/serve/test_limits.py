@@ -29,7 +29,7 @@ SMALL = peer_engines.QWEN | {
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A model of the same family whose folder is made at once."""
     monkeypatch.setattr(peer_engines, "QWEN", SMALL)
-    peer_engines.make_qwen(tmp_path / "small")
+    peer_engines.make_model(tmp_path / "small", SMALL)
     return tmp_path / "small"
 
 

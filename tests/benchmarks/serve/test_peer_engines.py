@@ -83,23 +83,25 @@ def made_up(ours: float) -> Any:
     return {"vllm": theirs, "stratakv": mine}, 0.75
 
 
-def test_the_report_has_the_lower_ratio_of_both_models(
+def test_the_report_has_the_lower_ratio_of_dense_models_and_those_of_experts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Ready:
         version = "0.32.0"
 
-    rates = iter([150.0, 110.0])
-    monkeypatch.setattr(peer_engines, "make_qwen", lambda folder: None)
+    rates = iter([150.0, 110.0, 130.0])
+    monkeypatch.setattr(peer_engines, "make_model", lambda *_: None)
     monkeypatch.setattr(peer_engines, "_start", lambda *_: {"vllm": Ready(), "stratakv": Ready()})
     monkeypatch.setattr(peer_engines, "_take_rounds", lambda *_: made_up(next(rates)))
     words = ["--peer-python", sys.executable, "--quick", "--out", str(tmp_path)]
     assert main(["bench", "serve", *words]) == 0
     written = json.loads((tmp_path / "serve_peer.json").read_text())
-    assert written["ratios"] == dict.fromkeys(peer_engines.GATES, pytest.approx(1.1))
+    dense = {f"peer_{case}": pytest.approx(1.1) for case in peer_engines.CASES}
+    experts = {f"peer_experts_{count}": pytest.approx(1.3) for count in (1, 16, 64)}
+    assert written["ratios"] == dense | experts
     models = written["figures"]["peer"]["models"]
     assert [each["cases"]["decode_16"]["ratio"] for each in models.values()] == [
-        pytest.approx(1.5), pytest.approx(1.1)
+        pytest.approx(1.5), pytest.approx(1.1), pytest.approx(1.3)
     ]  # fmt: skip
     out = capsys.readouterr().out
     assert "In turns with vLLM 0.32.0" in out and "qwen3-0.6b shape in bfloat16: 75%" in out
