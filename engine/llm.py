@@ -49,6 +49,7 @@ from .request.core_messages import AddRequest, Ready, RequestExtras, check_prior
 from .request.pooling import EMBEDDING_PARAMS, Dimensions, with_pooling
 from .request.prompt_embeds import read_embeds, write_embeds
 from .request.request import pack_token_ids
+from .request.routed_rows import check_routed_start
 from .request.sampling_params import SamplingParams, check_params_for_embeds
 from .sampling.processor_loading import make_params_check
 from .text.bad_words import with_spelt_bad_words
@@ -402,6 +403,7 @@ class LLM:
         self._check_params(params)
         name = f"llm-{next(self._ids)}"
         check_priority(priority, ready.takes_priority)
+        check_routed_start(params.routed_experts_prompt_start, ready.tells_experts)
         return AddRequest(
             name, packed, params, cache_salt=cache_salt, priority=priority, extras=extras
         )

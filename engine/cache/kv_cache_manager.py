@@ -150,7 +150,7 @@ class KVCacheManager:
         """
         if not self.pool.enable_caching or request.skip_reading_prefix_cache:
             return self.no_blocks, 0
-        most = (request.num_tokens - 1) // self.block_size
+        most = request.most_cached_tokens // self.block_size
         return self._finder.find(self._of_blocks(request.block_hashes)[:most])
 
     def allocate_slots(

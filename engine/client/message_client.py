@@ -36,7 +36,7 @@ from .base import EngineClient, EngineDead, PromptEnded, PromptUnknown
 _MERGED_FIELDS = tuple(
     name
     for name in TokenOutput.__struct_fields__
-    if name not in ("request_id", "new_token_ids", "logprobs")
+    if name not in ("request_id", "new_token_ids", "logprobs", "routed_experts")
 )
 
 logger = logging.getLogger(__name__)
@@ -357,6 +357,8 @@ def _merge(first: TokenOutput, later: TokenOutput) -> None:
     first.new_token_ids = first.new_token_ids + later.new_token_ids
     if later.logprobs is not None:
         first.logprobs = (first.logprobs or []) + later.logprobs
+    if later.routed_experts is not None:
+        first.routed_experts = (first.routed_experts or []) + later.routed_experts
     for name in _MERGED_FIELDS:
         value = getattr(later, name)
         if value is not None:

@@ -86,6 +86,10 @@ class ModelConfig:
         "auto", readers.one_of(*LOAD_FORMATS),
         "dummy: random weights, for which config.json is enough", "NAME",
     )  # fmt: skip
+    enable_return_routed_experts: bool = setting(
+        False, readers.switch,
+        "tell with each answer which experts computed each token, of a model that has some",
+    )  # fmt: skip
     # One token to read and one to answer with at least.
     max_model_len: int | None = setting(
         None, readers.integer, "longest prompt and output, in tokens", "N",

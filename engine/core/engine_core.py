@@ -172,6 +172,7 @@ class EngineCore:
                 config.role,
                 takes_priority=self.scheduler.takes_priority,
                 largest_embedding=self._largest_embedding,
+                tells_experts=config.model.enable_return_routed_experts,
             )
             self._grammars = GrammarManager(
                 config.model.path,
@@ -228,6 +229,7 @@ class EngineCore:
             largest_embedding=self._largest_embedding,
             identity=self._identity,
             takes_priority=self.scheduler.takes_priority,
+            tells_experts=self.config.model.enable_return_routed_experts,
             pins_turns=self.scheduler.pins_turns,
             tiers_down=[] if estimates is None else estimates.tiers_down(),
         )

@@ -147,6 +147,7 @@ def load_runner(
         processors=processors,
         proposer=make_proposer(config.speculative),
         draft=draft,
+        tells_experts=config.model.enable_return_routed_experts,
         progress=progress,
     )
 

@@ -35,6 +35,11 @@ def check_model(config: EngineConfig) -> None:
     spec = load_model_spec(model.path)
     context = resolve_max_model_len(spec, model.max_model_len)
     check_backend(config)
+    if model.enable_return_routed_experts and spec.experts is None:
+        raise ConfigError(
+            f"--enable-return-routed-experts is for mixtures of experts, and {model.path} has none "
+            f"({spec.architecture}); drop it"
+        )
     device = model.device.partition(":")[0]
     draft = find_draft(config, spec)
     dtype = choose_dtype(model.dtype, device, spec.stored_dtype).name

@@ -24,6 +24,7 @@ from ..request.core_messages import NO_EXTRAS, AddRequest, RequestExtras, ToolCa
 from ..request.handover_ticket import Ticket, fits, is_possible
 from ..request.prompt_embeds import EmbedArray, read_embeds
 from ..request.request import BYTES_PER_TOKEN, BlockHasher, Request, TokenArray, job_key
+from ..request.routed_rows import check_routed_start
 from ..request.sampling_params import SamplingParams, check_params_for_embeds
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class RequestBuilder:
         *,
         takes_priority: bool = False,
         largest_embedding: float = math.inf,
+        tells_experts: bool = False,
     ) -> None:
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
@@ -59,6 +61,7 @@ class RequestBuilder:
         self._role = role
         self._takes_priority = takes_priority
         self._largest_embedding = largest_embedding
+        self._tells_experts = tells_experts
 
     def build_with_ticket(
         self, request: AddRequest, fork_of: Request | None = None
@@ -71,6 +74,7 @@ class RequestBuilder:
             return built, None
         params, num_tokens = built.sampling_params, built.num_prompt_tokens
         needs_prompt = params.prompt_logprobs is not None or built.tail_hash is None
+        needs_prompt = needs_prompt or built.routed_from is not None
         # The last token of the prompt is computed again, and the first one chosen by the grammar
         # that is compiled here.
         needs_prompt = needs_prompt or params.structured_outputs is not None
@@ -127,6 +131,7 @@ class RequestBuilder:
             block_hasher=self._hasher,
             prompt_embeds=embeds,
             skip_reading_prefix_cache=skips or needs_all_rows,
+            routed_from=self._routed_from(params, extras, is_part=continued is not None),
             hands_over=not extras.pooling and (self._role == "prefill" or extras.hand_over),
             goes_on=not extras.pooling and (self._role == "decode" or extras.ticket is not None),
             pooling=extras.pooling,
@@ -153,6 +158,23 @@ class RequestBuilder:
         if extras.computed_elsewhere or (decodes and extras.asked_elsewhere):
             return Elsewhere.TOLD
         return Elsewhere.PERHAPS if decodes else Elsewhere.NO
+
+    def _routed_from(
+        self, params: SamplingParams, extras: RequestExtras, *, is_part: bool
+    ) -> int | None:
+        """The first token whose experts are told; None: of no token. Raises ValueError where they
+        are asked for and cannot be told."""
+        start = params.routed_experts_prompt_start
+        is_part = is_part or extras.more_follows or extras.beams is not None
+        if self._tells_experts and not is_part:
+            return None if extras.pooling else start or 0
+        if start is None:
+            return None
+        check_routed_start(start, self._tells_experts)
+        raise ValueError(
+            "experts are told of one prompt and its answer, not of beams and prompts in parts; "
+            "leave out routed_experts_prompt_start"
+        )
 
     def _check_pooling(self, extras: RequestExtras) -> None:
         pooling = extras.pooling

@@ -149,6 +149,10 @@ class Layer:
     def can_record(self) -> bool:
         return not isinstance(self._mlp, ExpertMlp) or self._mlp.can_record
 
+    def record_experts(self, record: Tensor) -> None:
+        assert isinstance(self._mlp, ExpertMlp)
+        self._mlp.record = record
+
     def in_library(self, cos: Tensor, sin: Tensor, pool: Tensor, view: int) -> NetworkLayer | None:
         """The layer as the library of `kernels/cpu/` computes it, or None where it has not all of
         its matrices. Tables are `[positions, head_dim // 2]`, `pool` is the layer's, and `view`
@@ -269,6 +273,9 @@ class Decoder:
             # Rounded first, as transformers does: 55.4256 is 55.5 in bfloat16.
             scale = float(torch.tensor(scale, dtype=dtype))
         self._embedding_scale = None if scale == 1.0 else scale
+        # int32 `[layers with experts, tokens, num_per_token]`, which each step of all rows fills;
+        # None: experts are not recorded.
+        self.chosen_experts: Tensor | None = None
         self._tables = turns_of(spec, max_model_len, dtype, weights.embedding.device)
         self._growth = growth_of(spec, max_model_len, dtype, weights.embedding.device)
         self._table_of = spec.rope_of_layers
@@ -347,7 +354,7 @@ class Decoder:
         plan is the list of the views' steps. With kernels `x` is overwritten.
         """
         if isinstance(attention, CpuNetwork):
-            return _run_in_library(attention, x, positions, plan, wanted, aux)
+            return _run_in_library(attention, x, positions, plan, wanted, aux, self.chosen_experts)
         has_kernels = self._ops.is_kernels
         of_qkv: QkvAttention[Plan] | None = None
         growth = None if self._growth is None else self._growth[positions]
@@ -404,6 +411,16 @@ class Decoder:
             eps=spec.stream_eps,
             activation=SILU if is_silu else GELU_TANH,
         )
+
+    def record_experts(self, max_tokens: int) -> None:
+        """Record the experts of each row of steps of up to so many tokens in `chosen_experts`."""
+        experts = self.spec.experts
+        assert experts is not None
+        shape = (len(experts.layers), max_tokens, experts.num_per_token)
+        device = self._tables[0][0].device
+        self.chosen_experts = torch.zeros(shape, dtype=torch.int32, device=device)
+        for number, layer in enumerate(experts.layers):
+            self._layers[layer].record_experts(self.chosen_experts[number])
 
     @property
     def can_record(self) -> bool:
@@ -472,9 +489,10 @@ def _run_in_library(
     plan: Any,
     wanted: Tensor | None,
     aux: AuxStates | None,
+    chosen: Tensor | None,
 ) -> Tensor:
     asked = () if aux is None else aux.layers
-    hidden, found = network.run(x, positions, plan, wanted, asked)
+    hidden, found = network.run(x, positions, plan, wanted, asked, chosen)
     if aux is not None:
         for layer, states in found.items():
             aux.capture_states(states, layer, None if layer == network.num_layers else wanted)

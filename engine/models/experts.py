@@ -31,7 +31,9 @@ _GROUPED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 class ExpertMlp:
     """The experts of one layer. `[rows, hidden]` in and out."""
 
-    __slots__ = ("_down", "_experts", "_gate_up", "_gated", "_router", "_spec", "shared")
+    __slots__ = (
+        "_down", "_experts", "_gate_up", "_gated", "_router", "_spec", "record", "shared"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -41,6 +43,9 @@ class ExpertMlp:
         elementwise: Elementwise,
     ) -> None:
         self._spec = spec
+        # int32 `[tokens, num_per_token]`, filled with the experts of each row; None: they are not
+        # recorded.
+        self.record: Tensor | None = None
         router = weights.router
         self.shared: DenseMlp | None = None
         if weights.shared is not None and weights.shared_gate is not None:
@@ -66,6 +71,8 @@ class ExpertMlp:
     def __call__(self, x: Tensor, /) -> Tensor:
         scores = self._router(x)
         chosen, weights = choose_experts(scores[:, : self._spec.num_experts], self._spec)
+        if self.record is not None:
+            self.record[: len(x)] = chosen
         experts, order = chosen.view(-1).sort(stable=True)
         rows = x[order // self._spec.num_per_token]
         numbers = torch.arange(self._spec.num_experts, device=x.device)

@@ -12,7 +12,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
+
+import numpy.typing as npt
 
 from ..request.logprobs import PositionLogprobs, PromptLogprobs
 from ..request.pooling import finish_vector
@@ -49,6 +51,9 @@ class CompletionOutput:
     cached_tokens_by_tier: dict[str, int] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
     position_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    # Where the engine tells them: uint8 or uint16 `[tokens, layers with experts, experts of a
+    # token]`, from the first token asked for, the prompt's as a rule, to the last but one.
+    routed_experts: npt.NDArray[Any] | None = field(default=None, repr=False)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -74,6 +79,8 @@ class CompletionOutput:
         self.cached_tokens_by_tier.update(part.cached_tokens_by_tier or {})
         self.timings.update(part.timings or {})
         self.position_logprobs.extend(part.logprobs or ())
+        if part.routed_experts is not None:
+            self.routed_experts = part.routed_experts
 
     def fail(self, error: str) -> None:
         """It ends here, and this is why."""

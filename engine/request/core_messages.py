@@ -16,6 +16,7 @@ import msgspec
 from .beam_params import BeamSearchParams
 from .handover_ticket import Ticket
 from .logprobs import PositionLogprobs, PromptLogprobs
+from .routed_rows import RoutedRows
 from .sampling_params import SamplingParams
 
 PROTOCOL_VERSION = 1
@@ -157,6 +158,8 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     ticket: Ticket | None = None
     # With the first token, where it was asked for: little-endian float64 `[hidden]`.
     embedding: bytes | None = None
+    # Where experts are told: of tokens that were computed, some perhaps twice; the last one counts.
+    routed_experts: list[RoutedRows] | None = None
 
 
 class Outputs(msgspec.Struct, tag="outputs", array_like=True):
@@ -189,6 +192,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     hidden_size: int = 0  # numbers of a prompt embedding
     identity: dict[str, str] = {}  # what another engine must have too to find its blocks
     takes_priority: bool = False  # whether requests may say one
+    tells_experts: bool = False  # whether answers tell which experts computed their tokens
     pins_turns: bool = False  # whether blocks are kept between the turns of a job
     largest_embedding: float = math.inf  # the last number of the type that the model computes in
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from ...tiers.base import RequestContext
 from .logprobs import PromptLogprobs
+from .routed_rows import RoutedRows
 from .sampling_params import SamplingParams
 
 # Token ids travel to the core and are hashed as little-endian int32. The core checks their range.
@@ -145,6 +146,7 @@ class Progress:
     scheduled: float | None = None
     first_token: float | None = None
     prompt_logprobs: PromptLogprobs | None = None  # that came with a token which did not count
+    routed_experts: list[RoutedRows] | None = None  # the same
     # None: no copy writes to its blocks. BLOCKING outlives the request until the report comes.
     load: LoadKind | None = None
     load_seconds: float = 0.0
@@ -214,6 +216,7 @@ class Request:
         "prompt_embeds",
         "repetition_detection",
         "request_id",
+        "routed_from",
         "sampling_params",
         "skip_reading_prefix_cache",
         "status",
@@ -233,6 +236,7 @@ class Request:
         block_hasher: BlockHasher | None = None,
         prompt_embeds: npt.NDArray[Any] | None = None,
         skip_reading_prefix_cache: bool = False,
+        routed_from: int | None = None,
         hands_over: bool = False,
         goes_on: bool = False,
         pooling: str = "",
@@ -255,6 +259,8 @@ class Request:
         # [num_prompt_tokens, hidden]: what the model reads in place of the prompt's tokens.
         self.prompt_embeds = prompt_embeds
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
+        # The first token whose experts are told, so that it is computed; None: of no token.
+        self.routed_from = routed_from
         self.pooling = pooling  # see `RequestExtras`
         self.priority = priority  # the lower, the earlier; for policies that look at it
         # Of an agent's job, which is its tenant's: b"" without one.
@@ -293,7 +299,7 @@ class Request:
         self.num_preemptions = 0
         # After one failed load the request computes; asking again could loop for ever. Behind one
         # that has just ended no tier has more than the pool.
-        self.external_load_failed = continues is not None
+        self.external_load_failed = continues is not None or routed_from is not None
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
@@ -310,6 +316,13 @@ class Request:
         self.hands_over = hands_over and block_hasher is not None
         # Another engine has computed its prompt.
         self._tail_hash = self.prompt_tail_hash() if goes_on and block_hasher is not None else None
+
+    @property
+    def most_cached_tokens(self) -> int:
+        """Leading tokens that may come out of the prefix cache: not the last one, whose logits are
+        wanted, and none whose experts are."""
+        most = self.num_tokens - 1
+        return most if self.routed_from is None else min(most, self.routed_from)
 
     @property
     def tail_hash(self) -> bytes | None:

@@ -44,7 +44,9 @@ _FLAGS = (
     "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "skip_reading_prefix_cache",
 )  # fmt: skip
 _WHOLE = ("n", "max_tokens", "min_tokens", "top_k")
-_WHOLE_OR_NONE = ("seed", "logprobs", "prompt_logprobs", "thinking_token_budget")
+_WHOLE_OR_NONE = (
+    "seed", "logprobs", "prompt_logprobs", "thinking_token_budget", "routed_experts_prompt_start",
+)  # fmt: skip
 _MARKS = ("reasoning_start_token_ids", "reasoning_end_token_ids")
 _REAL = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -121,6 +123,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     structured_outputs: StructuredOutputsParams | None = None
     n: int = 1  # answers to the same prompt
     skip_reading_prefix_cache: bool = False  # compute the whole prompt; others may find it
+    # The first token whose experts are told, by an engine that tells them; None: the prompt's.
+    routed_experts_prompt_start: int | None = None
 
     def __post_init__(self) -> None:
         self._take_lists()
@@ -225,6 +229,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             count = getattr(self, name)
             in_range = count is None or 0 <= count <= MAX_LOGPROBS
             _check(in_range, name, f"between 0 and {MAX_LOGPROBS}", count)
+
+        start = self.routed_experts_prompt_start
+        in_range = start is None or 0 <= start < 2**31
+        _check(in_range, "routed_experts_prompt_start", "0 or a positive count", start)
 
     def _check_stops(self) -> None:
         _check_texts("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_STRING_CHARACTERS)

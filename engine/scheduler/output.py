@@ -16,6 +16,7 @@ from ..request.core_messages import NOT_FINITE, PROCESSOR_FAILED, TokenOutput
 from ..request.logprobs import PositionLogprobs, PromptLogprobs
 from ..request.prompt_embeds import EmbedArray
 from ..request.request import Request, RequestStatus, TokenArray
+from ..request.routed_rows import RoutedRows
 from ..request.sampling_params import SamplingParams
 from .request_states import RequestStates
 
@@ -133,6 +134,9 @@ def add_figures(outputs: Iterable[TokenOutput], runner_output: ModelRunnerOutput
         if told is not None:
             output.prompt_logprobs = told
         output.embedding = runner_output.embeddings.get(output.request_id)
+        rows = runner_output.routed_experts.get(output.request_id)
+        if rows is not None:
+            output.routed_experts = [*(output.routed_experts or ()), rows]
 
 
 def fault_of(
@@ -177,6 +181,8 @@ class NewRequestData:
     cache_salt: bytes = b""  # its tenant's
     # It computes nothing in this step: its first token is chosen from the logits of this request.
     fork_of: str = ""
+    # The first position whose experts are told; None: of no token.
+    routed_from: int | None = None
     # Of beams: so many of the likeliest tokens, with their log-probabilities, come with each of its
     # tokens. More than clients may ask for; 0: as its parameters say.
     num_likeliest: int = 0
@@ -239,13 +245,16 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     # With the first token, for requests that asked: little-endian float64 `[hidden]`.
     embeddings: dict[str, bytes] = field(default_factory=dict)
+    # With tokens, where experts are told: those of tokens that were not told before.
+    routed_experts: dict[str, RoutedRows] = field(default_factory=dict)
     # Proposed for the next step, behind the tokens of this one; requests without any are left out.
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def has_figures(self) -> bool:
         """Whether something comes along with tokens."""
-        return bool(self.logprobs or self.prompt_logprobs or self.embeddings)
+        figures = self.logprobs or self.prompt_logprobs or self.embeddings
+        return bool(figures or self.routed_experts)
 
 
 def end_token_ids(request: Request, eos_token_ids: frozenset[int]) -> frozenset[int]:

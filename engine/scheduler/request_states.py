@@ -333,6 +333,8 @@ def _can_fork(parent: Request, child: Request) -> bool:
         return False
     if child.pooling or child.sampling_params.prompt_logprobs is not None:
         return False
+    if child.routed_from is not None:
+        return False
     if not np.array_equal(parent.prompt_token_ids, child.prompt_token_ids):
         return False
     first, second = parent.prompt_embeds, child.prompt_embeds

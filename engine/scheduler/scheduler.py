@@ -377,6 +377,10 @@ class Scheduler:
                 told = runner_output.prompt_logprobs.get(request.request_id)
                 if told is not None and not request.is_finished:
                     request.progress.prompt_logprobs = told
+                rows = runner_output.routed_experts.get(request.request_id)
+                if rows is not None and not request.is_finished:
+                    kept = request.progress.routed_experts or []
+                    request.progress.routed_experts = [*kept, rows]
                 continue
             request_id = request.request_id
             token_ids = sampled.get(request_id)
@@ -386,6 +390,10 @@ class Scheduler:
                     continue
             if token_ids and not (nan_ids and request_id in nan_ids):
                 outputs.append(take(request, token_ids, now))
+                if runner_output.routed_experts:
+                    progress = request.progress
+                    outputs[-1].routed_experts = progress.routed_experts
+                    progress.routed_experts = None
                 if request_id in proposed and request.status is running:
                     request.draft_token_ids = proposed[request_id]
                 has_more = entry.draft_token_ids or (had_room and request_id in had_room)

@@ -241,6 +241,7 @@ class StepBuilder:
                         cache_salt=request.cache_salt or b"",
                         fork_of="" if entry.num_tokens else request.fork_of,
                         num_likeliest=request.num_likeliest,
+                        routed_from=request.routed_from,
                     )
                 )
                 continue

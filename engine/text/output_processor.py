@@ -11,13 +11,17 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from ..client.base import EngineClient
 from ..request.core_messages import AddRequest, TokenOutput
 from ..request.handover_ticket import Ticket
 from ..request.logprobs import PositionLogprobs, PromptLogprobs
 from ..request.request import BYTES_PER_TOKEN, unpack_token_ids
+from ..request.routed_rows import RoutedRows, join_routed_rows
 from ..request.sampling_params import SamplingParams
 from .detokenizer import Decoder, IncrementalDetokenizer
 from .reasoning import Thoughts
@@ -113,6 +117,9 @@ class TextOutput:
     tool_calls: list[CallPiece] = field(default_factory=list)  # where somebody looks for them
     num_reasoning_tokens: int = 0  # that are known of now, perhaps of `token_ids` given before
     embedding: bytes | None = None  # of the prompt, where it was asked for
+    # With the last output, where experts are told: uint8 or uint16 `[tokens, layers with experts,
+    # experts of a token]`, of the first token asked for to the last but one.
+    routed_experts: npt.NDArray[np.integer[Any]] | None = None
 
 
 class OutputProcessor:
@@ -132,7 +139,9 @@ class OutputProcessor:
         stops = () if _is_json(params) else params.stop
         context = unpack_token_ids(prompt_token_bytes[-_CONTEXT_TOKENS * BYTES_PER_TOKEN :])
         self._params = params
+        self._num_prompt_tokens = len(prompt_token_bytes) // BYTES_PER_TOKEN
         self._num_tokens = 0
+        self._routed: list[RoutedRows] = []
         # The core's timings up to the first token, and the moment it came.
         self._first_timings: dict[str, float] | None = None
         self._first_at = 0.0
@@ -167,6 +176,12 @@ class OutputProcessor:
             self._take_until_stop(output, result)
         else:
             self._append_tokens(output.new_token_ids, output, result)
+        if output.routed_experts is not None:
+            self._routed += output.routed_experts
+        if self._routed and result.finish_reason is not None:
+            # The last token was chosen, and not computed.
+            end = self._num_prompt_tokens + self._num_tokens - 1
+            result.routed_experts = join_routed_rows(self._routed, end)
         if output.logprobs is not None:
             result.logprobs = output.logprobs[: len(result.token_ids)]
         if self._thoughts is not None:

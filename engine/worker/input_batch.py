@@ -39,6 +39,7 @@ class WorkerRequest:
     pooling: str = ""  # which hidden states of the prompt are wanted
     cache_salt: bytes = b""  # its tenant's
     num_likeliest: int = 0  # as in `NewRequestData`
+    routed_from: int | None = None  # the same
 
     @property
     def num_tokens(self) -> int:

@@ -46,6 +46,7 @@ from .kv_pool import KvPool
 from .pool_demand import PoolDemand, check_pool_size
 from .pooling_collector import PoolingCollector
 from .prompt_logprobs import PromptLogprobsCollector
+from .routed_experts import RoutedExpertsCollector
 from .runtime.device_runtime import DeviceRuntime
 from .runtime.model_loading import ModelLoader
 from .runtime.placement import Placement
@@ -107,6 +108,7 @@ class ModelRunner:
         processors: Sequence[LoadedProcessor] = (),
         proposer: Proposer | None = None,
         draft: ModelSource | None = None,
+        tells_experts: bool = False,
         progress: Callable[[str], None] = logger.info,
     ) -> None:
         """Load the model under `path` and allocate everything a step needs. Without `num_blocks`
@@ -117,7 +119,8 @@ class ModelRunner:
         lie one behind the other in each block. No step computes more than `most_step_tokens` of one
         request, nor than `max_num_batched_tokens`.
         `runtime` is that of the placement's device, `processors` are those of other packages,
-        `proposer`, or the `draft` model or EAGLE head, makes the drafts that steps ask for.
+        `proposer`, or the `draft` model or EAGLE head, makes the drafts that steps ask for. With
+        `tells_experts` requests may be told which experts computed their tokens.
 
         Raises ConfigError where the weights do not fit `spec`, the pool cannot hold one request
         of the length asked for, the layers cannot be split into so many groups, or a processor
@@ -172,6 +175,8 @@ class ModelRunner:
                 max_model_len=max_model_len, max_requests=max_num_seqs, progress=progress,
             )  # fmt: skip
             pages = self.pool.pages_of(groups)
+            if tells_experts:
+                self.model.record_experts(max_num_batched_tokens)
             self._forward = make(self.model, pages, max_tokens=max_num_batched_tokens)
             if draft_model is not None:
                 proposer = make_drafter(
@@ -185,6 +190,10 @@ class ModelRunner:
                 )
             self._drafts = StepDrafts(self.batch, self._sampler, proposer)
             self._prompt_logprobs = PromptLogprobsCollector(self.model.logits)
+            self._experts: RoutedExpertsCollector | None = None
+            if (chosen := self.model.chosen_experts) is not None and spec.experts is not None:
+                number = spec.experts.num_experts
+                self._experts = RoutedExpertsCollector(chosen, number, max_model_len)
             self._pooling = PoolingCollector()
             self._prompt_embeds = PromptEmbeds(spec.hidden_size)
             self._last_failed_id = 0
@@ -275,11 +284,15 @@ class ModelRunner:
             self._pooling.remove_pooling(request_id)
             self._prompt_embeds.remove_embeds(request_id)
             self._drafts.remove_request(request_id)
+            if self._experts is not None:
+                self._experts.remove_request(request_id)
         self._steps.apply_step(output, self._sampler.apply_batch_update)
         for new in output.new_requests:
             self._prompt_logprobs.add(self._steps.requests[new.request_id])
             self._pooling.add(self._steps.requests[new.request_id])
             self._prompt_embeds.add(new)
+            if self._experts is not None:
+                self._experts.add_request(self._steps.requests[new.request_id])
 
     def _compute(self, step: BegunStep) -> None:
         scheduled = step.output.num_scheduled_tokens
@@ -318,6 +331,8 @@ class ModelRunner:
         embeds = None
         if self._prompt_embeds:
             embeds = self._prompt_embeds.rows_of(batch, rows, computed, counts)
+        # Of rows whose experts are told the last layer is computed too.
+        reads_all = self._drafts.reads_hidden or self._experts is not None
         launch = self._forward.prepare_step(
             StepInputs(
                 tables.tables,
@@ -327,7 +342,7 @@ class ModelRunner:
                 token_ids,
                 positions,
                 slots,
-                None if self._drafts.reads_hidden else wanted,
+                None if reads_all else wanted,
                 embeds,
                 late=late,
             )
@@ -335,9 +350,11 @@ class ModelRunner:
         self._connector.wait_before_forward()
         self._copier.copy_blocks(step.output.block_copies)
         hidden = launch()
-        states = None
-        if self._drafts.reads_hidden:
-            states, hidden = hidden, hidden[to_device(wanted, hidden.device)]
+        states = hidden if self._drafts.reads_hidden else None
+        if reads_all:
+            hidden = hidden[to_device(wanted, hidden.device)]
+        if self._experts is not None:
+            self._experts.record_step(batch, rows, computed, counts)
         self._drafts.follow_step(ComputedStep(rows, computed, counts, num_drafts, chosen, states))
         batch.num_computed[rows] += counts
         if not ready.all():
@@ -405,6 +422,8 @@ class ModelRunner:
                 if self._prompt_logprobs.is_active:
                     self._prompt_logprobs.deliver(requests, due.result)
                 self._pooling.deliver(requests, due.result)
+                if self._experts is not None:
+                    self._experts.deliver_rows(requests, due.result)
                 self._drafts.propose(due.output, requests, due.result)
         except Exception as error:  # noqa: BLE001 - `collect_output` raises it
             due.error = error

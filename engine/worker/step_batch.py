@@ -54,6 +54,7 @@ class StepBatch:
                 new.pooling,
                 new.cache_salt,
                 new.num_likeliest,
+                new.routed_from,
             )
             self.batch.add(request, new.block_ids, new.num_computed_tokens)
         self._follow_cached(output.cached_requests)

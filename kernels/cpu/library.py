@@ -28,7 +28,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "libstratakv_cpu.so"
-ABI = 8  # STRATAKV_ABI of step.h
+ABI = 9  # STRATAKV_ABI of step.h
 VARIABLE = "STRATAKV_CPU_KERNELS"
 # Where the table of sections begins, which linkers write last; size and number of its entries.
 _ELF_HEADER = struct.Struct("<40xQ10xHH2x")
@@ -93,7 +93,7 @@ class Experts(ctypes.Structure):
         ("router", Matrix),
         *[(name, ctypes.c_void_p) for name in ("gate_ups", "downs")],
         *[(name, ctypes.c_int64) for name in (
-            "num_experts", "num_chosen", "normalises", "has_shared",
+            "num_experts", "num_chosen", "normalises", "has_shared", "number",
         )],
     )  # fmt: skip
 
@@ -117,8 +117,10 @@ class Pass(ctypes.Structure):
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in (
             "layers", "steps", "x", "result", "positions", "wanted", "last_step", "last_rows",
-            "last_wanted", "states", "last_norm", "workspace",
+            "last_wanted", "states", "chosen",
         )],
+        ("chosen_row", ctypes.c_int64),
+        *[(name, ctypes.c_void_p) for name in ("last_norm", "workspace")],
         *[(name, ctypes.c_int64) for name in (
             "workspace_bytes", "num_layers", "num_views", "num_tokens", "num_wanted",
             "num_positions", "hidden", "intermediate", "heads", "kv_heads", "head_dim",

@@ -296,6 +296,10 @@ template <class E> struct Walk {
         by_rows(rows, experts.num_experts * each, [&](int64_t row) {
             choose(experts, at.scores + row * at.score_row, at.chosen + row * each,
                    at.weights + row * each);
+            if (!pass.chosen) return;
+            int32_t *told =
+                pass.chosen + (experts.number * pass.chosen_row + row) * pass.most_chosen;
+            for (int64_t j = 0; j < each; j++) told[j] = int32_t(at.chosen[row * each + j]);
         });
         Counter *const products = crew.counters + phase + 2;  // of the experts, behind this and gather
         go_through(crew, phase++, 1, [&](int64_t) {

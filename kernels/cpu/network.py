@@ -152,6 +152,7 @@ class CpuNetwork:
             raise KernelRefused("expected layers whose pools have one shape and one set of strides")
         self._shape_of_pool = (dtype, pool.shape, pool.stride())
         self._kept: list[object] = [*layers]
+        self._num_mixtures = 0
         laid_down = (Layer * len(layers))()
         for to, layer in zip(laid_down, layers, strict=True):
             _check_matrices((layer.qkv, layer.out), attention_shapes)
@@ -199,13 +200,16 @@ class CpuNetwork:
         steps: Sequence[CpuAttentionStep],
         wanted: Tensor | None,
         states: Iterable[int] = (),
+        chosen: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Write K and V of all tokens and return the hidden states `[len(wanted), hidden]` of the
         rows `wanted`, all of them where it is None, normed. `x` is `[tokens, hidden]`, `positions`
         and `wanted` are int64; of `steps` there is one for each view, with slots, and they were
         laid down over this pool. Beside it come the hidden states that go into the layers
         `states`, of all tokens, and of the wanted rows for the number of layers, which stands for
-        the last norm. Raises ValueError for what is out of bounds."""
+        the last norm. `chosen`, int32 `[layers with experts, tokens or more, num_chosen]`, is
+        filled with the experts of each row, the best first; all rows must be wanted then. Raises
+        ValueError for what is out of bounds."""
         num_tokens = len(x)
         if (x.dtype, x.shape[1:]) != (self._dtype, (self._hidden,)) or len(
             steps
@@ -216,6 +220,8 @@ class CpuNetwork:
             )
         states = tuple(states)
         self._check_inputs(num_tokens, positions, steps, wanted, states)
+        if chosen is not None:
+            self._check_chosen(chosen, num_tokens, wanted)
         x, positions = x.contiguous(), positions.contiguous()
         num_wanted = num_tokens if wanted is None else len(wanted)
         result = torch.empty((num_wanted, self._hidden), dtype=self._dtype)
@@ -248,6 +254,8 @@ class CpuNetwork:
         given.last_wanted = None if last is None else last.wanted.ctypes.data
         given.states = ctypes.addressof(kept) if found else None
         given.num_tokens, given.num_wanted = num_tokens, num_wanted
+        given.chosen = None if chosen is None else chosen.data_ptr()
+        given.chosen_row = 0 if chosen is None else chosen.shape[1]
         memory = self._workspace.at_least(self._library.pass_workspace(self._address, threads))
         given.workspace, given.workspace_bytes = memory.data_ptr(), memory.numel()
         wrong = self._library.run_pass(self._address, threads)
@@ -288,12 +296,24 @@ class CpuNetwork:
                 f"{list(states)}"
             )
 
+    def _check_chosen(self, chosen: Tensor, num_tokens: int, wanted: Tensor | None) -> None:
+        layers, rows, each = chosen.shape
+        is_right = (layers, each) == (self._num_mixtures, self._pass.most_chosen)
+        if not is_right or rows < num_tokens or chosen.dtype != torch.int32 or wanted is not None:
+            raise ValueError(
+                f"expected int32 [{self._num_mixtures}, {num_tokens} or more, "
+                f"{self._pass.most_chosen}] for the experts of all rows, got {chosen.dtype} "
+                f"{list(chosen.shape)}, and {'all' if wanted is None else 'some'} rows"
+            )
+
     def _lay_down(self, to: Layer, layer: NetworkLayer) -> None:
         to.qkv, to.out = layer.qkv.matrix, layer.out.matrix
         if layer.gate_up is not None and layer.down is not None:
             to.gate_up, to.down = layer.gate_up.matrix, layer.down.matrix
         if layer.experts is not None:
             experts = self._lay_down_experts(layer.experts, has_shared=layer.down is not None)
+            experts.number = self._num_mixtures
+            self._num_mixtures += 1
             to.experts = ctypes.addressof(experts)
         for name in (
             "attention_norm", "head_norms", "after_attention_norm", "mlp_norm", "after_mlp_norm"

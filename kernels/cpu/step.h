@@ -6,7 +6,7 @@
 
 // Grows with every change of `Step` or of a function's meaning; a library of another number is not
 // used.
-#define STRATAKV_ABI 8
+#define STRATAKV_ABI 9
 
 enum ElementType { FLOAT32 = 0, FLOAT64 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
 
@@ -79,6 +79,7 @@ struct Experts {
     int64_t num_experts, num_chosen;
     int64_t normalises;  // whether the weights of the chosen are divided by their sum
     int64_t has_shared;  // whether every row has one more, the layer's `gate_up` and `down`
+    int64_t number;      // among the layers with experts
 };
 
 // Norms are of what elements are added up in; those that are null are not computed.
@@ -113,6 +114,10 @@ struct Pass {
     const int64_t *last_wanted;    // [num_wanted]: where in `last_rows` they are
     void *const *states;           // [layers + 1], each null or as x, for the hidden states that go
                                    // into a layer, and of the wanted rows into the last norm
+    // [layers with experts, chosen_row, most_chosen]: the experts of each row of the hidden states,
+    // the best first; null: they are not told.
+    int32_t *chosen;
+    int64_t chosen_row;
     const void *last_norm;         // [hidden]
     void *workspace;
     int64_t workspace_bytes;

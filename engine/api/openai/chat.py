@@ -62,6 +62,7 @@ class ChatAnswer(Answer):
                 part.prompt_token_ids,
                 part.token_ids,
                 part.warning,
+                part.routed_experts,
             )
             for part in parts
         ]
@@ -82,6 +83,7 @@ class ChatAnswer(Answer):
                 part.prompt_token_ids,
                 part.token_ids,
                 part.warning,
+                part.routed_experts,
             )
             for part in parts
         ]

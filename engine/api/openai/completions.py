@@ -86,6 +86,7 @@ class CompletionAnswer(Answer):
             part.prompt_token_ids,
             part.token_ids,
             self._prompt_logprobs(part),
+            part.routed_experts,
         )
 
     def _logprobs(self, part: Part, echoed: bool) -> CompletionLogprobs | None:

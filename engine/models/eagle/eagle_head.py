@@ -50,7 +50,7 @@ class EagleHead(Decoder):
         self._head, self._logits_softcap = model._head, model._logits_softcap
         self._logits_divisor = model._logits_divisor
         self._tables = turns_of(spec, max_model_len, dtype, device)
-        self._growth = None
+        self._growth = self.chosen_experts = None
         self._table_of = spec.rope_of_layers
 
     @classmethod

@@ -275,6 +275,8 @@ def make_forward(
         if model.spec.is_eagle:
             # A record reads token ids, and the head's steps come as embeddings.
             progress("the EAGLE head's steps are launched kernel by kernel")
+        elif model.chosen_experts is not None:
+            progress("steps are launched kernel by kernel, since all rows of the last layer count")
         elif not model.can_record:
             progress("steps are launched kernel by kernel: experts are grouped in bfloat16 alone")
         elif placement.record_decodes and attention.kernels.can_record_decodes:

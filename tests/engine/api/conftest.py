@@ -70,7 +70,9 @@ class LiveServer:
         tool_call_parser: str = "",
         policy: str = "fcfs",
         chat_template: Path | None = None,
+        tells_experts: bool = False,
     ) -> None:
+        self._tells_experts = tells_experts
         self._chat_template = chat_template
         self._policy = policy
         self._tool_call_parser = tool_call_parser
@@ -118,7 +120,12 @@ class LiveServer:
         torch.set_num_threads(1)
         config = _engine_config(self._model_path, self._offload, self._role)
         scheduler = replace(config.scheduler, policy=self._policy)
-        config = replace(config, scheduler=scheduler, logits_processors=self._logits_processors)
+        config = replace(
+            config,
+            scheduler=scheduler,
+            logits_processors=self._logits_processors,
+            model=replace(config.model, enable_return_routed_experts=self._tells_experts),
+        )
         self.core = EngineCore(config)
         self.client = InProcessClient(self.core)
         template = None

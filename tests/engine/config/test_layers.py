@@ -27,6 +27,7 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
     "enforce_eager": (("true", True), ("no", False), ("ON", True)),
     "compilation": (("elementwise", "elementwise"), ("none", "none"), ("none", "none")),
     "load_format": (("safetensors", "safetensors"), ("dummy", "dummy"), ("auto", "auto")),
+    "enable_return_routed_experts": (("true", True), ("no", False), ("ON", True)),
     "max_model_len": (("64", 64), ("32", 32), ("16", 16)),
     "reasoning_start": (("<a>", "<a>"), ("none", "none"), ("b c", "b c")),
     "reasoning_end": (("</a>", "</a>"), ("none", "none"), ("b c", "b c")),

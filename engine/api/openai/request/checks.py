@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from ....request.core_messages import check_priority
 from ....request.logprobs import MAX_LOGPROBS
+from ....request.routed_rows import check_routed_start
 from ...api_errors import ApiError
 from ...front import Front
 from .body import read_request
@@ -115,6 +116,10 @@ def _check_shared(front: Front, request: SamplingFields) -> None:
     if request.stream and request.prompt_logprobs is not None:
         message = "`prompt_logprobs` come with whole answers only; leave out `stream`"
         raise _invalid("prompt_logprobs", message)
+    try:
+        check_routed_start(request.routed_experts_prompt_start, front.client.ready.tells_experts)
+    except ValueError as error:
+        raise _invalid("routed_experts_prompt_start", str(error)) from error
     check_ids_of_request(request.cache_salt, request.request_id)
     try:
         check_priority(request.priority or 0, front.client.ready.takes_priority)

@@ -91,6 +91,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     # Ours and vLLM's: figures and ids beside the text, and a secret that separates cached blocks.
     prompt_logprobs: int | None = None
+    routed_experts_prompt_start: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = None

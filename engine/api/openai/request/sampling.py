@@ -111,6 +111,7 @@ def sampling_params(
             extra_args=_extra_args(request),
             structured_outputs=structured_outputs,
             skip_reading_prefix_cache=request.skip_reading_prefix_cache,
+            routed_experts_prompt_start=request.routed_experts_prompt_start,
         )
         params = with_spelt_bad_words(params, front.tokenizer)
         params = with_reasoning_marks(params, front.marks, are_split=splits_thoughts)

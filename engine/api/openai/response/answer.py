@@ -23,6 +23,7 @@ from ....text.output_processor import TextOutput
 from ....text.tool_calls.base import CallPiece, merged
 from ...front import Front
 from ..request.protocol import SamplingFields, StreamOptions
+from .array_form import encode_array
 from .generation import Generation
 from .kv_transfer_params import params_for_decode
 from .replies import (
@@ -62,6 +63,7 @@ class Part:
     new_token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    routed_experts: str | UnsetType = UNSET  # base64 of a file of numpy's, with the last part
     kv_transfer_params: KvParams = UNSET  # with the last of a choice
 
     @property
@@ -153,6 +155,8 @@ class Answer(ABC):
                 logprobs.extend(output.logprobs or ())
                 if output.prompt_logprobs is not None:
                     whole.prompt_logprobs = output.prompt_logprobs
+                if output.routed_experts is not None:
+                    whole.routed_experts = output.routed_experts
         whole.text, whole.logprobs = "".join(texts), logprobs
         whole.reasoning = "".join(thoughts)
         return whole
@@ -205,6 +209,8 @@ class Answer(ABC):
         )
         if output.ticket is not None and generation.hands_over_alone:
             part.kv_transfer_params = params_for_decode(self.answer_id, output.ticket)
+        if output.routed_experts is not None:
+            part.routed_experts = encode_array(output.routed_experts)
         if self.request.return_token_ids:
             part.token_ids = output.token_ids
             if is_first:

@@ -76,6 +76,7 @@ class CompletionChoice(msgspec.Struct):
     prompt_token_ids: TokenIds = UNSET
     token_ids: TokenIds = UNSET
     prompt_logprobs: PromptTokens = UNSET
+    routed_experts: str | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct):
@@ -167,6 +168,7 @@ class ChatChoice(msgspec.Struct):
     prompt_token_ids: TokenIds = UNSET
     token_ids: TokenIds = UNSET
     warning: str | UnsetType = UNSET  # UNSET where there is nothing to say
+    routed_experts: str | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct):
@@ -190,6 +192,7 @@ class ChatChunkChoice(msgspec.Struct):
     prompt_token_ids: TokenIds = UNSET
     token_ids: TokenIds = UNSET
     warning: str | UnsetType = UNSET  # UNSET where there is nothing to say
+    routed_experts: str | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct):

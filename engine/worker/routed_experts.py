@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RoutedExpertsCollector: the experts that computed the tokens of requests, layer by layer.
+
+Each step records the experts of all of its rows (`Decoder.chosen_experts`). Those of a request lie
+here by position until a token of it is known: then the positions before that token are told which
+were not told yet. A position that is computed again, after a preemption or behind a draft that was
+not accepted, is recorded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from ..batch.batch_update import IntArray
+from ..request.routed_rows import RoutedRows
+from ..scheduler.output import ModelRunnerOutput
+from .input_batch import InputBatch, WorkerRequest
+
+_ONE_BYTE = 256  # experts that a byte can name
+
+
+@dataclass(slots=True)
+class _Record:
+    request: WorkerRequest
+    first: int  # position of the first row
+    rows: npt.NDArray[np.uint16]  # [positions, layers, experts of a token]; grows
+    num_told: int  # positions before this one were told
+
+
+class RoutedExpertsCollector:
+    """The requests whose experts are told. In every step `record_step`, then `deliver_rows`."""
+
+    def __init__(self, chosen: Tensor, num_experts: int, max_model_len: int) -> None:
+        """`chosen` is int32 `[layers, tokens, experts of a token]`, filled by each step."""
+        self._chosen, self._max_model_len = chosen, max_model_len
+        self._dtype = np.dtype(np.uint8 if num_experts <= _ONE_BYTE else "<u2")
+        self._records: dict[str, _Record] = {}
+
+    def add_request(self, request: WorkerRequest) -> None:
+        """Note a new request. Of one with output all before its last token was told."""
+        first = request.routed_from
+        if first is None:
+            return
+        layers, _, each = self._chosen.shape
+        told = first if not request.output_token_ids else max(first, request.num_tokens - 1)
+        capacity = max(0, min(2 * request.num_tokens, self._max_model_len) - first)
+        rows = np.zeros((capacity, layers, each), np.uint16)
+        self._records[request.request_id] = _Record(request, first, rows, told)
+
+    def remove_request(self, request_id: str) -> None:
+        """A request has ended; one whose experts are not told is ignored."""
+        self._records.pop(request_id, None)
+
+    def record_step(
+        self, batch: InputBatch, rows: IntArray, computed: IntArray, counts: IntArray
+    ) -> None:
+        """Take the experts of a step that has computed `counts` tokens of each of these rows of the
+        batch, after `computed` ones."""
+        if not self._records:
+            return
+        ends = np.cumsum(counts)
+        chosen = self._chosen[:, : int(ends[-1])].cpu().numpy()
+        row_index = {row: index for index, row in enumerate(rows.tolist())}
+        for request_id, record in self._records.items():
+            index = row_index.get(batch.row_of.get(request_id, -1))
+            if index is None:
+                continue
+            start, count, end = int(computed[index]), int(counts[index]), int(ends[index])
+            skipped = max(0, record.first - start)
+            if skipped < count:
+                at = start + skipped - record.first
+                new = chosen[:, end - count + skipped : end].transpose(1, 0, 2)
+                _grow(record, at + len(new))
+                record.rows[at : at + len(new)] = new
+
+    def deliver_rows(self, requests: Iterable[WorkerRequest], result: ModelRunnerOutput) -> None:
+        """Tell of those of `requests`, for which this step was to sample, that got tokens. Another
+        request may have taken the id of one of them since."""
+        for request in requests:
+            request_id = request.request_id
+            record = self._records.get(request_id)
+            if record is None or record.request is not request:
+                continue
+            if not result.sampled_token_ids.get(request_id):
+                continue
+            start, end = record.num_told, max(record.num_told, request.num_tokens - 1)
+            rows = record.rows[start - record.first : end - record.first].astype(self._dtype)
+            result.routed_experts[request_id] = RoutedRows(start, rows.shape, rows.tobytes())
+            record.num_told = end
+
+
+def _grow(record: _Record, num_rows: int) -> None:
+    if num_rows > len(record.rows):
+        grown = np.zeros((2 * num_rows, *record.rows.shape[1:]), np.uint16)
+        grown[: len(record.rows)] = record.rows
+        record.rows = grown
