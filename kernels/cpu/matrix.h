@@ -25,6 +25,8 @@ constexpr int MOST_PANELS = 4;
 constexpr int64_t ROWS_AT_ONCE = 7 * MOST_ROWS;
 // Of a matrix, in tasks of many rows.
 constexpr int64_t PART_BYTES = 256 << 10;
+// Of a matrix that few rows are multiplied by, before it is read.
+constexpr int64_t AHEAD_BYTES = 16 << 10;
 // From here on a panel of 16-bit numbers is widened once and not for every block of rows.
 constexpr int64_t WORTH_WIDENING = 3 * MOST_ROWS / 2;
 
@@ -187,7 +189,10 @@ void multiply_packed(const T *a, int64_t a_row, int64_t rows, const Matrix &matr
                 for (int64_t m = 0; m < here; m++) put.send_for(row + m, p);
                 for (int64_t u = 0; u < unit; u++) {
                     // The first two blocks send for half of the next panel each.
-                    NextLines next = {(const char *)from, 0};
+                    // One block reads each line once: it is sent for some steps before.
+                    constexpr int64_t STEP_BYTES =
+                        Inputs<T>::TOGETHER * PANEL<A> * int64_t(sizeof(E));
+                    NextLines next = {(const char *)(from + u * size) + AHEAD_BYTES, STEP_BYTES};
                     if (block < 2 && blocks > 1 && p + unit < end)
                         next = {(const char *)(from + (unit + u) * size + block * size / 2),
                                 Inputs<T>::TOGETHER * PANEL<A> * int64_t(sizeof(E)) / 2};
