@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -497,3 +497,39 @@ def test_matrices_of_another_model_are_refused() -> None:
     model.layers[1]["down"] = torch.zeros(model.hidden, 8)
     with pytest.raises(KernelRefused, match="expected matrices"):
         model.in_library()
+
+
+def test_experts_are_told_of_all_rows_alone() -> None:
+    model = Model(torch.float32, SILU, True, 6)
+    run, x = model.in_library().run, draw(4, model.hidden, dtype=torch.float32)
+    given = (x, model.positions([0], [4]), model.steps([0], [4]))
+    chosen = torch.full((2, 5, 2), -1, dtype=torch.int32)
+    hidden, _ = run(*given, None, chosen=chosen)
+    assert torch.equal(hidden, run(*given, None)[0])
+    assert (chosen[:, :4] >= 0).all() and (chosen[:, :4] < 6).all() and (chosen[:, 4] == -1).all()
+    assert (chosen[:, :4, 0] != chosen[:, :4, 1]).all()
+    for wrong in (chosen[:, :3], chosen[:1], chosen[..., :1], chosen.long()):
+        with pytest.raises(ValueError, match=r"expected int32 \[2, 4 or more, 2\] for the experts"):
+            run(*given, None, chosen=wrong)
+    with pytest.raises(ValueError, match="and some rows"):
+        run(*given, torch.tensor([1]), chosen=chosen)
+
+
+def test_experts_that_do_not_fit_are_refused() -> None:
+    model = Model(torch.float32, SILU, True, 6)
+    layer = model.in_library()._kept[0]
+    assert isinstance(layer, NetworkLayer) and layer.experts is not None
+
+    def network_of(experts: NetworkExperts) -> None:
+        CpuNetwork([replace(layer, experts=experts)], model.last_norm, num_heads=HEADS, eps=1e-5)
+
+    network_of(layer.experts)
+    for wrong in (
+        replace(layer.experts, num_chosen=7),
+        replace(layer.experts, num_chosen=0),
+        replace(layer.experts, gate_ups=layer.experts.gate_ups[:5]),
+        replace(layer.experts, router=layer.experts.downs[0]),
+        replace(layer.experts, downs=[*layer.experts.downs[:5], layer.qkv]),
+    ):
+        with pytest.raises(KernelRefused, match="expected"):
+            network_of(wrong)
