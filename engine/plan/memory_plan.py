@@ -5,6 +5,7 @@ Bytes, blocks and seconds from shapes, sizes and rates; nothing is measured, ope
 Prefill of n tokens is counted in operations:
 
     2 * n * (elements of the layers' matrices)  +  2 * n^2 * layers * heads * head_dim
+                 of experts those of a token
 
 the second for scores and their sums over half of the square. Loading is counted in whole blocks,
 each one contiguous chunk; what lies below the CPU tier passes through it, one after the other.
@@ -208,11 +209,14 @@ def waste(layout: BlockLayout, typical_tokens: int) -> Waste:
 
 def prefill_of(shapes: Shapes, spec: ModelSpec, operations_per_second: float) -> Prefill:
     """Prefill at a rate of operations, those of all devices together."""
-    matrices = sum(
-        math.prod(shape)
-        for name, shape in shapes.items()
-        if name.startswith(_LAYER_PREFIX) and len(shape) > 1
-    )
+    matrices = 0.0
+    for name, shape in shapes.items():
+        if not name.startswith(_LAYER_PREFIX) or len(shape) < 2:
+            continue
+        share = 1.0
+        if len(shape) > 2 and spec.experts is not None:
+            share = spec.experts.num_per_token / spec.experts.num_experts
+        matrices += share * math.prod(shape)
     attention = 2.0 * spec.num_layers * spec.num_heads * spec.head_dim
     return Prefill(2.0 * matrices / operations_per_second, attention / operations_per_second)
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +69,21 @@ def test_prefill_counts_each_weight_of_the_layers_twice(spec: ModelSpec) -> None
         plan.prefill_of(shapes, spec, 4.0).estimate_seconds(100)
         == prefill.estimate_seconds(100) / 4
     )
+
+
+def test_prefill_counts_the_experts_of_a_token(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 100,
+        "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16,
+        "num_key_value_heads": 2, "moe_intermediate_size": 32, "num_experts": 8,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = load_model_spec(tmp_path)
+    attention, router, expert = 64 * (64 + 2 * 32 + 64), 8 * 64, 3 * 32 * 64
+    of_a_token = 3 * (attention + router + 2 * expert)
+    prefill = plan.prefill_of(expected_tensors(spec), spec, 1e9)
+    assert prefill.estimate_seconds(1) == pytest.approx(2e-9 * of_a_token, rel=1e-2)
 
 
 def test_what_lies_deeper_passes_through_the_cpu_tier() -> None:
