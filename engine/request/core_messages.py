@@ -160,6 +160,8 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     embedding: bytes | None = None
     # Where experts are told: of tokens that were computed, some perhaps twice; the last one counts.
     routed_experts: list[RoutedRows] | None = None
+    # With the last one, where none of its tokens is what ended the request: a grammar did.
+    ends_without_token: bool = False
 
 
 class Outputs(msgspec.Struct, tag="outputs", array_like=True):

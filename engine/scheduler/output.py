@@ -104,7 +104,7 @@ class OutputWriter:
         self, request: Request, status: RequestStatus, now: float, error: str | None = None
     ) -> TokenOutput:
         """End a request for another reason than its tokens."""
-        output = TokenOutput(request.request_id, [], error=error)
+        output = TokenOutput(request.request_id, [], error=error, ends_without_token=True)
         if status is RequestStatus.FINISHED_NOT_FINITE:
             output.error_code = NOT_FINITE
         elif status is RequestStatus.FINISHED_PROCESSOR_FAILED:

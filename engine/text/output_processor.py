@@ -240,7 +240,8 @@ class OutputProcessor:
 
     def _shown(self, token_ids: list[int], output: TokenOutput) -> list[int]:
         """The tokens that have a place in the text: not the one that ended the request."""
-        if output.finish_reason == "stop" and not self._params.include_stop_str_in_output:
+        has_end = output.finish_reason == "stop" and not output.ends_without_token
+        if has_end and not self._params.include_stop_str_in_output:
             return token_ids[:-1]
         return token_ids
 

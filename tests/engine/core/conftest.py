@@ -108,6 +108,7 @@ def finish(core: EngineCore, outputs: list[TokenOutput], count: int) -> dict[str
             )
             whole.finish_reason, whole.error = output.finish_reason, output.error
             whole.timings = output.timings
+            whole.ends_without_token = output.ends_without_token
             ended += output.finish_reason is not None
         if ended == count:
             return merged

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from stratakv.engine.client.base import EngineClient
+from stratakv.engine.client.message_client import Mailbox
 from stratakv.engine.request.core_messages import AddRequest, ExtendPrompt, TokenOutput
 from stratakv.engine.request.logprobs import PositionLogprobs
 from stratakv.engine.request.request import pack_token_ids, unpack_token_ids
@@ -142,6 +143,20 @@ def test_an_end_token_is_no_text(tokenizer: Tokenizer) -> None:
         results = process(tokenizer, params, [TokenOutput("r", tokenizer.encode("ab")), last])
         assert "".join([r.text for r in results]) == "ab"
         assert results[-1].token_ids == [end]
+
+
+def test_the_last_token_of_an_answer_that_a_grammar_has_ended_is_text(tokenizer: Tokenizer) -> None:
+    """The end has no token of its own, and may be read together with the tokens before it."""
+
+    async def read(params: SamplingParams) -> str:
+        mailbox = Mailbox()
+        mailbox.put(TokenOutput("r", tokenizer.encode("ab")))
+        mailbox.put(TokenOutput("r", [], finish_reason="stop", ends_without_token=True))
+        [result] = process(tokenizer, params, [await mailbox.get()])
+        return result.text
+
+    assert asyncio.run(read(SamplingParams())) == "ab"
+    assert asyncio.run(read(SamplingParams(stop=("x",)))) == "ab"
 
 
 def test_what_was_held_back_comes_with_the_end(tokenizer: Tokenizer) -> None:
