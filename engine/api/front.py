@@ -184,12 +184,15 @@ class Front:
 
         try:
             return await self.off_loop(work, size)
-        except PromptTooLong as error:
-            message = f"{error} (the context of {self.max_model_len} tokens leaves one for the "
-            code = "context_length_exceeded"
-            raise ApiError(f"{message}answer)", param=param, code=code) from None
         except ValueError as error:
-            raise ApiError(str(error), param=param, code="invalid_value") from None
+            raise self.refused_text(error, param) from None
+
+    def refused_text(self, error: ValueError, param: str) -> ApiError:
+        """The error for a text that cannot be the prompt, by what its tokenizer raised."""
+        if not isinstance(error, PromptTooLong):
+            return ApiError(str(error), param=param, code="invalid_value")
+        context = f"the context of {self.max_model_len} tokens leaves one for the answer"
+        return ApiError(f"{error} ({context})", param=param, code="context_length_exceeded")
 
     async def off_loop(self, work: Callable[[], T], size: int) -> T:
         """The result of `work` on a text of so many characters, or on so many tokens: made at once

@@ -26,10 +26,14 @@ _SPACES = " \n\t\r"
 class PromptParts:
     """Parts are texts or lists of token ids, in any order. Raises ValueError for a part that cannot
     be, which is as if it had not come: for a text without a tokenizer or of no Unicode, and
-    (PromptTooLong) beyond `max_tokens`."""
+    (PromptTooLong) beyond `max_tokens`. With `add_special_tokens` a first text has those that the
+    tokenizer puts around one."""
 
-    def __init__(self, tokenizer: Tokenizer | None, max_tokens: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, max_tokens: int, *, add_special_tokens: bool = True
+    ) -> None:
         self._tokenizer, self._max_tokens = tokenizer, max_tokens
+        self._add_special_tokens = add_special_tokens
         self._fixed: list[int] = []  # the tokens before the text that still grows
         self._text = ""
         self._num_cut = 0  # characters of that when it was cut into tokens last
@@ -128,7 +132,9 @@ class PromptParts:
         assert self._tokenizer is not None
         is_first = not self._fixed
         return self._tokenizer.encode(
-            text, add_special_tokens=is_first, max_tokens=self._max_tokens
+            text,
+            add_special_tokens=is_first and self._add_special_tokens,
+            max_tokens=self._max_tokens,
         )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import msgspec
@@ -33,9 +33,21 @@ from .request.body import JSON_LINES, check_kind, decode_body
 from .request.checks import check_completion
 from .request.protocol import CompletionRequest
 from .response.generation import Generation, job_of, make_generations, tenant_of
+from .response.kv_transfer_params import FIELD as KV_PARAMS
+from .response.kv_transfer_params import read_params
 from .response.streaming import before
 
-_WHOLE_ONLY = ("prompt_embeds", "echo", "truncate_prompt_tokens", "best_of", "use_beam_search")
+# Fields that go with whole prompts alone, with the values under which nothing is asked of them. A
+# `prompt_embeds` or `truncate_prompt_tokens` of any value asks for something.
+_WHOLE_ONLY: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "prompt_logprobs": (),
+    "prompt_embeds": (),
+    "echo": (False,),
+    "truncate_prompt_tokens": (),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+}
 
 
 class FirstPart(CompletionRequest, kw_only=True, forbid_unknown_fields=True):
@@ -74,17 +86,17 @@ class PartReader:
             return
         front, parts = self.front, self.parts
         if isinstance(part, list):
-            front.check_vocabulary(part, f"prompt[{place}]")
+            front.check_vocabulary(part, _name_of(place))
             size = len(part)
         else:
             front.need_tokenizer("prompt", "send parts as lists of token ids")
             size = parts.num_characters + len(part)
             if size > (most := front.settings.max_text_characters):
-                raise _invalid(f"the text has {size} characters and at most {most} fit", place)
+                raise _text_too_long(size, most, place)
         try:
             tokens = await front.off_loop(lambda: parts.add_part(part), size)
         except ValueError as error:
-            raise _invalid(str(error), place) from None
+            raise front.refused_text(error, _name_of(place)) from None
         packed = pack_token_ids(tokens) if tokens else b""
         if self.opened:  # a part without tokens that are sure is one all the same
             await front.client.extend_prompt(ExtendPrompt(self.opened, packed))
@@ -102,10 +114,11 @@ class PartReader:
         try:
             num_kept, tokens = await self.front.off_loop(parts.end_prompt, parts.num_characters)
         except ValueError as error:
-            raise _invalid(str(error), 0) from None
+            raise self.front.refused_text(error, "prompt") from None
         token_ids = parts.token_ids
         if not token_ids:
-            raise _invalid("the prompt is empty; send at least one token", 0)
+            message = "the prompt is empty; send at least one token"
+            raise ApiError(message, param=_name_of(0), code="empty_prompt")
         self.front.check_vocabulary(token_ids, "prompt", is_text=True)
         if self.opened:
             packed = pack_token_ids(tokens) if tokens else b""
@@ -149,8 +162,14 @@ async def read_parts(
     request = decode_body(first, _first_decoder)
     check_completion(front, request)
     _refuse_whole_only(request)
+    if request.stream_options is not None:
+        front.dropped.report_unknown(first)
     own_id = uuid.uuid4().hex
-    parts = PromptParts(front.tokenizer, front.max_prompt_tokens)
+    parts = PromptParts(
+        front.tokenizer,
+        front.max_prompt_tokens,
+        add_special_tokens=request.add_special_tokens is not False,
+    )
     reader = PartReader(front, http, request, parts, own_id, time.monotonic())
     try:
         if request.prompt:
@@ -245,15 +264,26 @@ def _one_prompt(prompt: object) -> str | list[int]:
 
 
 def _refuse_whole_only(request: CompletionRequest) -> None:
-    asked: Sequence[str] = [name for name in _WHOLE_ONLY if getattr(request, name)]
-    if request.n not in (None, 1):
-        asked = ["n", *asked]
-    if request.prompt_logprobs is not None:
-        asked = ["prompt_logprobs", *asked]
-    if asked:
-        message = f"`{asked[0]}` goes with whole prompts; send the prompt to /v1/completions"
-        raise ApiError(message, param=asked[0], code="invalid_value")
+    for name, neutral in _WHOLE_ONLY.items():
+        if getattr(request, name) not in (None, *neutral):
+            raise _of_whole_prompts(name)
+    handed = read_params(request.kv_transfer_params, is_alone=True) or NO_EXTRAS
+    if handed.hand_over or handed.ticket is not None:
+        raise _of_whole_prompts(KV_PARAMS)
 
 
-def _invalid(message: str, place: int) -> ApiError:
-    return ApiError(message, param=f"prompt[{place}]", code="invalid_value")
+def _of_whole_prompts(name: str) -> ApiError:
+    message = f"`{name}` goes with whole prompts; send the prompt to /v1/completions"
+    return ApiError(message, param=name, code="invalid_value")
+
+
+def _text_too_long(size: int, most: int, place: int) -> ApiError:
+    message = (
+        f"the text has {size} characters and at most {most} are cut into tokens for one request; "
+        "send less, or token ids"
+    )
+    return ApiError(message, param=_name_of(place), code="text_too_long")
+
+
+def _name_of(place: int) -> str:
+    return f"prompt[{place}]"

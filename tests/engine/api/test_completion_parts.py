@@ -13,7 +13,7 @@ import pytest
 
 from ...tiers.store_contract import wait_until
 from .conftest import LiveServer
-from .test_completions import GREEDY, IDS, post
+from .test_completions import GREEDY, IDS, JSON, post
 
 PATH = "/v1/completions/parts"
 LINES = {"Content-Type": "application/x-ndjson"}
@@ -158,3 +158,21 @@ def test_a_line_may_say_that_it_is_the_last(http: httpx.Client) -> None:
     assert answer.startswith(b"HTTP/1.1 200")
     found = json.loads(answer.partition(b"\r\n\r\n")[2])
     assert found["choices"] == post(http, prompt=IDS, max_tokens=4)["choices"]
+
+
+@pytest.mark.parametrize("parts", [
+    [TEXT] * 200,  # too many tokens, and none too many for its characters
+    ["a " * 9, "b " * 5000], ["x" * 10**6], [[5] * 200, [5] * 4000], [[5] * 5000],
+    [""], [IDS, [10**6]],
+], ids=range(7))  # fmt: skip
+def test_what_cannot_be_a_prompt_has_the_code_of_whole_prompts(
+    http: httpx.Client, parts: list[Any]
+) -> None:
+    whole = [token for part in parts for token in part]
+    body = {**GREEDY, "prompt": whole if whole and isinstance(whole[0], int) else "".join(whole)}
+    expected = http.post("/v1/completions", content=json.dumps(body), headers=JSON)
+    found = send(http, lines_of(parts))
+    assert found.status_code == expected.status_code == 400
+    error = found.json()["error"]
+    assert error["code"] == expected.json()["error"]["code"]
+    assert error["param"].partition("[")[0] == "prompt"
