@@ -8,7 +8,8 @@ that is found, copied or loaded brings both. The draft model computes
     answers     a block at once, when that is full; and for drafts what it lacks
 
 An answer that no drafts were asked for in its last block is left: its full blocks get zeros for
-the draft model's K and V, so that a request which finds them never reads those of another text.
+the draft model's K and V, so that a request which finds them never reads those of another text. The
+slots of tokens beyond the draft model's own context, which it never computes, get zeros too.
 
     tokens      a b c d e f g h i        `i` was chosen last
     K and V     of the model up to h, of the draft model up to f
@@ -38,6 +39,7 @@ from ..forward.attention_metadata import ranges
 from ..forward.forward import LateTokens, StepForward, StepInputs, step_order
 from ..input_batch import InputBatch
 from ..kv_pool import ModelPages
+from .hidden_pages import slot_index
 from .proposer import ComputedStep, DraftQuery, Proposer
 
 _FOLLOWED_BLOCKS = 1  # of an answer, since drafts of it were asked for last
@@ -88,6 +90,7 @@ class DraftModel(Proposer):
 
     def follow_step(self, step: ComputedStep) -> None:
         """Compute prompts with the model, and blocks that become full."""
+        self._clear_bare_slots(step)
         batch, rows, size = self._batch, step.rows, self._table.given_size
         known, ends = batch.num_draft_computed, step.computed + step.counts
         # Behind that lie drafts which the step does not check.
@@ -175,6 +178,24 @@ class DraftModel(Proposer):
         for table, pages in self._pages:
             blocks = to_device(table.array[places].astype(np.int64), pages.device)
             pages.index_fill_(0, blocks, 0)
+
+    def _is_bare(self, positions: IntArray) -> BoolArray:
+        """`[tokens]` whether nothing is ever computed for the slot of a token at this position."""
+        return positions >= self._max_model_len
+
+    def _clear_bare_slots(self, step: ComputedStep) -> None:
+        """Zeros for K and V of the step's tokens whose slots nothing is computed for: so they hold
+        nothing of the text that had the block before."""
+        rows, positions = np.repeat(step.rows, step.counts), ranges(step.computed, step.counts)
+        is_bare = self._is_bare(positions)
+        if not is_bare.any():
+            return
+        rows, positions = rows[is_bare], positions[is_bare]
+        for table, pages in self._pages:
+            blocks, offsets = slot_index(table, rows, positions, pages.device)
+            # As bytes: not every type of K and V can be put in its place.
+            nothing = torch.zeros((), dtype=torch.uint8, device=pages.device)
+            pages.view(torch.uint8)[blocks, :, :, offsets] = nothing
 
     def _room(self, rows: IntArray) -> IntArray:
         """Drafts that the blocks of each row, and the draft model's context, have room for."""

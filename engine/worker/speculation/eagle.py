@@ -26,7 +26,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ...batch.batch_update import IntArray
@@ -38,7 +37,7 @@ from ..forward.forward import StepForward
 from ..input_batch import InputBatch
 from ..kv_pool import ModelPages
 from .draft_model import BoolArray, DraftModel, DraftRows
-from .hidden_pages import HiddenPages, slot_index
+from .hidden_pages import HiddenPages
 from .proposer import ComputedStep
 
 _FIRST_SLOTS = 1  # that have no hidden state before them
@@ -72,10 +71,10 @@ class EagleDrafts(DraftModel):
         self._states.write_states(rows, positions, step.hidden)
         known, first = self._batch.num_draft_computed, step.rows[step.computed == 0]
         known[first] = np.maximum(known[first], _FIRST_SLOTS)
-        is_bare = (positions < _FIRST_SLOTS) | (positions >= self._max_model_len)
-        if is_bare.any():
-            self._clear_slots(rows[is_bare], positions[is_bare])
         super().follow_step(step)
+
+    def _is_bare(self, positions: IntArray) -> BoolArray:
+        return (positions < _FIRST_SLOTS) | super()._is_bare(positions)
 
     def _leaves(self, rows: IntArray, ends: IntArray) -> BoolArray:
         return np.zeros(len(rows), np.bool_)
@@ -97,11 +96,3 @@ class EagleDrafts(DraftModel):
             hidden = states[to_device(meant, device)]
         fused = Embeds(None, self._head.fuse(tokens, hidden))
         return self._forward.prepare_step(replace(inputs, embeds=fused, late=None))()
-
-    def _clear_slots(self, rows: IntArray, positions: IntArray) -> None:
-        """Zeros for K and V of these slots, which the head never computes."""
-        for table, pages in self._pages:
-            blocks, offsets = slot_index(table, rows, positions, pages.device)
-            # As bytes: not every type of K and V can be put in its place.
-            nothing = torch.zeros((), dtype=torch.uint8, device=pages.device)
-            pages.view(torch.uint8)[blocks, :, :, offsets] = nothing
