@@ -7,7 +7,7 @@ counted. The tests that measure time run in the last process, after every other 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,12 +17,40 @@ from xdist.workermanage import WorkerController
 ALONE = "alone"  # the scope of all tests that run alone
 
 
+class Numbered(list[str]):
+    """Names of tests, each of which is found at once."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names)
+        self._numbers = {name: number for number, name in enumerate(names)}
+
+    def index(self, name: str, *_: Any) -> int:
+        return self._numbers[name]
+
+
 class AloneAtTheEnd(LoadFileScheduling):
     """Hands out files in the order of collection, which has the tests that run alone last."""
 
     def __init__(self, config: Any, log: Any, runs_alone: Callable[[str], bool]) -> None:
         super().__init__(config, log)
         self._runs_alone = runs_alone
+
+    def add_node_collection(self, node: WorkerController, collection: Sequence[str]) -> None:
+        super().add_node_collection(node, collection)
+        if node in self.registered_collections:
+            self.registered_collections[node] = Numbered(collection)
+
+    def mark_test_complete(
+        self, node: WorkerController, item_index: int, duration: float = 0
+    ) -> None:
+        """What has ended is forgotten: all that is kept is counted after each message of a
+        process."""
+        name = self.registered_collections[node][item_index]
+        scope, work = self._split_scope(name), self.assigned_work[node]
+        work[scope][name] = True
+        if all(work[scope].values()):
+            del work[scope]
+        self._reschedule(node)
 
     def remove_node(self, node: WorkerController) -> str | None:
         """What `node` has not ended goes to others, but for the test in which it crashed: that one

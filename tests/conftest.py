@@ -34,6 +34,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # A long run repeats what CI does once, often a thousand times.
 LONG_TIMEOUT_SECONDS = 7200
 DEFAULT_SEED = 20260
+# New objects, less those that went, until the young ones are looked through, in place of 700.
+YOUNG_OBJECTS = 10_000
 
 TESTS = Path(__file__).resolve().parent
 NURSERY_SITE = TESTS / "nursery_site"
@@ -216,6 +218,7 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(YOUNG_OBJECTS)
         gc.enable()
 
 
