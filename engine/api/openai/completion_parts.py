@@ -42,6 +42,7 @@ from .response.streaming import before
 _WHOLE_ONLY: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "prompt_logprobs": (),
+    "routed_experts_prompt_start": (),
     "prompt_embeds": (),
     "echo": (False,),
     "truncate_prompt_tokens": (),

@@ -71,6 +71,7 @@ VALUES: dict[str, Sequence[Any]] = {
         {"stream_options": {"include_usage": True}},
     ],
     "prompt_logprobs": [1, 0, 99],
+    "routed_experts_prompt_start": [0, -1],
     "return_token_ids": [True],
     "return_tokens_as_token_ids": [{"return_tokens_as_token_ids": True, "logprobs": 1}],
     "cache_salt": ["x" * 300, "salt"],

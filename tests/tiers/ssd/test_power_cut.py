@@ -180,13 +180,16 @@ def test_a_missing_sync_is_noticed(
     loses_cache: bool,
     plants: list[str],
 ) -> None:
-    """The test above has power. Nothing wrong is served even so: `Verdict` compares the bytes."""
+    """The test above has power. Nothing wrong is served even so: `Verdict` compares the bytes. Now
+    and then the kernel writes by itself what nobody has flushed, and a cut takes nothing."""
     cuts = Cuts(disk, nursery, memory_path, *plants)
     cuts.start(seed)
     lossy = 0
-    for _ in range(PLANTED_CUTS):
+    for _ in range(3 * PLANTED_CUTS):
         time.sleep(0.1)
         ledger, verdict = cuts.cut(loses_cache=loses_cache)
         lossy += not ledger.must_have <= verdict.served
+        if lossy == PLANTED_CUTS:
+            break
     cuts.stop()
     assert lossy == PLANTED_CUTS
