@@ -6,23 +6,38 @@
 
 Its first line is read whole, because a node is chosen by it. The rest is passed on as fast as the
 node takes it, and nothing of that is kept.
+
+    a part          whole in time, once it has begun
+    between parts   as long as its node waits: the end of that one's answer is the end
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 from starlette.types import Message, Receive
 
 from ..api.api_errors import ApiError, ClientGone
+from ..api.http.incoming_bytes import IncomingBytes
 from ..api.openai.response.socket_messages import only_disconnect, text_of_message
 from ..api.openai.response.streaming import before
 from . import legs
 
+# Between two parts, for a node that never ends a session: the longest that one may be told to wait.
+PAUSE_SECONDS = 86400.0
+
 
 class PartsSource(Protocol):
     """The parts that a client sends, as lines of JSON."""
+
+    num_held: int  # bytes of the part that is on its way, or was given last
+
+    @property
+    def began_at(self) -> float | None:
+        """The event loop's time at which a part that is not whole began to come; None between two
+        parts."""
 
     async def read_lines(self) -> bytes:
         """The next bytes, and b"" behind the last of them. Raises ApiError and ClientGone."""
@@ -32,19 +47,26 @@ class PartsSource(Protocol):
 
 
 class PartsBody:
-    """The body of one prompt. The proxy reads `rest` of it with `read_more`."""
+    """The body of one prompt. The proxy reads `rest` of it with `read_more`. A part comes within
+    `part_seconds`; `hold` is told how many bytes are held, and raises ApiError for too many."""
 
-    def __init__(self, source: PartsSource, wait_seconds: float) -> None:
+    def __init__(
+        self, source: PartsSource, part_seconds: float, hold: Callable[[int], None]
+    ) -> None:
         self._source = source
-        self._wait_seconds = wait_seconds
+        self._part_seconds = part_seconds
+        self._hold = hold
+        self._num_first = 0
         self._is_over = False
         self._stopped = asyncio.Event()
+        self._stopped_at = 0.0
+        self._when_stopped: Callable[[float], None] = lambda seconds: None
         self.was_read = False
 
     async def read_first(self, ended: asyncio.Future[None]) -> bytes:
         """The first line that is not empty, and what came together with it. Raises ApiError
         where it does not come in time, ClientGone, and what the source raises."""
-        deadline = asyncio.get_running_loop().time() + self._wait_seconds
+        deadline = asyncio.get_running_loop().time() + self._part_seconds
         held = bytearray()
         while True:
             try:
@@ -56,6 +78,8 @@ class PartsBody:
                 break
             start = len(held)
             held += chunk if held else chunk.lstrip()
+            self._num_first = len(held)
+            self._hold(self._num_first + self._source.num_held)
             if held.find(b"\n", start) >= 0:
                 break
         return bytes(held)
@@ -65,11 +89,8 @@ class PartsBody:
         and ClientGone."""
         if self._is_over:
             return b""
-        try:
-            async with asyncio.timeout(self._wait_seconds):
-                chunk = await self._source.read_lines()
-        except TimeoutError:
-            raise self._overdue() from None
+        chunk = await self._next_lines()
+        self._hold(self._num_first + self._source.num_held)
         if chunk:
             self.was_read = True
         else:
@@ -78,7 +99,16 @@ class PartsBody:
 
     def stop_reading(self) -> None:
         """The node answers, so `receive_end` may read the rest and drop it."""
-        self._stopped.set()
+        if not self._stopped.is_set():
+            self._stopped.set()
+            self._stopped_at = asyncio.get_running_loop().time()
+            self._when_stopped(self._stopped_at)
+
+    def when_stopped(self, call: Callable[[float], None]) -> None:
+        """Call this once nothing more is read, as BodyRest has it; now, where that is so."""
+        self._when_stopped = call
+        if self._stopped.is_set():
+            call(self._stopped_at)
 
     async def receive_end(self) -> Message:
         """Says http.disconnect when the client leaves behind its last part. Before that
@@ -86,15 +116,38 @@ class PartsBody:
         await self._stopped.wait()
         return await self._source.receive_end()
 
+    async def _next_lines(self) -> bytes:
+        """Read from the source, whose next part may have begun, or begin while it is awaited."""
+        clock = asyncio.get_running_loop().time
+        reading, paused_at = asyncio.ensure_future(self._source.read_lines()), clock()
+        try:
+            while True:
+                began = self._source.began_at
+                due = paused_at + PAUSE_SECONDS if began is None else began + self._part_seconds
+                left = due - clock()
+                if left <= 0:
+                    raise self._overdue(has_paused=began is None)
+                await asyncio.wait((reading,), timeout=min(left, self._part_seconds))
+                if reading.done():
+                    return reading.result()
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
     def _set_over(self) -> None:
         self._is_over = True
-        self._stopped.set()
+        self.stop_reading()
 
-    def _overdue(self) -> ApiError:
+    def _overdue(self, *, has_paused: bool = False) -> ApiError:
         message = (
-            f"no part of the prompt came for {self._wait_seconds:g} s; send the whole prompt to "
-            "/v1/completions"
+            f"a part of the prompt was not there within {self._part_seconds:g} s (--body-seconds "
+            "of the router); send it faster, or the whole prompt to /v1/completions"
         )
+        if has_paused:
+            message = (
+                f"no part of the prompt came for {PAUSE_SECONDS:g} s; send the whole prompt to "
+                "/v1/completions"
+            )
         return ApiError(message, status=408, code="body_timeout")
 
 
@@ -105,7 +158,8 @@ class HttpParts:
         self._receive = receive
         self._max_line_bytes = max_line_bytes
         self._line: list[bytes] = []  # pieces of a line whose end has not come
-        self._num_bytes = 0  # of it
+        self.num_held = 0  # bytes of it
+        self.began_at: float | None = None  # see PartsSource
         self._is_whole = False
 
     async def read_lines(self) -> bytes:
@@ -128,13 +182,15 @@ class HttpParts:
         for end in ends:
             self._add_piece(end)
             self._is_whole |= _says_last(b"".join(self._line))
-            self._line, self._num_bytes = [], 0
+            self._line, self.num_held, self.began_at = [], 0, None
         self._add_piece(rest)
+        if self.began_at is None and rest.strip():
+            self.began_at = asyncio.get_running_loop().time()
 
     def _add_piece(self, piece: bytes) -> None:
         self._line.append(piece)
-        self._num_bytes += len(piece)
-        if self._num_bytes > self._max_line_bytes:
+        self.num_held += len(piece)
+        if self.num_held > self._max_line_bytes:
             message = f"a line is over the limit of {self._max_line_bytes} bytes; send less"
             raise ApiError(message, status=413, code="body_too_large")
 
@@ -146,14 +202,17 @@ class HttpParts:
 class SocketParts:
     """The messages of a websocket, each of which is a part."""
 
-    def __init__(self, receive: Receive, max_message_bytes: int) -> None:
+    def __init__(self, receive: Receive, max_message_bytes: int, incoming: IncomingBytes) -> None:
         self._receive = receive
         self._max_message_bytes = max_message_bytes
+        self._incoming = incoming
+        self.num_held = 0
         self._is_whole = False
 
     async def read_lines(self) -> bytes:
         """The next message as a line, and b"" behind the last one. Raises ApiError for one that
         cannot be, and ClientGone."""
+        self.num_held = 0  # what was given last has been passed on
         if self._is_whole:
             return b""
         data = text_of_message(await self._receive())
@@ -162,9 +221,14 @@ class SocketParts:
             raise ApiError(message, status=413, code="body_too_large")
         if not data.strip():
             raise ApiError("a message is empty; send a JSON object", code="invalid_json")
-        self._is_whole = _says_last(data)
+        self._is_whole, self.num_held = _says_last(data), len(data)
         # Strings hold no raw line ends in JSON, so those that there are mean nothing.
         return data.replace(b"\n", b" ") + b"\n"
+
+    @property
+    def began_at(self) -> float | None:
+        """The time at which the message began that is on its way, as PartsSource has it."""
+        return self._incoming.began_at
 
     async def receive_end(self) -> Message:
         """The next message. Raises ApiError for one behind the last part. If the node answers

@@ -68,7 +68,8 @@ class Proxy:
 
     async def forward(self, client: ClientRequest, reply: Reply) -> None:
         """Answer one request. Raises ApiError for what no node answered, and TimeoutError for what
-        took longer than a request may; then `reply` says whether some of an answer was sent."""
+        took longer than a request may, from the last of its parts on where it comes in parts; then
+        `reply` says whether some of an answer was sent."""
         deadline = asyncio.get_running_loop().time() + self._config.request_seconds
         request, facts = client.request, Facts(client.path)
         if request.method == b"POST" and client.path in legs.GENERATING:
@@ -177,7 +178,7 @@ class Proxy:
         with self._leg(Role.DECODE) as leg:
             while node := self._next_node(Role.DECODE, facts, tried, first):
                 try:
-                    async with asyncio.timeout_at(deadline):
+                    async with self._limited(request, deadline):
                         if await self._try_decode(node, request, leg, tried, reply):
                             return
                 except TimeoutError:
@@ -190,6 +191,20 @@ class Proxy:
                     if reply.is_started or request.was_relayed or isinstance(failure, NodeSlow):
                         break
         raise _explain(error, is_started=reply.is_started, was_relayed=request.was_relayed)
+
+    @asynccontextmanager
+    async def _limited(self, request: NodeRequest, deadline: float) -> AsyncIterator[None]:
+        """Around a try, up to the `deadline`. A body that comes in parts has its time once it is
+        whole: how long a prompt may pause is its node's to say."""
+        rest, seconds = request.rest, self._config.request_seconds
+        async with asyncio.timeout_at(deadline if rest is None else None) as limit:
+            if rest is not None:
+                rest.when_stopped(lambda at: limit.reschedule(at + seconds))
+            try:
+                yield
+            finally:
+                if rest is not None:
+                    rest.when_stopped(lambda at: None)
 
     async def _try_decode(
         self, node: Node, request: NodeRequest, leg: _Leg, tried: list[Node], reply: Reply

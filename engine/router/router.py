@@ -14,14 +14,13 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import parse_qs
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -31,10 +30,12 @@ from ..api.api_errors import ApiError, ClientGone, error_response, to_api_error
 from ..api.api_settings import ApiSettings
 from ..api.http.hosts import check_host, hosts_to_check
 from ..api.http.http_protocol import PARTS_PATH
+from ..api.http.incoming_bytes import INCOMING
 from ..api.http.origins import check_origin
 from ..api.openai.request.body import JSON_LINES, check_kind, read_body
 from ..api.openai.response.socket_messages import send_message
 from ..api.openai.response.streaming import until_disconnect
+from .held_bytes import HeldBytes, Share, too_many
 from .node_tls import make_node_tls
 from .nodes import Choice, LeastLoaded, Node, Nodes, Role
 from .parts_body import HttpParts, PartsBody, PartsSource, SocketParts
@@ -62,13 +63,6 @@ _PASSED_HEADERS = frozenset(
 _KINDS = (b"content-type", b"content-encoding")  # of a body, which a websocket has none of
 
 
-@dataclass(slots=True)
-class _Share:
-    """What one request's body takes of all that may be held."""
-
-    num_bytes: int
-
-
 class Router:
     """One router: its nodes, its figures and its routes. Belongs to one event loop."""
 
@@ -85,7 +79,7 @@ class Router:
             tls=tls,
         )
         self.num_open = 0
-        self._held_bytes = 0
+        self.held = HeldBytes(MAX_HELD_BYTES)
         self.metrics = RouterMetrics(self.nodes, lambda: self.num_open)
         self._proxy = Proxy(config, self.nodes, self.metrics, tls)
         self._body_limits = ApiSettings(
@@ -226,9 +220,11 @@ class Router:
         outcome = "error"
         try:
             if is_socket:
+                # Until the connection is closed, which may be later than the end of the request.
+                scope["extensions"][INCOMING].may_hold = Share(self.held).takes
                 await receive()  # that it connects
                 await send_message(send, {"type": "websocket.accept"})
-            with self._admitted(scope) as share:
+            with self._admitted() as share:
                 is_parts = scope["path"] == PARTS_PATH
                 if is_socket or (is_parts and scope["method"] == "POST"):
                     outcome = await self._forward_parts(scope, receive, reply, share)
@@ -252,14 +248,12 @@ class Router:
         finally:
             self.metrics.record_outcome(CLIENT, outcome, time.monotonic() - began)
 
-    async def _forward(self, scope: Scope, receive: Receive, reply: Reply, share: _Share) -> str:
+    async def _forward(self, scope: Scope, receive: Receive, reply: Reply, share: Share) -> str:
         """How the request ended."""
-        request = Request(scope, receive)
-        body = b""
+        body, limits = b"", self._body_limits
         if scope["method"] not in ("GET", "HEAD", "OPTIONS", "DELETE"):
-            body = await read_body(request, self._body_limits)
-        self._held_bytes += len(body) - share.num_bytes
-        share.num_bytes = len(body)
+            counted = share.counted(receive, limits.max_body_bytes)
+            body = await read_body(Request(scope, counted), limits)
         client = ClientRequest(
             scope["path"],
             NodeRequest(scope["method"].encode(), _target(scope), self._headers(scope), body),
@@ -269,7 +263,7 @@ class Router:
         return _outcome(reply)
 
     async def _forward_parts(
-        self, scope: Scope, receive: Receive, reply: Reply, share: _Share
+        self, scope: Scope, receive: Receive, reply: Reply, share: Share
     ) -> str:
         """Pass the parts of a prompt on as they come. The result is that of `_forward`."""
         assert self._ended is not None
@@ -280,13 +274,12 @@ class Router:
             check_kind(Request(scope), JSON_LINES)
             source = HttpParts(receive, limits.max_body_bytes)
         else:
-            source = SocketParts(receive, limits.max_body_bytes)
+            incoming = scope["extensions"][INCOMING]
+            source = SocketParts(receive, limits.max_body_bytes, incoming)
             headers = [each for each in headers if each[0] not in _KINDS]
             headers.append((b"content-type", JSON_LINES.encode()))
-        body = PartsBody(source, limits.body_timeout_seconds)
+        body = PartsBody(source, limits.body_timeout_seconds, share.hold)
         first = await body.read_first(self._ended)
-        self._held_bytes += len(first) - share.num_bytes
-        share.num_bytes = len(first)
         client = ClientRequest(
             scope["path"], NodeRequest(b"POST", _target(scope), headers, first, rest=body)
         )
@@ -294,39 +287,18 @@ class Router:
         return _outcome(reply)
 
     @contextmanager
-    def _admitted(self, scope: Scope) -> Iterator[_Share]:
-        """Around a request that there is room for; raises ApiError 429 where there is none. Of a
-        body whose length is not told, room for the longest is taken until it has been read."""
-        headers = HTTPConnection(scope).headers
-        declared = headers.get("content-length", "")
-        limit = self._config.max_body_bytes
-        size = min(int(declared), limit) if declared.isdigit() else 0
-        if scope["type"] == "websocket" or "transfer-encoding" in headers:
-            size = limit
-        message = ""
+    def _admitted(self) -> Iterator[Share]:
+        """Around a request, with its share of the bytes that may be held; raises ApiError 429 where
+        as many are open as may be."""
         if self.num_open >= self._config.max_waiting:
-            message = f"{self.num_open} requests are open here, as many as the router takes"
-        elif self._held_bytes and self._held_bytes + size > MAX_HELD_BYTES:
-            message = (
-                "the bodies of the requests that are open here are as long together as the router "
-                "takes"
-            )
-        if message:
-            raise ApiError(
-                f"{message}; send this one again in a moment",
-                status=429,
-                kind="rate_limit_error",
-                code="too_many_requests",
-                retry_seconds=RETRY_SECONDS,
-            )
+            raise too_many(f"{self.num_open} requests are open here, as many as the router takes")
         self.num_open += 1
-        self._held_bytes += size
-        share = _Share(size)
+        share = Share(self.held)
         try:
             yield share
         finally:
             self.num_open -= 1
-            self._held_bytes -= share.num_bytes
+            share.hold(0)
 
     def _headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         return [(name, value) for name, value in scope["headers"] if name in self._passed]

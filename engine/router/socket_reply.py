@@ -4,6 +4,8 @@
 application/json     one message
 events               one message each; the connection's close takes the place of [DONE]
 an error             one message, and a close with the code of the error
+
+What a node says that is no JSON becomes an error object: a client of messages reads nothing else.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from __future__ import annotations
 import msgspec
 from starlette.types import Send
 
-from ..api.api_errors import ApiError, ErrorBody
+from ..api.api_errors import INVALID, ApiError, encode_error
 from ..api.openai.response.socket_messages import DONE, close_code, close_with_error, send_message
+from .proxy import NODE
 from .relay import Reply
 from .upstream import Headers, NodeLost
 
@@ -22,7 +25,20 @@ _DATA = b"data: "
 _LAST_EVENT = b"[DONE]"
 _MAX_REASON_BYTES = 123
 
-_error_decoder = msgspec.json.Decoder(ErrorBody)
+
+class _SaidDetail(msgspec.Struct):
+    """An error as a node of any kind tells it, as far as it counts here."""
+
+    message: str
+    type: str | None = None
+    code: str | int | None = None
+
+
+class _SaidError(msgspec.Struct):
+    error: _SaidDetail
+
+
+_error_decoder = msgspec.json.Decoder(_SaidError)
 
 
 class SocketReply(Reply):
@@ -52,7 +68,7 @@ class SocketReply(Reply):
         await self.write(data)
         self.is_ended = True
         if not self.is_events:
-            await self._send_text(bytes(self._held))
+            await self._send_text(self._checked(bytes(self._held)))
         await self._close()
 
     async def fail(self, error: ApiError) -> None:
@@ -65,13 +81,23 @@ class SocketReply(Reply):
         for event in events.replace(b"\r\n", b"\n").split(b"\n\n"):
             data = event.removeprefix(_DATA)
             if event.startswith(_DATA) and data != _LAST_EVENT:
-                await self._send_text(data)
+                await self._send_text(self._checked(data))
+
+    def _checked(self, data: bytes) -> bytes:
+        """Look at what a node says, and return what the client is sent for it. An error counts for
+        the close behind it."""
+        if self.status == 200 and not data.startswith(b'{"error"'):
+            is_good = _is_json(data)
+        else:
+            self._error = _read_error(data, self.status)
+            is_good = self._error is not None
+        if is_good:
+            return data
+        self._error = _bad_answer(self.status)
+        return encode_error(self._error)
 
     async def _send_text(self, data: bytes) -> None:
-        if self.status != 200 or data.startswith(b'{"error"'):
-            self._error = _read_error(data, self.status)
-        text = data.decode(errors="replace")
-        await send_message(self._send, {"type": "websocket.send", "text": text})
+        await send_message(self._send, {"type": "websocket.send", "text": data.decode()})
 
     async def _close(self) -> None:
         code, reason = DONE, ""
@@ -81,11 +107,31 @@ class SocketReply(Reply):
         await send_message(self._send, {"type": "websocket.close", "code": code, "reason": reason})
 
 
-def _read_error(data: bytes, status: int) -> ApiError:
-    """The error that a node has answered with, as far as it is one."""
+def _is_json(data: bytes) -> bool:
+    try:
+        msgspec.json.decode(data, type=msgspec.Raw)
+        data.decode()
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
+
+
+def _bad_answer(status: int) -> ApiError:
+    message = (
+        f"the node answered with the status {status} and without an answer or error in JSON; send "
+        "the request again, or look at what stands between router and node"
+    )
+    status = status if status in (429, 503) else 502
+    return ApiError(message, status=status, kind=NODE, code="bad_answer")
+
+
+def _read_error(data: bytes, status: int) -> ApiError | None:
+    """The error object that a node has answered with; None for what is none."""
     status = status if status >= 400 else 500  # in a stream
     try:
         said = _error_decoder.decode(data).error
+        data.decode()
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ApiError("the node answered with an error", status=status)
-    return ApiError(said.message, status=status, kind=said.type, code=said.code)
+        return None
+    code = None if said.code is None else str(said.code)
+    return ApiError(said.message, status=status, kind=said.type or INVALID, code=code)

@@ -8,7 +8,7 @@ closed, and closing it before the end is how the node learns that nobody waits a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -58,6 +58,9 @@ class BodyRest(Protocol):
 
     def stop_reading(self) -> None:
         """No more of it is wanted: the node answers."""
+
+    def when_stopped(self, call: Callable[[float], None]) -> None:
+        """Call this, with the event loop's time, once nothing more is read; now, if so it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,11 @@ from uvicorn._types import ASGIReceiveEvent
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
+from websockets.http11 import Request
 
 from ..api_errors import ApiError, encode_error
 from .http_protocol import STALL_SECONDS
+from .incoming_bytes import INCOMING, IncomingBytes
 from .stalled_reader import StalledReader
 
 # Bytes parsed in one go. The smallest message has 6 bytes, so no more than 682 messages wait for
@@ -21,6 +23,7 @@ from .stalled_reader import StalledReader
 PIECE_BYTES = 4096
 # Fragments of one message. An empty one adds nothing to the length that `ws_max_size` bounds.
 MAX_FRAGMENTS = 16384
+TOO_MANY = "too_many_requests"  # why a client is asked to try later
 PING_SECONDS = 20.0
 _NO_HANDSHAKE = ApiError(
     "the websocket's handshake cannot be read; send at most 128 headers, of 8192 bytes each",
@@ -39,6 +42,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._unparsed = bytearray()
+        self._incoming = IncomingBytes(self.loop.time)
         self._next_parse: asyncio.Handle | None = None
         self._is_blocked = False  # the client does not read
         self._is_lost = False
@@ -54,6 +58,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._is_lost = True
         self._reader.stop_watching()
         self._unparsed.clear()
+        self._incoming.drop_all()
         if self._next_parse is not None:
             self._next_parse.cancel()
         super().connection_lost(exc)
@@ -71,6 +76,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     async def receive(self) -> ASGIReceiveEvent:
         """The next message. More is parsed once all of them are taken."""
         message = await super().receive()
+        if self.queue.empty():
+            self._incoming.take_messages()
         self._parse_soon()
         return message
 
@@ -120,10 +127,27 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().keepalive_timeout()
         self.transport.abort()
 
+    def handle_connect(self, event: Request) -> None:
+        """The handshake has come: the application may bound what waits for it."""
+        super().handle_connect(event)
+        if not self.close_sent:
+            cast(dict[str, Any], self.scope["extensions"])[INCOMING] = self._incoming
+
+    def handle_text(self, event: Frame) -> None:
+        """Begin a message of text, whose first frame counts among what waits here."""
+        self._incoming.add_frame(len(event.data))
+        super().handle_text(event)
+
+    def handle_bytes(self, event: Frame) -> None:
+        """Begin a binary message, whose first frame counts among what waits here."""
+        self._incoming.add_frame(len(event.data))
+        super().handle_bytes(event)
+
     def handle_cont(self, event: Frame) -> None:
         """A further fragment."""
         if self.close_sent:
             return
+        self._incoming.add_frame(len(event.data))
         if len(self.frames) >= MAX_FRAGMENTS:
             self._fail(
                 CloseCode.MESSAGE_TOO_BIG, f"a message has more than {MAX_FRAGMENTS} fragments"
@@ -133,6 +157,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def send_receive_event_to_app(self) -> None:
         """A message is whole. One that is no UTF-8 is refused without a word in the log."""
+        self._incoming.end_message(is_kept=not self.close_sent)
         if self.curr_msg_data_type == "text" and not self.close_sent:
             self.frames = [b"".join(self.frames)]
             try:
@@ -163,9 +188,20 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             piece = bytes(self._unparsed[:PIECE_BYTES])
             del self._unparsed[:PIECE_BYTES]
             super().data_received(piece)
+            self._bound_incoming()
         if self._unparsed and not self._must_wait:
             self._parse_soon()
         self._set_reading()
+
+    def _bound_incoming(self) -> None:
+        if self.transport.is_closing() or self._incoming.measure(len(self.conn.reader.buffer)):
+            return
+        self.frames = []
+        self._incoming.drop_all()
+        if self.close_sent:  # it has had its last words
+            self.transport.abort()
+        else:
+            self._fail(CloseCode.TRY_AGAIN_LATER, TOO_MANY)
 
     def _set_reading(self) -> None:
         if self.transport.is_closing():

@@ -31,6 +31,7 @@ class Fault:
     kind: str
     after: int = 0
     status: int = 503
+    body: bytes = b""  # of `body`
 
 
 @dataclass
@@ -195,6 +196,10 @@ class FakeNode:
         elif kind == "status":
             error = {"error": {"message": f"fault {fault.status}", "type": "x"}}
             await self._send(writer, fault.status, error)
+        elif kind == "body":
+            head = f"HTTP/1.1 {fault.status} X\r\ncontent-length: {len(fault.body)}\r\n\r\n"
+            writer.write(head.encode() + fault.body)
+            await writer.drain()
         elif kind == "hang" and not fault.after:
             await self._hang(reader)
         elif kind == "wait":

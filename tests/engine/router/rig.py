@@ -173,7 +173,7 @@ class Rig:
         await until(lambda: not any(fake.num_open for fake in fakes), "nodes hold connections")
         await until(lambda: not self.server.server_state.connections, "clients are connected")
         await until(lambda: not self.server.server_state.tasks, "tasks of requests")
-        assert self.router._held_bytes == 0
+        assert self.router.held.num_bytes == 0
 
 
 def make_config(**settings: Any) -> RouterConfig:

@@ -104,7 +104,7 @@ async def send_chunked(it: Rig) -> tuple[asyncio.StreamReader, asyncio.StreamWri
 
 
 def test_bodies_of_unknown_length_take_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only until they have been read is room taken for the longest."""
+    """No room is taken for what has not come."""
     monkeypatch.setattr(app, "MAX_HELD_BYTES", 3000)
 
     async def go() -> None:

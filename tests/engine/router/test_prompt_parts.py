@@ -6,12 +6,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from stratakv.engine.router import router as app
+from stratakv.tiers.settings.values import MIB
 
 from .fake_node import NUM_TOKENS, Fault, tokens_of
 from .rig import LONG, WAIT_SECONDS, Answer, Exchange, Rig, check, rig, until
@@ -212,8 +215,10 @@ def test_parts_have_their_limits() -> None:
             assert (await late.read_all()).status == 408
             late = await open_parts(it)
             await late.send(lines()[0])
+            await late.send_bytes(b'{"prompt": ')  # and no end
             answer = await late.read_all()
             assert answer.status == 408 and answer.json["error"]["code"] == "body_timeout"
+            assert "--body-seconds" in answer.json["error"]["message"]
             long = await open_parts(it)
             await long.send_bytes(b'{"prompt": "' + b"a" * 2000)
             assert (await long.read_all()).status == 413
@@ -228,6 +233,10 @@ def test_parts_have_their_limits() -> None:
             async with dial(it) as ws:
                 assert await hear_error(ws) == ("body_timeout", 1008)
             async with dial(it) as ws:
+                await ws.send(json.dumps(lines()[0]))
+                begin_message(ws, 200)
+                assert await hear_error(ws) == ("body_timeout", 1008)
+            async with dial(it) as ws:
                 await ws.send(json.dumps({"prompt": "a" * 2000}))
                 assert await hear_error(ws) == ("body_too_large", 1009)
             async with dial(it) as ws:
@@ -236,6 +245,132 @@ def test_parts_have_their_limits() -> None:
             async with dial(it) as ws:
                 await ws.send(b"{}")
                 assert await hear_error(ws) == ("binary_message", 1003)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("status", "body", "closed"), [
+    (502, b"<html>Bad Gateway</html>", 1011), (404, b"not here", 1011), (503, b"", 1013),
+    (429, b"later", 1013), (500, b'{"detail": "no"}', 1011), (500, b'{"error": "\xff"}', 1011),
+    (200, b"<html>Welcome</html>", 1011), (200, b"", 1011), (200, b'"\xff"', 1011),
+])  # fmt: skip
+def test_a_node_that_answers_with_no_json_is_an_error_of_the_server(
+    status: int, body: bytes, closed: int
+) -> None:
+    async def run() -> None:
+        async with rig(decode=1) as it, dial(it) as ws:
+            it.decode[0].script.append(Fault("body", status=status, body=body))
+            await ws.send(json.dumps({"prompt": WHOLE, "is_last": True}))
+            error = json.loads(await ws.recv())["error"]
+            with pytest.raises(ConnectionClosed):
+                await ws.recv()
+            assert (error["type"], error["code"]) == ("node_error", "bad_answer")
+            assert str(status) in error["message"]
+            assert (ws.close_code, ws.close_reason) == (closed, "bad_answer")
+
+    asyncio.run(run())
+
+
+def begin_message(ws: ClientConnection, size: int) -> None:
+    """Send all of a message but its last byte."""
+    ws.transport.write(b"\x81\xfe" + (size + 1).to_bytes(2, "big") + bytes(4) + b"a" * size)
+
+
+@pytest.mark.parametrize("is_socket", [False, True])
+def test_how_long_a_prompt_may_pause_is_its_nodes_to_say(is_socket: bool) -> None:
+    """It pauses longer than a part may take, and than a whole request."""
+
+    async def run() -> None:
+        async with rig(decode=1, body_seconds=0.2, request_seconds=0.3) as it:
+            first, second, last = lines()
+            if is_socket:
+                async with dial(it) as ws:
+                    for line in (first, second, {**last, "is_last": True}):
+                        await ws.send(json.dumps(line))
+                        await asyncio.sleep(0.5)
+                    answer = json.loads(await ws.recv())
+                assert answer["choices"][0]["text"] == "".join(tokens_of(WHOLE))
+                return
+            client = await open_parts(it)
+            for line in (first, second, last):
+                await client.send(line)
+                await asyncio.sleep(0.5)
+            assert check(await client.end(), WHOLE)
+
+    asyncio.run(run())
+
+
+def test_the_node_that_ends_a_prompt_ends_it_for_the_client() -> None:
+    async def run() -> None:
+        async with rig(decode=1) as it:
+            it.decode[0].script.append(Fault("status", after=1, status=408))
+            async with dial(it) as ws:
+                await ws.send(json.dumps(lines()[0]))
+                assert await hear_error(ws) == ("bad", 1008)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("with_parts", [False, True])
+def test_the_time_of_a_prompt_in_parts_begins_with_its_last_one(with_parts: bool) -> None:
+    async def run() -> None:
+        async with rig(decode=1, request_seconds=0.3) as it, dial(it) as ws:
+            it.decode[0].script.append(Fault("wait"))
+            if with_parts:
+                await ws.send(json.dumps(lines()[0]))
+            await ws.send(json.dumps({"prompt": "end", "is_last": True}))
+            assert await hear_error(ws) == ("timeout", 1011)
+
+    asyncio.run(run())
+
+
+def test_clients_that_say_nothing_take_no_room() -> None:
+    """The longest bodies of as many clients are together as long as the router takes."""
+
+    async def run() -> None:
+        async with rig(decode=1) as it, AsyncExitStack() as idle:
+            for number in range(72):
+                if number % 3 == 0:
+                    await idle.enter_async_context(dial(it))
+                else:
+                    _, writer = await asyncio.open_connection("127.0.0.1", it.port)
+                    length = ["transfer-encoding: chunked", f"content-length: {16 * MIB}"]
+                    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\n{length[number % 2]}\r\n"
+                    writer.write(f"{head}content-type: application/x-ndjson\r\n\r\n".encode())
+                    idle.callback(writer.close)
+            await until(lambda: it.router.num_open == 72, "all are open")
+            assert it.router.held.num_bytes == 0
+            assert check(await it.complete("a prompt"), "a prompt")
+
+    asyncio.run(run())
+
+
+def test_what_has_come_counts_before_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MAX_HELD_BYTES", 3000)
+
+    async def run() -> None:
+        async with rig(decode=1) as it, dial(it) as first, dial(it) as second:
+            await first.send(json.dumps(lines()[0]))
+            await until(lambda: it.decode[0].parts, "a part")
+            held = it.router.held.num_bytes
+            assert 0 < held < 100
+            begin_message(first, 1800)
+            await until(lambda: it.router.held.num_bytes >= held + 1800, "what has come is held")
+            second.transport.write(b"\x01\xfe" + (900).to_bytes(2, "big") + bytes(4) + b"a" * 900)
+            await until(lambda: it.router.held.num_bytes >= held + 2700, "a fragment is held")
+            second.transport.write(b"\x00\xfe" + (900).to_bytes(2, "big") + bytes(4) + b"a" * 800)
+            with pytest.raises(ConnectionClosed):
+                await second.recv()
+            assert (second.close_code, second.close_reason) == (1013, "too_many_requests")
+            line = await open_parts(it)
+            await line.send(lines()[0])
+            await line.send_bytes(b'{"prompt": "' + b"a" * 1800)
+            assert (await line.read_all()).status == 429
+            answer = await it.complete("y" * 1800)
+            assert answer.status == 429 and answer.json["error"]["code"] == "too_many_requests"
+            assert check(await it.complete("short"), "short")
+            first.transport.write(b"a")
+            await until(lambda: it.router.held.num_bytes < 1800 + held, "it was taken")
 
     asyncio.run(run())
 
