@@ -43,7 +43,8 @@ logger = logging.getLogger(__name__)
 
 # For a core that takes no messages at all; a step is never this long.
 SEND_SECONDS = 60.0
-# For a prompt in parts, from its newest part to the reader of its answer.
+# For a prompt in parts, from its newest part to the reader of its answer, beyond the time that the
+# core lets it wait for the next one.
 UNREAD_SECONDS = 3600.0
 
 
@@ -221,10 +222,12 @@ class MessageClient(EngineClient):
                 sent.set_result(False)
 
     def _start_unread_timer(self, request_id: str) -> None:
-        """Give a prompt that was opened UNREAD_SECONDS, from now on, to be read or extended."""
+        """Give a prompt that was opened some time, from now on, to be read or extended; more than
+        the core gives it for the next part."""
         self._stop_unread_timer(request_id)
+        seconds = UNREAD_SECONDS + self.ready.session_idle_seconds
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(UNREAD_SECONDS, self._drop_unread, request_id)
+        timer = loop.call_later(seconds, self._drop_unread, request_id)
         self._unread_timers[request_id] = timer
 
     def _stop_unread_timer(self, request_id: str) -> None:

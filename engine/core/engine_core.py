@@ -232,6 +232,7 @@ class EngineCore:
             tells_experts=self.config.model.enable_return_routed_experts,
             pins_turns=self.scheduler.pins_turns,
             tiers_down=[] if estimates is None else estimates.tiers_down(),
+            session_idle_seconds=self.config.session_idle_seconds,
         )
 
     def add(self, request: AddRequest) -> list[TokenOutput]:

@@ -197,6 +197,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     tells_experts: bool = False  # whether answers tell which experts computed their tokens
     pins_turns: bool = False  # whether blocks are kept between the turns of a job
     largest_embedding: float = math.inf  # the last number of the type that the model computes in
+    session_idle_seconds: float = 0.0  # that a prompt in parts may wait for the next one
 
 
 class Fatal(msgspec.Struct, tag="fatal", array_like=True):

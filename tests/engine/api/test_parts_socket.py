@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from websockets.sync.client import ClientConnection, connect
 from stratakv.engine.api.http import websocket_protocol
 from stratakv.engine.api.http.http_server import make_server
 from stratakv.engine.api.http.websocket_protocol import PIECE_BYTES, WebSocketProtocol
+from stratakv.engine.client import message_client
 from stratakv.engine.request.core_messages import ExtendPrompt
 from stratakv.engine.router.router import Router
 from stratakv.engine.router.router_settings import RouterConfig, read_node
@@ -271,6 +273,27 @@ def test_a_prompt_that_is_not_known_any_more_is_an_error(
     assert (error["code"], code) == ("body_timeout", 1008)
     assert "not open any more" in error["message"]
     assert not client._unread_timers and not client._mailboxes
+
+
+def test_a_prompt_may_wait_as_long_as_the_core_lets_it(
+    http: httpx.Client,
+    server: LiveServer,
+    dial: Callable[..., ClientConnection],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However much longer that is than what is let go of for its readers' sake."""
+    monkeypatch.setattr(message_client, "UNREAD_SECONDS", 0.05)
+    client = server.client
+    assert client.ready.session_idle_seconds == server.core.config.session_idle_seconds == 60.0
+    with dial() as ws:
+        say(ws, {**GREEDY, "prompt": IDS[:4], "max_tokens": 4})
+        wait_until(lambda: bool(client._unread_timers))
+        [timer] = client._unread_timers.values()
+        assert timer.when() > server.loop.time() + 50.0
+        time.sleep(0.3)
+        say(ws, {"prompt": IDS[4:], "is_last": True})
+        found = json.loads(ws.recv(30))
+    assert found["choices"] == post(http, prompt=IDS, max_tokens=4)["choices"]
 
 
 def test_pings_that_are_never_read_hold_up_their_sender_alone(
