@@ -38,6 +38,8 @@ MOST_HUNG_SECONDS = RemoteSettings().lookup_seconds + READ_SECONDS + BUSY_SECOND
 SLOW_SECONDS = 0.6
 RECOVERY_SECONDS = 15.0
 FAULT_SECONDS = 0.6
+# Between two rounds of a loop that is over when the server has noticed something, or by the clock.
+PAUSE_SECONDS = 0.05
 # Faults in CI, and in a long run.
 FAULTS, DRILL_ROUNDS, LAYOUTS = (4, 200), (15, 1500), (1, 5)
 
@@ -87,6 +89,7 @@ class Reader:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.read(self._rng.randint(1, 3))
+            time.sleep(PAUSE_SECONDS)
 
     def recover(self, seconds: float = RECOVERY_SECONDS) -> float:
         """Read until blocks come from the server again; the seconds that took."""
@@ -94,6 +97,7 @@ class Reader:
         while not self.read():
             took = time.monotonic() - began
             assert took < seconds, f"nothing came from the server: {tier(self.llm)}"
+            time.sleep(3 * PAUSE_SECONDS)
         return time.monotonic() - began
 
 

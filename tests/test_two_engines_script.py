@@ -25,7 +25,7 @@ ANSWER = re.compile(r"(\w+) engine: (\d+) prompt tokens, (\d+) cached (\{.*\}), 
 def _this_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHON", sys.executable)
     # A pool is filled with zeros at the start: 1 GiB, unless told otherwise.
-    monkeypatch.setenv("STRATAKV_KV_CACHE_MEMORY_BYTES", "64MiB")
+    monkeypatch.setenv("STRATAKV_KV_CACHE_MEMORY_BYTES", "24MiB")
 
 
 def test_the_demonstration() -> None:

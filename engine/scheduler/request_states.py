@@ -66,6 +66,8 @@ class RequestStates:
     @property
     def unfinished(self) -> dict[str, Request]:
         """The unfinished requests by id."""
+        if self.num_unfinished == len(self.requests):
+            return self.requests.copy()
         return {
             request_id: request
             for request_id, request in self.requests.items()

@@ -68,7 +68,7 @@ def test_no_draft_of_the_model_itself_is_rejected(
 
 
 def test_nor_behind_blocks_that_a_tier_brings(model: Path, expected: dict[str, Any]) -> None:
-    tiers = {"kv_offload": "cpu", "kv_offload_cpu_bytes": "64MiB", "kv_offload_load": "always"}
+    tiers = {"kv_offload": "cpu", "kv_offload_cpu_bytes": "8MiB", "kv_offload_load": "always"}
     with core_with(model, model, num_blocks=14, max_model_len=80, **tiers) as core:
         loaded = 0
         for turn in range(2):

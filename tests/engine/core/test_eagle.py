@@ -137,7 +137,7 @@ def test_kernel_blocks_and_several_layers(llama: Path, tmp_path: Path, seed: int
 def test_blocks_that_a_tier_brings(
     model: Path, head: Path, expected: dict[str, Any], known: dict[bytes, Any]
 ) -> None:
-    tiers = {"kv_offload": "cpu", "kv_offload_cpu_bytes": "64MiB", "kv_offload_load": "always"}
+    tiers = {"kv_offload": "cpu", "kv_offload_cpu_bytes": "8MiB", "kv_offload_load": "always"}
     with core_with(model, head, num_blocks=14, max_model_len=80, **tiers) as core:
         loaded = 0
         for turn in range(2):
@@ -153,7 +153,7 @@ def test_blocks_that_a_tier_brings(
     {}, {"max_num_batched_tokens": 11}, {"num_blocks": 14, "max_model_len": 96},
     {"depth": 2, "async_scheduling": True, "dtype": "bfloat16"},
     {"dtype": "float32", "attention_backend": "kernels"},
-    {"kv_offload": "cpu", "kv_offload_cpu_bytes": "64MiB", "kv_offload_load": "always",
+    {"kv_offload": "cpu", "kv_offload_cpu_bytes": "8MiB", "kv_offload_load": "always",
      "num_blocks": 14, "max_model_len": 96},
 ], ids=str)  # fmt: skip
 def test_a_head_that_knows_the_model_has_no_draft_rejected(

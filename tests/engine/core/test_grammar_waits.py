@@ -47,7 +47,7 @@ def statuses(core: EngineCore) -> dict[str, RequestStatus]:
 def test_its_tiers_are_asked_while_it_waits(make_core: MakeCore, tiny_model: Path) -> None:
     core = make_core(
         kv_offload="cpu",
-        kv_offload_cpu_bytes="64MiB",
+        kv_offload_cpu_bytes="8MiB",
         kv_offload_load="always",
         num_blocks=20,
         max_model_len=110,

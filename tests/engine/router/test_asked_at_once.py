@@ -46,7 +46,7 @@ class Nodes:
 def nodes(worker_nursery: Nursery) -> Iterator[Nodes]:
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="stratakv-test-"))
-        cache = stack.enter_context(server_process("--cpu-bytes", "256MiB"))
+        cache = stack.enter_context(server_process("--cpu-bytes", "96MiB"))
         flags = [*NODE_FLAGS, "--kv-offload", f"cpu,grpc://{cache.address}"]
         process, prefill = stack.enter_context(
             started(worker_nursery, scratch, "serve", *flags, "--role", "prefill", *SLOW)

@@ -101,7 +101,7 @@ class Cluster:
 def cluster(worker_nursery: Nursery) -> Iterator[Cluster]:
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="stratakv-test-"))
-        cache = stack.enter_context(server_process("--cpu-bytes", "256MiB"))
+        cache = stack.enter_context(server_process("--cpu-bytes", "96MiB"))
         cache_wire = stack.enter_context(Wire(cache.port))
         roles = ("prefill", "decode", "decode")
         nodes = [Node(worker_nursery, scratch, role, cache_wire.port) for role in roles]

@@ -74,7 +74,7 @@ def cluster(worker_nursery: Nursery) -> Iterator[Cluster]:
     with ExitStack() as stack:
         # Processes that are killed leave the folders of their sockets behind.
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="stratakv-test-"))
-        cache = stack.enter_context(server_process("--cpu-bytes", "256MiB"))
+        cache = stack.enter_context(server_process("--cpu-bytes", "96MiB"))
         nodes = [
             stack.enter_context(
                 started(
