@@ -21,9 +21,10 @@ from ..request.core_messages import AddRequest, TokenOutput
 from ..request.handover_ticket import Ticket
 from ..request.logprobs import PositionLogprobs, PromptLogprobs
 from ..request.request import BYTES_PER_TOKEN, unpack_token_ids
-from ..request.routed_rows import RoutedRows, join_routed_rows
+from ..request.routed_rows import RoutedRows
 from ..request.sampling_params import SamplingParams
 from .detokenizer import Decoder, IncrementalDetokenizer
+from .expert_rows import join_routed_rows
 from .reasoning import Thoughts
 from .tool_calls.base import CallPiece
 

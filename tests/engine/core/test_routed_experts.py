@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from stratakv.engine import LLM, SamplingParams
-from stratakv.engine.request.routed_rows import RoutedRows, join_routed_rows
+from stratakv.engine.request.routed_rows import RoutedRows
+from stratakv.engine.text.expert_rows import join_routed_rows
 from stratakv.tiers.settings.values import ConfigError
 
 from ...tiny_models import VOCAB, load_reference, make_llama, make_model
