@@ -17,6 +17,7 @@ from typing import Any
 
 # The modules of the product that start processes which import much, and who starts them in tests.
 STARTERS = {
+    "local_programs": "nursery_client",
     "stratakv.benchmarks.harness.peer": "nursery_client",
     "stratakv.benchmarks.harness.served": "nursery_client",
     "stratakv.engine.api.openai.templates.template_process": "nursery_client",
