@@ -57,7 +57,8 @@ tritons: $(OTHER_TRITON) ## another Triton, by which tests compile too where OTH
 
 $(OTHER_TRITON): $(STAMP)
 	rm -rf $@ $@.part
-	$(BIN)/pip install --no-compile --quiet --no-deps --target $@.part triton==$(notdir $@)
+	$(BIN)/python tools/install_dependencies.py --into $@.part triton==$(notdir $@) || { rm -rf $@.part; \
+	  $(BIN)/pip install --no-compile --quiet --no-deps --target $@.part triton==$(notdir $@); }
 	mv $@.part $@
 
 # docs/vllm.md says how to make the environment whose Python this takes. One engine at a time.
@@ -103,15 +104,17 @@ clean: ## remove what was built; .venv stays
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 # One line says what goes on, and what pip says goes into a file, whose end is shown if it fails. In a
-# new environment the library is compiled while pip downloads, and pip finds its objects.
+# new environment the library is compiled while pip downloads, and pip finds its objects. What uv has
+# installed pip need not look at again.
 INSTALL_LOG := build/install.log
 define INSTALL
 set -e
 test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 $(PIP_INSTALL) setuptools
 test -x $(BIN)/stratakv || $(BIN)/python setup.py -q build_ext --build-lib build/library >build/library.log 2>&1 &
-$(BIN)/python tools/install_dependencies.py test
-$(PIP_INSTALL) --no-build-isolation -e '.[test]'
+others=
+$(BIN)/python tools/install_dependencies.py test && others=--no-deps
+$(PIP_INSTALL) $$others --no-build-isolation -e '.[test]'
 $(BIN)/pip show --quiet nvidia-cuda-runtime 2>/dev/null \
   || $(PIP_INSTALL) --quiet --retries 0 --timeout 20 --no-deps $(CUDA_RUNTIME) \
   || echo "without NVIDIA's runtime: tests/connector/device/test_cudart.py will skip"

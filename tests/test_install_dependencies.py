@@ -63,8 +63,9 @@ def test_what_fails_is_told_and_left_to_pip(
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(tool.subprocess, "run", run)
+    monkeypatch.setattr(tool, "has_uv", lambda: False)
     monkeypatch.setattr(sys, "argv", ["", "test"])
-    assert tool.main() == 0
+    assert tool.main() == 1, "then pip installs what ours needs"
     assert [command[1:5] for command in asked] == [
         ["-P", "-m", "pip", "config"],
         ["-P", "-m", "pip", "install"],
@@ -72,3 +73,20 @@ def test_what_fails_is_told_and_left_to_pip(
     ]
     assert any(each.startswith("torch") for each in asked[-1])
     assert "pip installs everything" in capsys.readouterr().err
+
+
+def test_one_requirement_goes_into_a_folder_alone(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(tool.subprocess, "run", run)
+    monkeypatch.setattr(tool, "has_uv", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["", "--into", "folder", "triton==3.6.0"])
+    assert tool.main() == 0
+    assert [command[3] for command in asked] == ["pip", "uv"]
+    assert asked[-1][-4:] == ["--no-deps", "--target", "folder", "triton==3.6.0"]

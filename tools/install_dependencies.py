@@ -4,7 +4,8 @@
 
 `make` calls it before pip, which then finds everything there and installs the project itself. uv
 takes a quarter of pip's processor time, from the indexes that pip is set to. Whatever goes wrong is
-told and left to pip: `python tools/install_dependencies.py EXTRA...`.
+told and left to pip, and the exit status is 1: `python tools/install_dependencies.py EXTRA...`.
+With `--into FOLDER REQUIREMENT` that one alone goes there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,18 +57,32 @@ def settings(listed: str) -> dict[str, str]:
     return found
 
 
+def wanted(words: Sequence[str]) -> list[str]:
+    """What uv is told of what to install and where, by this tool's own arguments."""
+    if words[:1] == ["--into"]:
+        return ["--no-deps", "--target", *words[1:]]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return ["--constraints", str(ROOT / "constraints.txt"), *requirements(words, project)]
+
+
+def has_uv() -> bool:
+    try:
+        return f"uv=={metadata.version('uv')}" == UV
+    except metadata.PackageNotFoundError:
+        return False
+
+
 def main() -> int:
     pip = [sys.executable, "-P", "-m", "pip"]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     try:
         told = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, check=True)
-        subprocess.run([*pip, "install", "--quiet", UV], check=True, timeout=SECONDS)
+        if not has_uv():
+            subprocess.run([*pip, "install", "--quiet", UV], check=True, timeout=SECONDS)
         subprocess.run(
             [
                 *(sys.executable, "-P", "-m", "uv", "pip", "install", "--quiet"),
                 *("--python", sys.executable, "--no-config"),
-                *("--constraints", str(ROOT / "constraints.txt")),
-                *requirements(sys.argv[1:], project),
+                *wanted(sys.argv[1:]),
             ],
             check=True,
             timeout=SECONDS,
@@ -74,6 +90,7 @@ def main() -> int:
         )
     except (OSError, subprocess.SubprocessError) as error:
         print(f"pip installs everything, which takes longer: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
