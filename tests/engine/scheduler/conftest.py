@@ -11,6 +11,7 @@ next token follows from the fingerprint, so what a request says can be computed 
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
@@ -142,7 +143,8 @@ class WorkerState:
 
     def fingerprint(self) -> list[int]:
         """That of its tokens, to which some may have been added since it was asked last."""
-        self.numbers = fingerprint(self.tokens, self.numbers)
+        if len(self.numbers) != len(self.tokens):
+            self.numbers = fingerprint(self.tokens, self.numbers)
         return self.numbers
 
 
@@ -382,9 +384,11 @@ class Engine:
         state = self.states[request_id]
         expected = state.fingerprint()[:end]
         for group, (table, attention) in enumerate(zip(state.tables, self.attention, strict=True)):
-            seen = range(attention.first_seen(start), end)
-            held = [self.slots.get((table[p // SIZE], p % SIZE)) for p in seen]
-            wanted = [salted(expected[p], group) for p in seen]
+            first = attention.first_seen(start)
+            blocks = table[first // SIZE : -(-end // SIZE)]
+            found = list(map(self.slots.get, itertools.product(blocks, range(SIZE))))
+            held = found[first % SIZE :][: end - first]
+            wanted = [salted(number, group) for number in expected[first:]]
             assert held == wanted, f"{request_id} would read what is not its own"
         self.name_blocks(state, end)
 
