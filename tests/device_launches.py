@@ -189,7 +189,7 @@ class FakeTensors:
 
 
 def fake_tables(
-    rope: Any, head_dim: int, length: int, max_positions: int, dtype: torch.dtype
+    rope: Any, head_dim: int, length: int, max_positions: int, dtype: torch.dtype, *_: Any
 ) -> tuple[Tensor, Tensor]:
     """Rotary tables without values: the real ones are looked at."""
     return torch.empty(length, head_dim // 2, dtype=dtype), torch.empty(
