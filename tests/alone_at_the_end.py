@@ -43,7 +43,7 @@ class AloneAtTheEnd(LoadFileScheduling):
     def mark_test_complete(
         self, node: WorkerController, item_index: int, duration: float = 0
     ) -> None:
-        """What has ended is forgotten: all that is kept is counted after each message of a
+        """Ended tests are forgotten: all that is kept is counted after each message of a
         process."""
         name = self.registered_collections[node][item_index]
         scope, work = self._split_scope(name), self.assigned_work[node]

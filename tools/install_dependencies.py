@@ -58,7 +58,7 @@ def settings(listed: str) -> dict[str, str]:
 
 
 def wanted(words: Sequence[str]) -> list[str]:
-    """What uv is told of what to install and where, by this tool's own arguments."""
+    """The arguments of uv that say what to install, and where."""
     if words[:1] == ["--into"]:
         return ["--no-deps", "--target", *words[1:]]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

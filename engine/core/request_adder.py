@@ -180,7 +180,7 @@ class RequestAdder:
         return []
 
     def _activate(self, waiting: Waiting) -> None:
-        """From now on the answer of a queued request follows its grammar. The request ends where
+        """The answer of a queued request follows its grammar from now on. The request ends where
         that cannot be: without its grammar it must not run."""
         try:
             self.grammars.activate_grammar(waiting)

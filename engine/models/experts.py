@@ -7,9 +7,8 @@
 
 Rows are sorted by expert, so that each expert's matrices are read once. On a GPU all experts are
 one grouped product whose borders stay on the device: nothing waits for the host, and a step can be
-recorded. On the CPU each expert that has rows is a product of its own, since what it costs is
-reading the matrices: measured alike for 1 to 512 rows of float32 and bfloat16, and the library of
-`kernels/cpu/` multiplies few rows faster than torch.
+recorded. On the CPU each expert that has rows is a product of its own: reading its matrices is what
+it costs.
 """
 
 from __future__ import annotations

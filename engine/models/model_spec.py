@@ -318,7 +318,7 @@ def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
         scales=_scales(config) if family.is_scaled else None,
         score_softcap=score_softcap,
         still_layers=_still_layers(config, family, num_layers),
-        query_growth=parse_query_growth(config) if family.grows_queries else None,
+        query_growth=parse_query_growth(config, rope) if family.grows_queries else None,
         turning_dim=None if turning == head_dim else turning,
     )
 

@@ -79,12 +79,15 @@ def turning_size(config: JsonFields, head_dim: int) -> int:
     return size
 
 
-def parse_query_growth(config: JsonFields) -> float | None:
+def parse_query_growth(config: JsonFields, rope: RopeSpec) -> float | None:
     """The growth of queries with their position, `ModelSpec.query_growth`; None: there is none."""
     fields = _rope_fields(config)
     if not fields.has(GROWTH):
         return None
-    return fields.number_from(GROWTH, 0.0, MAX_FACTOR) or None
+    growth = fields.number_from(GROWTH, 0.0, MAX_FACTOR)
+    if growth and not rope.original_max_positions:
+        raise fields.fault(GROWTH, f"0 (or absent) beside {rope.kind} positions", growth)
+    return growth or None
 
 
 def _rope_fields(config: JsonFields) -> JsonFields:

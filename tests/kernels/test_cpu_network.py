@@ -84,7 +84,7 @@ class Model:
 
     @property
     def num_chosen(self) -> int:
-        """In 16 bits all, since rounding changes which of two alike is chosen."""
+        """Experts of a row: all in 16 bits, whose rounding decides between two that score alike."""
         return 2 if self.dtype in (torch.float32, torch.float64) else self.experts
 
     def part(self, layer: int, name: str) -> Tensor | None:

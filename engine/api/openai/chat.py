@@ -24,6 +24,7 @@ from .request.conversation import render
 from .request.protocol import ChatRequest
 from .request.sampling import chat_params
 from .response.answer import Answer, Part, UsageField, kv_params_of
+from .response.array_form import encode_array
 from .response.generation import Task, job_of, make_generations, tenant_of
 from .response.logprobs_form import chat_logprobs, prompt_logprobs
 from .response.replies import (
@@ -62,7 +63,7 @@ class ChatAnswer(Answer):
                 part.prompt_token_ids,
                 part.token_ids,
                 part.warning,
-                part.routed_experts,
+                encode_array(part.routed_experts),
             )
             for part in parts
         ]
@@ -83,7 +84,7 @@ class ChatAnswer(Answer):
                 part.prompt_token_ids,
                 part.token_ids,
                 part.warning,
-                part.routed_experts,
+                encode_array(part.routed_experts),
             )
             for part in parts
         ]

@@ -34,6 +34,7 @@ from .request.sampling import (
     sampling_params,
 )
 from .response.answer import Answer, Part, UsageField, kv_params_of
+from .response.array_form import encode_array
 from .response.generation import Generation, Task, job_of, make_generations, tenant_of
 from .response.logprobs_form import CompletionForm, prompt_logprobs
 from .response.replies import Completion, CompletionChoice, CompletionLogprobs, PromptTokens, Usage
@@ -86,7 +87,7 @@ class CompletionAnswer(Answer):
             part.prompt_token_ids,
             part.token_ids,
             self._prompt_logprobs(part),
-            part.routed_experts,
+            encode_array(part.routed_experts),
         )
 
     def _logprobs(self, part: Part, echoed: bool) -> CompletionLogprobs | None:

@@ -145,7 +145,7 @@ class ExpertWeights:
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer. Matrices are `[out, in]`; a bias or norm is None where the model has none."""
+    """The weights of a layer. Matrices are `[out, in]`; a bias or norm may be None."""
 
     attention_norm: Tensor | None
     qkv: Tensor  # [(heads + 2 kv heads) * head_dim, hidden]: queries, keys, values

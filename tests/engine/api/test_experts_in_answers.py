@@ -56,7 +56,7 @@ def by_transformers(path: Path, tokens: list[int]) -> npt.NDArray[Any]:
 
 
 def test_a_completion_has_the_experts_of_each_token(experts_http, experts_path):
-    """Of more than 256 experts a number has two bytes."""
+    """A number has two bytes where there are more than 256 experts."""
     for start in (0, 6):
         fields = {"prompt": PROMPT, "return_token_ids": True, "routed_experts_prompt_start": start}
         [choice] = experts_http.post("/v1/completions", json=ASKED | fields).json()["choices"]

@@ -192,7 +192,7 @@ def body_of(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def told(response: httpx.Response) -> Any:
-    """What a client is told, without what no two answers share."""
+    """The answer to a client, without its id and its times."""
     if response.status_code != 200:
         error = response.json()["error"]
         # Of a prompt that has come in part, another number of tokens is left.

@@ -261,6 +261,11 @@ def test_a_window_that_no_sequence_outgrows_is_none(directory):
         ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be a number above 0"),
         ("phi3", {"head_dim": 6, "partial_rotary_factor": 0.5}, "an even part of 6"),
         ("ministral3", {}, "rope_parameters must be an object"),
+        (
+            "ministral3",
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling_beta must be 0 .* beside default positions",
+        ),
         ("qwen2", {"architectures": ["Qwen2Model"]}, "architectures must be one supported name"),
         ("qwen2", {"architectures": ["Qwen3ForCausalLM"]}, "model_type must be qwen3 for this"),
         ("qwen2", {"num_attention_heads": 16}, r"num_key_value_heads must be a divisor of .*\(16"),

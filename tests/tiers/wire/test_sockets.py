@@ -127,7 +127,7 @@ def test_a_peer_that_says_nothing(pair: tuple[Connection, socket.socket]) -> Non
 
 
 def test_a_timeout_of_the_kernel_that_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts ticks of up to 10 ms: one may end before the deadline by more than that."""
+    """The kernel counts ticks of up to 10 ms, so a timeout may end before the deadline."""
     set_timeout = Connection._set_timeout
 
     def set_half(self: Connection, deadline: float, option: int) -> None:

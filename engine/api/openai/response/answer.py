@@ -11,8 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
+import numpy.typing as npt
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,7 +25,6 @@ from ....text.output_processor import TextOutput
 from ....text.tool_calls.base import CallPiece, merged
 from ...front import Front
 from ..request.protocol import SamplingFields, StreamOptions
-from .array_form import encode_array
 from .generation import Generation
 from .kv_transfer_params import params_for_decode
 from .replies import (
@@ -63,7 +64,7 @@ class Part:
     new_token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    routed_experts: str | UnsetType = UNSET  # base64 of a file of numpy's, with the last part
+    routed_experts: npt.NDArray[Any] | None = None  # with the last part
     kv_transfer_params: KvParams = UNSET  # with the last of a choice
 
     @property
@@ -210,7 +211,7 @@ class Answer(ABC):
         if output.ticket is not None and generation.hands_over_alone:
             part.kv_transfer_params = params_for_decode(self.answer_id, output.ticket)
         if output.routed_experts is not None:
-            part.routed_experts = encode_array(output.routed_experts)
+            part.routed_experts = output.routed_experts
         if self.request.return_token_ids:
             part.token_ids = output.token_ids
             if is_first:
@@ -288,7 +289,12 @@ def _says_something(part: Part) -> bool:
 
 
 async def _encoded(parts: list[Part], make: Callable[[], msgspec.Struct]) -> bytes:
-    positions = sum(len(part.logprobs or ()) + len(part.prompt_logprobs or ()) for part in parts)
+    positions = sum(
+        len(part.logprobs or ())
+        + len(part.prompt_logprobs or ())
+        + (0 if part.routed_experts is None else len(part.routed_experts))
+        for part in parts
+    )
     if positions > MAX_INLINE_POSITIONS:
         return await asyncio.to_thread(lambda: _encoder.encode(make()))
     return _encoder.encode(make())

@@ -9,9 +9,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET, UnsetType
 
 
-def encode_array(array: npt.NDArray[Any]) -> str:
+def encode_array(array: npt.NDArray[Any] | None) -> str | UnsetType:
+    """Base64 of the array; UNSET, which leaves the field out, where there is none."""
+    if array is None:
+        return UNSET
     file = io.BytesIO()
     np.save(file, array, allow_pickle=False)
     return base64.b64encode(file.getvalue()).decode()
