@@ -111,11 +111,15 @@ class Loads(OverlappedLoads):
             load_frontier=num_blocks,
             next_end=0,
             num_short_tokens=num_short_tokens,
-            needed=self._parts.needed(
-                first_token // self._block_size,
-                num_blocks,
-                first_token + num_blocks * self._block_size - num_short_tokens,
-            ),
+            needed=[
+                *self._parts.needed(
+                    first_token // self._block_size,
+                    num_blocks,
+                    first_token + num_blocks * self._block_size - num_short_tokens,
+                ),
+                # States are there with the last position.
+                *[(num_blocks - 1) * self._num_parts] * self._parts.num_state_keys,
+            ],
         )
         ticket = self._begin_read(load, 0, num_blocks)
         if (ahead := offload.read_ahead) is not None:  # and now is in the slab
@@ -329,16 +333,23 @@ class Loads(OverlappedLoads):
         """One job for each part of a piece."""
         load.copying.append(piece)
         began = time.monotonic()
-        width = self._num_parts
+        width, num_state_keys = self._num_parts, self._parts.num_state_keys
+        states = slots[len(slots) - num_state_keys :]
+        slots = slots[: len(slots) - num_state_keys]
         for index, part in enumerate(self._parts.all):
             block_ids = list(load.block_ids[part.group][piece.start : piece.end])
             mine = slots[index::width]
             if self._parts.is_windowed:
-                pairs = zip(load.needed, slots, strict=True)
+                pairs = zip(load.needed[: len(slots)], slots, strict=True)
                 mine = [slot for place, slot in pairs if place % width == index]
                 block_ids = block_ids[len(block_ids) - len(mine) :]
-                if not mine:
-                    continue
+            if states and part.group == 0:  # its job takes those of its rank along
+                pieces = load.block_ids[self._parts.num_groups]
+                first = index * len(pieces)
+                block_ids += pieces
+                mine = [*mine, *states[first : first + len(pieces)]]
+            if not mine:
+                continue
             job = CopyJob(next(self._job_ids), block_ids, mine, part)
             piece.jobs.add(job.job_id)
             self._copies[job.job_id] = _Copy(load, piece, len(mine), began)

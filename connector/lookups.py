@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 
+from ..tiers.block import DIGEST_BYTES
 from .base import RequestView
 from .connector_context import ConnectorContext
 from .costs.economics import NONE_READ, Plan
@@ -67,7 +68,7 @@ class Lookups:
             return
         # In front of where the hit ends, blocks of windows may be unknown too.
         known = 0 if self._parts.is_windowed else len(lookup.prefix.tiers) * self._width
-        unknown = lookup.keys[known:]
+        unknown = [*lookup.keys[known:], *self._parts.state_ends(lookup.keys)]
         is_asked = bool(unknown) and self._hierarchy.prefetch_lookup(unknown, offload.context)
         if is_asked or lookup.prefix.asked:
             if offload.unanswered is None:
@@ -329,7 +330,11 @@ class Lookups:
         if most_tokens is None:
             most_tokens = lookup.most_tokens
         needed = self._parts.needed(lookup.first, num_positions, most_tokens)
-        return [lookup.keys[i] for i in needed]
+        keys = [lookup.keys[i] for i in needed]
+        if num_positions and self._parts.num_state_keys:
+            last = lookup.keys[num_positions * self._width - 1]
+            keys += self._parts.state_keys(last[:DIGEST_BYTES])
+        return keys
 
     def _longest(self, lookup: Lookup, num_positions: int) -> int:
         """The longest hit of at most so many of the positions that were found."""

@@ -44,7 +44,8 @@ class EvictedBlock(NamedTuple):
     num_pages: int = 1
 
 
-# One list of block ids for each cache group, as long as one another.
+# One list of block ids for each cache group, as long as one another; and behind them, where layers
+# carry states, one of the pages of a checkpoint, a piece each.
 GroupBlockIds = Sequence[Sequence[int]]
 
 

@@ -117,7 +117,10 @@ class Outgoing(StoresAhead):
             return [(0, blocks)]
         found: dict[int, list[EvictedBlock]] = {}
         for block in blocks:
-            found.setdefault(group_of(block.key), []).append(block)
+            group = group_of(block.key)
+            # The pieces of states go along with the first group.
+            group = group if group < self._parts.num_groups else 0
+            found.setdefault(group, []).append(block)
         parts = enumerate(self._parts.all)
         return [(index, found[part.group]) for index, part in parts if part.group in found]
 

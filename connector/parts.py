@@ -10,6 +10,10 @@ tensors are split: its parts. Their keys lie side by side.
 
 A hit needs a block of every rank. What a windowed group forgot long ago may be in no tier any more,
 and is not asked for.
+
+Where layers carry states, a hit also needs the states behind its last position: pieces of a block's
+size, whose groups come behind the others (`engine/cache/state_checkpoints.py`). There are hundreds,
+and few positions have any, so their keys are made for one position at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..tiers.base import Answer
-from ..tiers.block import key_suffix
+from ..tiers.block import DIGEST_BYTES, key_suffix
 from ..tiers.hierarchy.hierarchy import Hierarchy
 from ..tiers.hierarchy.prefix_lookup import Prefix
 from .messages import Part
@@ -35,7 +39,9 @@ class Parts:
     """The parts of a position of `block_size` tokens. `seen` has an entry for each cache group, and
     None where everything is attended to. Of `num_ranks` ranks those in `ranks` are served here.
 
-    With `whole_only` a load that cannot bring all that was found brings nothing.
+    With `whole_only` a load that cannot bring all that was found brings nothing. States have
+    `num_state_pieces`, 0 where no layer carries one; a part is then never overlapped, as those of
+    windows are not.
     """
 
     def __init__(
@@ -46,12 +52,20 @@ class Parts:
         ranks: Sequence[int] = (0,),
         num_ranks: int = 1,
         whole_only: bool = False,
+        num_state_pieces: int = 0,
     ) -> None:
         self.all = tuple(Part(group, rank) for group in range(len(seen)) for rank in ranks)
         self.suffixes = tuple(key_suffix(part.group, part.rank, num_ranks) for part in self.all)
         self.width = len(self.all)
         self.num_groups = len(seen)
-        self.is_windowed = any(each is not None for each in seen)
+        # Of the states behind a position, piece by piece.
+        self._state_suffixes = [
+            key_suffix(group, rank, num_ranks)
+            for rank in ranks
+            for group in range(len(seen), len(seen) + num_state_pieces)
+        ]
+        self.num_state_keys = len(self._state_suffixes)
+        self.is_windowed = bool(num_state_pieces) or any(each is not None for each in seen)
         # A shorter hit needs other blocks of a window than a longer one.
         self.whole_only = whole_only or self.is_windowed
         # What completes a key of the pool, which carries the group already: one for each rank.
@@ -66,6 +80,20 @@ class Parts:
             suffix = self.suffixes[0]
             return [digest + suffix for digest in digests]
         return [digest + suffix for digest in digests for suffix in self.suffixes]
+
+    def state_keys(self, digest: bytes) -> list[bytes]:
+        """The keys of the states behind the position with this digest."""
+        return [digest + suffix for suffix in self._state_suffixes]
+
+    def state_ends(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Of the states behind each position whose parts have these keys the first one's and the
+        last one's: they are stored in order, so others lie in between. The last position comes
+        first."""
+        if not self._state_suffixes:
+            return []
+        ends = dict.fromkeys((self._state_suffixes[0], self._state_suffixes[-1]))
+        digests = [key[:DIGEST_BYTES] for key in keys[:: -self.width]]
+        return [digest + suffix for digest in digests for suffix in ends]
 
     def needed(
         self, first: int, num_positions: int, most_tokens: int | None = None
@@ -87,15 +115,17 @@ class Parts:
         """The keys of the blocks that a hit of the positions with these digests needs, head first,
         where the next token is computed behind `num_tokens` or later."""
         keys = self.keys_of(digests)
-        if not self.is_windowed:
+        if not self.is_windowed or not digests:
             return keys
-        return [keys[place] for place in self.needed(0, len(digests), num_tokens)]
+        found = [keys[place] for place in self.needed(0, len(digests), num_tokens)]
+        return found + self.state_keys(digests[-1])
 
     def num_needed(self, num_positions: int) -> int:
         """How many blocks a hit of the first `num_positions` needs."""
         if not self.is_windowed:
             return num_positions * self.width
-        return sum(num_positions - start for start in self._starts(0, num_positions, None))
+        num_blocks = sum(num_positions - start for start in self._starts(0, num_positions, None))
+        return num_blocks + self.num_state_keys if num_positions else 0
 
     def find_longest_hit(
         self,
@@ -167,6 +197,7 @@ class _Search:
     keys: Sequence[bytes]
     most_tokens: int | None
     there: dict[int, bool] = field(default_factory=dict)  # by place
+    state_answers: dict[int, bool] = field(default_factory=dict)  # by position
     pending: bool = False
     asked: bool = False
 
@@ -177,6 +208,8 @@ class _Search:
             if missing is not None:
                 # Every hit that ends behind it needs it, up to the one that failed.
                 num_positions = missing
+            elif not self._has_states(num_positions - 1):
+                num_positions -= 1
             elif self.parts.needed(self.first, num_positions, self.most_tokens):
                 break
             else:  # where a chunk begins nothing is attended to; a load has to bring something
@@ -192,11 +225,41 @@ class _Search:
             for index, start in self.parts.windows(self.first, len(tiers), self.most_tokens)
             for position in range(start, len(tiers))
         ]
-        names = self.hierarchy.find_prefix([self.keys[place] for place in places]).tiers
+        keys = [self.keys[place] for place in places]
+        if tiers and self.parts.num_state_keys:
+            states = self.parts.state_keys(self._digest(len(tiers) - 1))
+            keys += states
+            places += [(len(tiers) - 1) * width] * len(states)
+        names = self.hierarchy.find_prefix(keys).tiers
         for place, name in zip(places, names, strict=False):
             position = place // width
             found[position] = max(found[position], name, key=order.index)
         return found
+
+    def _digest(self, position: int) -> bytes:
+        return self.keys[position * self.parts.width][:DIGEST_BYTES]
+
+    def _has_states(self, position: int) -> bool:
+        """Whether the states behind a position can be had. Only their ends are looked for: where a
+        piece between them is lost, the load is that of a shorter hit."""
+        if not self.parts.num_state_keys:
+            return True
+        if position not in self.state_answers:
+            self._ask_for_states(position)
+        return self.state_answers[position]
+
+    def _ask_for_states(self, last: int) -> None:
+        """Ask about a position and those before it, of which few have any."""
+        first, width = max(0, last + 1 - FIND_POSITIONS), self.parts.width
+        keys = self.parts.state_ends(self.keys[first * width : (last + 1) * width])
+        answers = self.hierarchy.lookup(keys)
+        each = len(keys) // (last + 1 - first)
+        for index, position in enumerate(range(last, first - 1, -1)):
+            own = answers[index * each : (index + 1) * each]
+            self.state_answers[position] = own.count(Answer.HIT) == each
+        self.pending |= Answer.PENDING in answers
+        if not self.state_answers[last]:
+            self.asked |= self.hierarchy.find_prefix(keys[:each]).asked
 
     def _missing(self, num_positions: int) -> int | None:
         """The last position that a hit of so many lacks."""

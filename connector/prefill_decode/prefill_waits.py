@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from ...tiers.block import DIGEST_BYTES
 from ..base import PromptsElsewhere, RequestView
 from ..connector_context import ConnectorContext
 from ..costs.economics import UNMEASURED_SECONDS, Choice
@@ -88,9 +89,12 @@ class PrefillWaits(PromptsElsewhere):
         limit = self._limit(lookup, num_there, num_full - num_there, is_told=is_told)
         if limit is None:
             return False
-        prompt = self.follows.track_prompt([lookup.keys[place] for place in places])
+        last = lookup.keys[num_full * width - 1][:DIGEST_BYTES]
+        states = self._parts.state_keys(last)  # they come with the last position
+        prompt = self.follows.track_prompt([lookup.keys[place] for place in places] + states)
         if prompt is None:
             return False
+        places += [(num_full - 1) * width] * len(states)
         positions = [place // width - num_there for place in (*places, num_full * width)]
         offload.wait = PrefillWait(limit, prompt, positions, time.monotonic())
         self.waiting[offload.request_id] = offload

@@ -150,6 +150,10 @@ class BlockPool:
         uncomputed = self._uncomputed
         return not uncomputed or not any(block in uncomputed for block in blocks)
 
+    def is_due(self, block: KVCacheBlock) -> bool:
+        """Whether the step being scheduled writes this block."""
+        return self._uncomputed.get(block) == self._step_id
+
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Hold blocks for one more request; free ones leave the queue and keep their names."""
         if self._pins:

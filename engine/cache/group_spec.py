@@ -17,6 +17,12 @@ from its beginning, so it has a whole number of those.
 
     page                  | model 0 | model 1 | model 2 | model 3 | free |
     as the draft sees it  |    |    |    |    |    |    |    |    | 0 | 1|
+
+Layers that carry a state have no K and V, and no table. A checkpoint of the states of a sequence is
+cut into pieces, each of which takes a page and is named as a page of a group of its own, behind the
+other groups (`state_checkpoints.py`):
+
+    D|0   K and V of the block that ends here      D|1 D|2 D|3   the states behind it
 """
 
 from __future__ import annotations
@@ -30,7 +36,8 @@ from typing import NamedTuple
 
 from ...tiers.block import BlockLayout
 from ...tiers.settings.values import MAX_BLOCKS, ConfigError
-from ..models.layer_attention import AttentionKind, LayerAttention, full
+from ..models.layer_attention import LayerAttention, full
+from ..models.states.state_spec import StateSpec
 
 # The kinds have so many layers for each other's one at the most for pages to be as large as the
 # larger kind: that wastes less than a place in five, and one group fewer is one table fewer.
@@ -64,6 +71,9 @@ class LayerPlace(NamedTuple):
     in_page: int
 
 
+NO_PLACE = LayerPlace(-1, -1)  # of a layer that carries a state
+
+
 @dataclass(frozen=True, slots=True)
 class DraftPages:
     """The pages of a pool as a draft model sees them."""
@@ -72,13 +82,38 @@ class DraftPages:
     places: tuple[LayerPlace, ...]  # of each of its layers
 
 
+class StateBytes(NamedTuple):
+    """The states of all layers of one sequence."""
+
+    num_bytes: int
+    plan: str  # which layers, shapes and number types: other bytes have another one
+
+
+def state_bytes(state: StateSpec | None, dtype: str) -> StateBytes | None:
+    """The states of a model that computes in `dtype`; None where no layer carries one."""
+    if state is None:
+        return None
+    return StateBytes(state.slot_bytes(dtype), f"{state} {dtype}")
+
+
+@dataclass(frozen=True, slots=True)
+class StatePages:
+    """The pages of a checkpoint of states, one for each piece."""
+
+    states: StateBytes
+    num_pages: int
+    first_group: int  # the pages are named as those of groups from this one on
+
+
 @dataclass(frozen=True, slots=True)
 class CacheGroups:
     """All groups of a model, and the layout of their pages (`layout.num_layers` places each)."""
 
     groups: tuple[CacheGroup, ...]
     layout: BlockLayout
+    num_layers: int  # of the model, those that carry a state among them
     draft: DraftPages | None = None
+    state: StatePages | None = None
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -102,11 +137,13 @@ class CacheGroups:
         """The fingerprint of a model whose blocks lie as here, 64 hexadecimal digits. Where some
         layers forget, which layers share a block is for this version to choose: one that chooses
         otherwise must not find these blocks. Neither must one with another draft model."""
-        if not self.forgets and self.draft is None:
+        if not self.forgets and self.draft is None and self.state is None:
             return fingerprint
         plan: list[object] = [[str(group.attention), *group.layers] for group in self.groups]
         if self.draft is not None:
             plan.append([draft_fingerprint, *map(tuple, self.draft.places)])
+        if self.state is not None:
+            plan.append([*self.state.states, self.state.num_pages])
         return hashlib.sha256(f"{fingerprint} {plan}".encode()).hexdigest()
 
     def num_pages(self, num_blocks: int) -> int:
@@ -123,18 +160,19 @@ class CacheGroups:
 
     def most_pages(self, num_tokens: int, most_step_tokens: int) -> int:
         """The pages that a request of `num_tokens` holds at once at most
-        (`LayerAttention.most_blocks`)."""
+        (`LayerAttention.most_blocks`), those of a checkpoint among them, which it may load."""
         size = self.layout.block_size
-        return sum(kind.most_blocks(num_tokens, size, most_step_tokens) for kind in self.attention)
+        pages = sum(kind.most_blocks(num_tokens, size, most_step_tokens) for kind in self.attention)
+        return pages if self.state is None else pages + self.state.num_pages
 
     def places(self) -> list[LayerPlace]:
-        """The place of every layer of the model."""
+        """The place of every layer of the model, NO_PLACE for those without K and V."""
         found = {
             layer: LayerPlace(number, place)
             for number, group in enumerate(self.groups)
             for place, layer in enumerate(group.layers)
         }
-        return [found[layer] for layer in range(len(found))]
+        return [found.get(layer, NO_PLACE) for layer in range(self.num_layers)]
 
 
 def pages_per_block(attention: Sequence[LayerAttention]) -> int:
@@ -154,9 +192,12 @@ def plan_groups(
     num_groups: int = 1,
     attention: Sequence[LayerAttention] = (),
     draft: BlockLayout | None = None,
+    states: StateBytes | None = None,
 ) -> CacheGroups:
     """Split the layers of a model, whose blocks over all layers have this layout, into groups whose
     pages are equal. `attention` has a value for each layer; without it all attend to everything.
+    Those that carry a state are not among the layers of the layout, and in no group; `states` are
+    theirs.
 
     Where all layers attend alike, there are `num_groups`. Otherwise the kinds say how many groups
     there are, and `num_groups` must be 1. `draft` is the layout of a block over all layers of a
@@ -164,15 +205,18 @@ def plan_groups(
     where the pages cannot be equal.
     """
     attention = tuple(attention) or (full(),) * layout.num_layers
-    if len(attention) != layout.num_layers:
+    num_attending = sum(not kind.is_state for kind in attention)
+    if num_attending != layout.num_layers:
         raise ConfigError(
-            f"a model of {layout.num_layers} layers needs as many kinds of attention, and "
-            f"{len(attention)} were given"
+            f"{layout.num_layers} layers with K and V need as many kinds of attention, and "
+            f"{num_attending} were given"
         )
     kinds: dict[LayerAttention, list[int]] = {}
     for layer, kind in enumerate(attention):
-        kinds.setdefault(kind, []).append(layer)
-    _check_kinds(kinds)
+        if not kind.is_state:
+            kinds.setdefault(kind, []).append(layer)
+    if (states is None) != (num_attending == len(attention)):
+        raise ValueError("states belong to layers that carry one")
     if len(kinds) == 1:
         size = _equal_size(kinds, num_groups)
     elif num_groups == 1:
@@ -189,8 +233,13 @@ def plan_groups(
         for kind, layers in in_order
         for start in range(0, len(layers), size)
     )
-    planned = CacheGroups(groups, replace(layout, num_layers=size))
-    return planned if draft is None else _with_draft(planned, draft)
+    planned = CacheGroups(groups, replace(layout, num_layers=size), len(attention))
+    if draft is not None:
+        planned = _with_draft(planned, draft)
+    if states is None:
+        return planned
+    num_pages = -(-states.num_bytes // planned.layout.page_bytes)
+    return replace(planned, state=StatePages(states, num_pages, len(planned)))
 
 
 def _with_draft(groups: CacheGroups, draft: BlockLayout) -> CacheGroups:
@@ -224,17 +273,8 @@ def _with_draft(groups: CacheGroups, draft: BlockLayout) -> CacheGroups:
             for layer in range(draft.num_layers)
         ]
     seen = replace(draft, num_layers=layout.page_bytes // draft_size)
-    return CacheGroups(tuple(own), layout, DraftPages(seen, tuple(places)))
-
-
-def _check_kinds(kinds: dict[LayerAttention, list[int]]) -> None:
-    for kind, layers in kinds.items():
-        if kind.kind is AttentionKind.STATE:
-            raise ConfigError(
-                f"layers {_ranges(layers)} carry a state, which has no page of K and V, so their "
-                "pages cannot be as large as those of the others; this version caches models "
-                "whose layers all attend"
-            )
+    pages = DraftPages(seen, tuple(places))
+    return replace(groups, groups=tuple(own), layout=layout, draft=pages)
 
 
 def _equal_size(kinds: dict[LayerAttention, list[int]], num_groups: int) -> int:

@@ -13,6 +13,8 @@ are named; tokens beyond `request.num_tokens` get a place but no name.
 Requests that were forked share all blocks, the last one too, which need not be full
 (`shared_tails.py`).
 
+Where layers carry states, a hit ends at a checkpoint of these (`state_checkpoints.py`).
+
 The cache groups of a model are treated as one. Groups that share blocks
 (`group_spec.pages_per_block`) have one group manager, and count as one but for the ids of their
 pages.
@@ -32,6 +34,7 @@ from .group_spec import pages_per_block
 from .kv_block import BlockIds, GroupBlocks, KVCacheBlock, page_ids, page_tables
 from .prefix_finder import HybridPrefixFinder, UnitaryPrefixFinder
 from .shared_tails import SharedTails
+from .state_checkpoints import StateCheckpoints
 
 
 class KVCacheManager:
@@ -56,12 +59,15 @@ class KVCacheManager:
         attention: Sequence[LayerAttention] = (),
         most_step_tokens: int | None = None,
         hash_block_size: int | None = None,
+        num_state_pages: int = 0,
+        state_interval: int = 0,
     ) -> None:
         """`attention`: how the layers of each cache group attend; without it there are `num_groups`
         that attend to everything. `most_step_tokens`: the most that a step computes of a request,
         which bounds what groups with windows hold. `hash_block_size`: the tokens of a digest of
         `Request.block_hashes`, if not those of a block. No option sets it yet: row A7 of
-        docs/rows.md asks for it, for hybrid models.
+        docs/rows.md asks for it, for hybrid models. `num_state_pages`: those of a checkpoint of
+        states, which is made every `state_interval` tokens too; 0: no layer carries a state.
 
         Raises ValueError for digests of which no whole number make a block.
         """
@@ -76,11 +82,13 @@ class KVCacheManager:
         self._last_offset = block_size - 1
         self.max_model_len = max_model_len
         self.watermark_blocks = int(watermark * num_blocks)
-        self.pool = BlockPool(num_blocks, enable_caching, pages_per_block(attention))
+        # A piece of a checkpoint is a page by itself.
+        width = 1 if num_state_pages else pages_per_block(attention)
+        self.pool = BlockPool(num_blocks, enable_caching, width)
         self.num_groups = len(attention)  # as many pages has a block in all groups
         self.forgets = not all(kind.is_full for kind in attention)
         self._hashes_per_block = each
-        self._width = width = self.pool.width
+        self._width = width
         sizes = (block_size, min(most_step_tokens or max_model_len, max_model_len))
         self._groups: tuple[GroupManager, ...] = tuple(
             FullAttentionManager(group_id, kind, *sizes)
@@ -97,6 +105,16 @@ class KVCacheManager:
         self._tables: dict[str, GroupBlocks] = {}
         self._num_cached: dict[str, int] = {}  # leading blocks that have had their names
         self.shared_tails = SharedTails(self.pool, self._groups)
+        self.states: StateCheckpoints | None = None
+        if num_state_pages:
+            self.states = StateCheckpoints(
+                self.pool,
+                num_state_pages,
+                len(attention),
+                block_size,
+                interval=state_interval,
+                hashes_per_block=each,
+            )
 
     def tables(self, request_id: str) -> GroupBlocks:
         """The blocks of a request; not to be changed."""
@@ -107,8 +125,10 @@ class KVCacheManager:
         return len(self.tables(request_id)[0]) * self.block_size
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a request of `num_tokens` holds at once, at most, when nothing is shared."""
-        return self._width * sum(group.most_blocks(num_tokens) for group in self._groups)
+        """Blocks that a request of `num_tokens` holds at once, at most, when nothing is shared and
+        a load brings its states."""
+        num_blocks = self._width * sum(group.most_blocks(num_tokens) for group in self._groups)
+        return num_blocks if self.states is None else num_blocks + self.states.num_pages
 
     def num_missing_blocks(self, request: Request, hits: GroupBlocks | None = None) -> int:
         """Free blocks that a request takes, at most, until all tokens that it has now have been
@@ -146,12 +166,23 @@ class KVCacheManager:
         """The longest known prefix of a request that holds no blocks, and its tokens.
 
         At most `num_tokens - 1` tokens, because the last one must be computed to get its logits.
-        Changes nothing; the hits are the request's own once `allocate_slots` was given them.
+        Changes nothing in the pool; the hits are the request's own once `allocate_slots` was given
+        them.
         """
         if not self.pool.enable_caching or request.skip_reading_prefix_cache:
             return self.no_blocks, 0
         most = request.most_cached_tokens // self.block_size
-        return self._finder.find(self._of_blocks(request.block_hashes)[:most])
+        digests = self._of_blocks(request.block_hashes)[:most]
+        blocks, num_tokens = self._finder.find(digests)
+        if self.states is None or not num_tokens:
+            return blocks, num_tokens
+        found, num_blocks = num_tokens, num_tokens // self.block_size
+        while num_blocks and (length := self.states.longest_hit(digests, num_blocks)) < num_blocks:
+            # Windows need other blocks for a shorter hit, and may have none of the same length.
+            blocks, num_tokens = self._finder.find(digests[:length])
+            num_blocks = num_tokens // self.block_size
+        request.progress.junction = found if found > num_tokens else 0
+        return blocks, num_tokens
 
     def allocate_slots(
         self,
@@ -182,15 +213,28 @@ class KVCacheManager:
             return self.no_blocks
         computed += num_new_computed_tokens + num_external_computed_tokens
         num_tokens = computed + num_new_tokens
-        added = self._add_blocks(
-            request.request_id,
-            min(num_tokens, self.max_model_len),
-            computed,
-            new_computed_blocks,
-            self.pool.free_queue.num_free * self._width - keep_free_blocks,
-        )
+        num_slots = min(num_tokens, self.max_model_len)
+        states, request_id = self.states, request.request_id
+        num_kept = keep_free_blocks
+        if states is not None and num_external_computed_tokens:
+            num_kept += states.num_pages  # which the load takes too
+        elif states is not None and num_new_computed_tokens:
+            # Now, since the blocks below may be taken from them.
+            digests = self._of_blocks(request.block_hashes)
+            states.note_hit(request_id, digests[computed // self.block_size - 1])
+        num_spare = self.pool.free_queue.num_free * self._width - num_kept
+        added = self._add_blocks(request_id, num_slots, computed, new_computed_blocks, num_spare)
+        if added is None and states is not None and states.drop_unnamed():
+            num_spare = self.pool.free_queue.num_free - num_kept
+            added = self._add_blocks(
+                request_id, num_slots, computed, new_computed_blocks, num_spare
+            )
         if added is None:
+            if states is not None:
+                states.drop_hit(request_id)
             return None
+        if states is not None and num_external_computed_tokens:
+            states.hold_for_load(request_id)
         if not delay_cache_blocks:
             self._cache(request, min(num_tokens, request.num_tokens), computed=False)
         return added
@@ -220,11 +264,18 @@ class KVCacheManager:
         if not self.can_go_on(request, num_computed_tokens):
             return False
         self._cache(request, num_computed_tokens, computed=True)
+        if self.states is not None:
+            num_blocks, rest = divmod(num_computed_tokens, self.block_size)
+            digests = self._of_blocks(request.block_hashes)
+            name = b"" if rest else digests[num_blocks - 1]
+            self.states.name_loaded(request.request_id, name)
         return True
 
     def name_blocks(self, request: Request, num_tokens: int) -> None:
         """Name the full blocks among the first `num_tokens`, which the last step made computes."""
         self._cache(request, num_tokens, computed=False)
+        if self.states is not None:
+            self.states.name_known(request)
 
     def name_accepted(self, request: Request) -> None:
         """Name the full blocks of tokens that were drafts when a step computed them, which has come
@@ -255,7 +306,10 @@ class KVCacheManager:
         """The names of the blocks of a prompt, as the pool keeps them, that whoever goes on behind
         it reads."""
         digests = self.prompt_digests(request, with_tail=with_tail)
-        return self._keys(digests, request.num_prompt_tokens)
+        keys = self._keys(digests, request.num_prompt_tokens)
+        if self.states is not None and digests:
+            keys += self.states.keys(digests[-1])
+        return keys
 
     def digests(self, request: Request) -> list[bytes]:
         """The digests of all full blocks of a request, its output's too."""
@@ -321,10 +375,20 @@ class KVCacheManager:
         for group, table in zip(self._groups, self.tables(request.request_id), strict=True):
             self.pool.drop_names(table)
             self.pool.drop_keys(digests, group.group_id)
-        return self._keys(digests)
+        keys = self._keys(digests)
+        if self.states is None:
+            return keys
+        self.states.drop_names(digests)
+        return keys + self.states.first_keys(digests)
 
     def get_block_ids(self, request_id: str) -> BlockIds:
         return self.page_ids(self.tables(request_id))
+
+    def load_page_ids(self, request_id: str, added: GroupBlocks) -> BlockIds:
+        """The pages that a load is to bring: of such blocks in each cache group and, where layers
+        carry states, behind these those of a checkpoint."""
+        pages = self.page_ids(added)
+        return pages if self.states is None else (*pages, self.states.load_page_ids(request_id))
 
     def page_ids(self, blocks: GroupBlocks) -> BlockIds:
         """The ids of such blocks, of their page in each cache group."""
@@ -472,6 +536,8 @@ class KVCacheManager:
         """Give all blocks of a request back: of all groups the last ones first, since a hit needs
         every group."""
         self._num_cached.pop(request_id, None)
+        if self.states is not None:
+            self.states.free(request_id)
         if self.shared_tails.families or self.shared_tails.sources:
             self.shared_tails.remove_request(request_id)
         tables = self._tables.pop(request_id, None)

@@ -24,7 +24,7 @@ from ...tiers.settings.sizes import rough_size
 from ...tiers.settings.values import MIB, ConfigError
 from ...tiers.slab.host_memory import available_memory_bytes
 from ...tiers.ssd.disk.space import plan_space
-from ..cache.group_spec import CacheGroups, plan_groups
+from ..cache.group_spec import CacheGroups, plan_groups, state_bytes
 from ..config.engine_config import CacheConfig, ModelConfig
 from ..config.engine_options import model_directory
 from ..models.checkpoint.shards import find_shards
@@ -196,7 +196,8 @@ def _subject(path: Path, given: Mapping[str, Any]) -> Subject:
     )
     plan.check_memory(memory, layout)
     typical = _typical_tokens(given, max_model_len)
-    groups = plan_groups(layout, 1, spec.layer_attention)
+    states = state_bytes(spec.state, dtype)
+    groups = plan_groups(layout, 1, spec.layer_attention, states=states)
     return Subject(
         path, spec, shapes, dtype, max_model_len, typical, devices, layout, groups, memory
     )

@@ -169,6 +169,11 @@ class CacheConfig:
     block_hash: str = setting(
         "sha256", readers.one_of(*BLOCK_HASHES), ", ".join(BLOCK_HASHES), "NAME"
     )
+    state_checkpoint_interval: int = setting(
+        0, readers.integer,
+        "tokens between checkpoints of states, where layers carry states (state space), beside "
+        "those at the ends of prompts and where prompts part; 0: none", "N",
+    )  # fmt: skip
     watermark: float = 0.01  # fraction of blocks kept free when admitting requests
     # The layers are split into so many groups with block tables of their own, where all attend
     # alike; otherwise their kinds decide (`cache/group_spec.py`). Settings count blocks over all
@@ -186,6 +191,12 @@ class CacheConfig:
             raise ConfigError(
                 f"--block-size takes a power of two from 1 to {MAX_BLOCK_SIZE}, not "
                 f"{format_value(size)}"
+            )
+        interval = self.state_checkpoint_interval
+        if interval < 0 or interval % size:
+            raise ConfigError(
+                f"--state-checkpoint-interval takes a multiple of the block size ({size} tokens), "
+                f"or 0 for none, not {format_value(interval)}"
             )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(

@@ -15,6 +15,8 @@ EAGLE = "eagle"
 OF_MODELS = (DRAFT_MODEL, EAGLE)  # methods that need a model
 METHODS = ("none", "ngram", "suffix", *OF_MODELS)
 MAX_DRAFTS = 64
+# Of a model whose layers carry states, which are kept behind each draft: tens of megabytes.
+MOST_WITH_STATES = 4
 _MAX_LOOKUP = 256  # tokens
 
 
@@ -71,3 +73,10 @@ class SpeculativeConfig:
     @property
     def is_on(self) -> bool:
         return self.method != "none"
+
+    def most_drafts(self, *, has_states: bool) -> int:
+        """The drafts of a request in a step, at most; 0: none are proposed. Where layers carry
+        states, each takes memory of its own."""
+        if not self.is_on:
+            return 0
+        return min(self.num_tokens, MOST_WITH_STATES) if has_states else self.num_tokens

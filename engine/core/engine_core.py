@@ -382,6 +382,7 @@ class EngineCore:
                 connector_name=",".join(config.offload.tier_names) or NO_CONNECTOR,
             )
             self._observers.append(self._trace)
+        state = self._groups.state
         # Before the weights are loaded where that can be, since it may refuse the settings.
         self.scheduler = Scheduler(
             config.scheduler,
@@ -393,6 +394,8 @@ class EngineCore:
                 watermark=config.cache.watermark,
                 attention=self._groups.attention,
                 most_step_tokens=config.scheduler.most_step_tokens,
+                num_state_pages=0 if state is None else state.num_pages,
+                state_interval=config.cache.state_checkpoint_interval,
             ),
             eos_token_ids=frozenset(self.spec.eos_token_ids),
             connector=self._connector,
@@ -452,8 +455,8 @@ class EngineCore:
         config = self.config.speculative
         if not config.is_on:
             return None
-        looks_ahead = self._draft is not None
-        return Speculation(config.num_tokens, config.adaptive, looks_ahead)
+        most_drafts = config.most_drafts(has_states=self.spec.state is not None)
+        return Speculation(most_drafts, config.adaptive, self._draft is not None)
 
     def _make_hasher(self, root: bytes) -> BlockHasher | None:
         cache = self.config.cache

@@ -147,6 +147,7 @@ def load_runner(
         processors=processors,
         proposer=make_proposer(config.speculative),
         draft=draft,
+        most_drafts=config.speculative.most_drafts(has_states=spec.state is not None),
         tells_experts=config.model.enable_return_routed_experts,
         progress=progress,
     )

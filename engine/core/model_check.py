@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...tiers.settings.values import ConfigError
 from ...tiers.slab.host_memory import available_memory_bytes
-from ..cache.group_spec import plan_groups
+from ..cache.group_spec import plan_groups, state_bytes
 from ..config.engine_config import DEFAULT_POOL_BYTES, EngineConfig
 from ..config.engine_options import has_tier
 from ..config.speculative_config import EAGLE
@@ -106,6 +106,7 @@ def demand_of(
         config.cache.num_groups,
         spec.layer_attention,
         None if draft is None else draft.spec.draft_layout(*sizes, dtype),
+        state_bytes(spec.state, dtype),
     )
     return PoolDemand(groups, config.scheduler.most_step_tokens)
 

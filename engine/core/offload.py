@@ -89,7 +89,8 @@ def open_tiers(
 def parts_of(groups: CacheGroups) -> Parts:
     """The blocks of a position, one in each cache group, and which of them the group attends to."""
     seen = [None if each.is_full else each.first_seen for each in groups.attention]
-    return Parts(groups.layout.block_size, seen)
+    num_pieces = 0 if groups.state is None else groups.state.num_pages
+    return Parts(groups.layout.block_size, seen, num_state_pieces=num_pieces)
 
 
 def describe_tiers(offload: OffloadConfig) -> str:

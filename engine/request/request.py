@@ -159,6 +159,9 @@ class Progress:
     # Requests that wait for its prompt, and what the tiers may know of each.
     forks: dict[Request, RequestContext] = field(default_factory=dict)
     kept: KeptEnd | None = None
+    # Tokens whose K and V another one had, and states were not there: a checkpoint is due behind
+    # them (`engine/cache/state_checkpoints.py`).
+    junction: int = 0
     # Of one that goes on in kept blocks, for the tiers, which are asked where these are given up.
     context: RequestContext | None = None
 

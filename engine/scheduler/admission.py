@@ -230,6 +230,9 @@ class Admission:
         elif num_tokens > step.budget:
             self._note_wait(request, Obstacle.BUDGET)
             return Verdict.NO_ROOM
+        if self._chunked and self._manager.states is not None:
+            computed = request.num_computed_tokens + num_hit_tokens
+            num_tokens = step.most_tokens(request, computed, num_tokens)
         while obstacle := self._allocate_first_slots(request, num_tokens, hits, num_hit_tokens):
             if not self._make_room(request):
                 self._note_wait(request, obstacle)
@@ -302,8 +305,10 @@ class Admission:
             self._note_wait(request, Obstacle.WRITER)
             return Verdict.LATER
         states, obstacle = self._states, Obstacle.LOAD_ROOM
+        checkpoints = self._manager.states
+        num_state_pages = 0 if checkpoints is None else checkpoints.num_pages
         while True:
-            if not self._may_reserve(request, hits):
+            if not self._may_reserve(request, hits, num_state_pages):
                 obstacle = Obstacle.RESERVATION
             elif self._loads.begin_load(
                 request, hits, num_hit_tokens, num_external_tokens, self._keep_free(),
@@ -346,9 +351,11 @@ class Admission:
             self._commit_reserved()
         return None
 
-    def _may_reserve(self, request: Request, hits: GroupBlocks | None) -> bool:
+    def _may_reserve(
+        self, request: Request, hits: GroupBlocks | None, num_more: int = 0
+    ) -> bool:
         reservations = self._reservations
-        return reservations is None or reservations.has_room_for(request, hits)
+        return reservations is None or reservations.has_room_for(request, hits, num_more)
 
     def _commit_reserved(self) -> bool:
         """True."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from ...connector.messages import ConnectorMetadata, ConnectorWorkerOutput
 from ..cache.kv_block import BlockCopy, BlockIds
+from ..cache.state_checkpoints import StateSave
 from ..request.core_messages import NOT_FINITE, PROCESSOR_FAILED, TokenOutput
 from ..request.logprobs import PositionLogprobs, PromptLogprobs
 from ..request.prompt_embeds import EmbedArray
@@ -183,6 +184,8 @@ class NewRequestData:
     fork_of: str = ""
     # The first position whose experts are told; None: of no token.
     routed_from: int | None = None
+    # The pages that its states are read from, a piece each; empty: they begin with zeros.
+    state_page_ids: list[int] = field(default_factory=list)
     # Of beams: so many of the likeliest tokens, with their log-probabilities, come with each of its
     # tokens. More than clients may ask for; 0: as its parameters say.
     num_likeliest: int = 0
@@ -199,6 +202,8 @@ class CachedRequestData:
     resumed_request_ids: set[str] = field(default_factory=set)  # replace the table
     # Output so far of those among `resumed_request_ids`, which the worker left out of its batch.
     output_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    # Of these, the pages that their states are read from; others begin with zeros.
+    state_page_ids: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -228,6 +233,8 @@ class SchedulerOutput:
     wanted_drafts: dict[str, int] = field(default_factory=dict)
     # To be made after what it stores has been read, and before anything is computed.
     block_copies: list[BlockCopy] = field(default_factory=list)
+    # Request id → the checkpoints of its states that the step writes, behind the forward pass.
+    state_saves: dict[str, list[StateSave]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

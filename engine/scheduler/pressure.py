@@ -93,9 +93,9 @@ class Reservations:
         """Somebody has given blocks back, or taken some without asking here."""
         self._spare = None
 
-    def has_room_for(self, request: Request, hits: GroupBlocks | None, num_copied: int = 0) -> bool:
-        """Whether a request that waits may have blocks; `hits` are those it has found, of which it
-        or their holder may copy `num_copied`. A request that holds blocks has its reservation, and
+    def has_room_for(self, request: Request, hits: GroupBlocks | None, num_more: int = 0) -> bool:
+        """Whether a request that waits may have blocks; `hits` are those it has found. It or their
+        holder takes `num_more`: copies of some, or pages for the states of a load. A request that holds blocks has its reservation, and
         the only one has room."""
         states = self._states
         if request.num_computed_tokens > 0:
@@ -103,7 +103,7 @@ class Reservations:
         if self._spare is None:
             self._spare = self._count_spare_blocks()
         needed = self._manager.num_to_reserve(self._tokens_of(request), hits)
-        self._needed = needed + num_copied
+        self._needed = needed + num_more
         if self._needed <= self._spare:
             return True
         return not (states.running or states.loaded or states.loads.blocking)

@@ -288,7 +288,9 @@ class RequestStates:
         if request.continues is not None:
             self.kept.remove_heir(request)
             request.continues = None
-        is_pinned = request.keeps_blocks and was_running and status in _ENDED_WELL
+        # Without its states nobody goes on in its blocks, which are then found by their names.
+        keeps = request.keeps_blocks and context.manager.states is None
+        is_pinned = keeps and was_running and status in _ENDED_WELL
         if is_pinned:
             self.kept.keep_blocks(request)
         elif self.pins is not None and was_running and status in _ENDED_WELL:

@@ -94,6 +94,7 @@ class RunningRound:
         any_overlapped = states.loads.num_overlapped > 0
         block_size = manager.block_size
         last_offset = block_size - 1
+        has_states = manager.states is not None
         decodes: list[Request] = []
         preempted, held = states.preempted_ids, step.held
         for request in tuple(states.running):  # of which those are taken that must make room
@@ -118,6 +119,8 @@ class RunningRound:
             if num_tokens <= 0:  # it waits for a copy, or for tokens under way
                 continue
             num_tokens = min(num_tokens, self._chunk_limit, step.budget - len(decodes))
+            if has_states:
+                num_tokens = step.most_tokens(request, computed, num_tokens)
             added = allocate(request, num_tokens)
             while added is None and self._make_room(request, step, decodes):
                 added = allocate(request, num_tokens)

@@ -324,6 +324,7 @@ class Scheduler:
                 self._running.add_drafts(step)
                 if self.speculation.looks_ahead:
                     self._running.add_room(step)
+        step.save_states()
         meta = self._exchange.build_meta(pool.take_evicted())
         output = step.build_output(
             states.finished_ids, states.preempted_ids, meta, self._last_failed_id

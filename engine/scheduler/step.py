@@ -17,6 +17,7 @@ from typing import NamedTuple
 from ...connector.messages import ConnectorMetadata
 from ..cache.kv_block import BlockIds, GroupBlocks
 from ..cache.kv_cache_manager import KVCacheManager
+from ..cache.state_checkpoints import NUM_SPARE_STATES, StateSave
 from ..request.request import Request, RequestStatus
 from .output import CachedRequestData, NewRequestData, SchedulerOutput
 from .speculation import Speculation
@@ -93,6 +94,8 @@ class StepBuilder:
     pressed: bool = False
     entries: list[StepEntry] = field(default_factory=list)  # in batch order
     has_forks: bool = False  # entries that compute nothing
+    num_spare_states: int = NUM_SPARE_STATES  # for checkpoints in the middle of chunks
+    state_saves: dict[str, list[StateSave]] = field(default_factory=dict)
     wanted_drafts: dict[str, int] = field(default_factory=dict)
     _to_tell: dict[str, StepEntry] = field(default_factory=dict)  # that the worker does not expect
 
@@ -146,6 +149,31 @@ class StepBuilder:
         self.entries[index] = entry
         if entry.block_ids is not None or request_id in self._to_tell:
             self._to_tell[request_id] = entry
+
+    def most_tokens(self, request: Request, computed: int, num_tokens: int) -> int:
+        """How many of `num_tokens` behind `computed` ones a request may compute in this step, of
+        whose states checkpoints are to be made on the way."""
+        states = self.manager.states
+        if states is None or num_tokens == 1:
+            return num_tokens
+        spare = self.num_spare_states
+        num_tokens, num_used = states.most_tokens(request, computed, num_tokens, spare)
+        self.num_spare_states -= num_used
+        return num_tokens
+
+    def save_states(self) -> None:
+        """Plan the checkpoints of this step, when all else has its blocks."""
+        states = self.manager.states
+        if states is None:
+            return
+        spare = NUM_SPARE_STATES
+        for entry in self.entries:
+            if entry.num_tokens > 1 or states.interval:
+                # Behind drafts nothing is sure.
+                computed, end = entry.num_computed_tokens, entry.end - len(entry.draft_token_ids)
+                if saves := states.save(entry.request, computed, end, spare):
+                    self.state_saves[entry.request.request_id] = saves
+                    spare -= sum(save.position < end for save in saves)
 
     def start(self, request: Request, num_tokens: int) -> None:
         """A request that the worker has not seen runs, after `num_computed_tokens` found or
@@ -218,14 +246,19 @@ class StepBuilder:
             draft_token_ids=drafts,
             wanted_drafts=self.wanted_drafts,
             block_copies=copies,
+            state_saves=self.state_saves,
         )
 
     def _describe(self) -> tuple[list[NewRequestData], CachedRequestData]:
         """The requests that the worker has not seen, and the changes of others."""
         new, cached = [], CachedRequestData()
+        states = self.manager.states
         for entry in self._to_tell.values():
             request = entry.request
             request_id = request.request_id
+            state_pages: list[int] = []
+            if states is not None and entry.kind is not EntryKind.GOES_ON:
+                state_pages = states.take_start(request_id)
             if entry.kind is EntryKind.STARTS:
                 assert entry.block_ids is not None
                 new.append(
@@ -240,6 +273,7 @@ class StepBuilder:
                         pooling=request.pooling,
                         cache_salt=request.cache_salt or b"",
                         fork_of="" if entry.num_tokens else request.fork_of,
+                        state_page_ids=state_pages,
                         num_likeliest=request.num_likeliest,
                         routed_from=request.routed_from,
                     )
@@ -251,6 +285,8 @@ class StepBuilder:
             if entry.kind is EntryKind.RESUMES:
                 cached.resumed_request_ids.add(request_id)
                 cached.output_token_ids[request_id] = list(request.output_token_ids)
+                if state_pages:
+                    cached.state_page_ids[request_id] = state_pages
         return new, cached
 
     def _grant(

@@ -27,7 +27,7 @@ from ...connector.base import CLOSE_SECONDS, KVConnectorWorker, NullConnectorWor
 from ...connector.messages import NOTHING_TO_MOVE, ConnectorMetadata, ConnectorWorkerOutput
 from ...kernels.kernel_choice import AUTO, PLAIN
 from ..batch.batch_update import IntArray
-from ..cache.group_spec import plan_groups
+from ..cache.group_spec import plan_groups, state_bytes
 from ..models.dtypes import compute_dtype, dtype_name, kv_dtype_name
 from ..models.model_source import ModelSource
 from ..models.model_spec import ModelSpec
@@ -56,6 +56,7 @@ from .speculation.drafted_rows import DraftedRows
 from .speculation.proposer import ComputedStep, Proposer
 from .speculation.proposers import make_drafter
 from .speculation.step_drafts import StepDrafts
+from .state_slots import StateSlots
 from .step_batch import StepBatch
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ class ModelRunner:
         processors: Sequence[LoadedProcessor] = (),
         proposer: Proposer | None = None,
         draft: ModelSource | None = None,
+        most_drafts: int = 0,
         tells_experts: bool = False,
         progress: Callable[[str], None] = logger.info,
     ) -> None:
@@ -119,7 +121,8 @@ class ModelRunner:
         lie one behind the other in each block. No step computes more than `most_step_tokens` of one
         request, nor than `max_num_batched_tokens`.
         `runtime` is that of the placement's device, `processors` are those of other packages,
-        `proposer`, or the `draft` model or EAGLE head, makes the drafts that steps ask for. With
+        `proposer`, or the `draft` model or EAGLE head, makes the drafts that steps ask for, of
+        which a request has `most_drafts` in a step at most. With
         `tells_experts` requests may be told which experts computed their tokens.
 
         Raises ConfigError where the weights do not fit `spec`, the pool cannot hold one request
@@ -137,7 +140,8 @@ class ModelRunner:
                 if draft is None
                 else draft.spec.draft_layout(block_size, layout.kv_dtype, dtype_name(compute))
             )
-            groups = plan_groups(layout, num_groups, spec.layer_attention, of_draft)
+            states = state_bytes(spec.state, dtype_name(compute))
+            groups = plan_groups(layout, num_groups, spec.layer_attention, of_draft, states)
             demand = PoolDemand(groups, most_step_tokens or max_num_batched_tokens)
             models = ModelLoader(path, spec, draft, placement, compute)
             if num_blocks is None:
@@ -188,6 +192,17 @@ class ModelRunner:
                     max_tokens=max_num_batched_tokens,
                     dtype=dtype_name(compute),
                 )
+            self._states: StateSlots | None = None
+            if spec.state is not None and groups.state is not None:
+                self._states = StateSlots.allocate(
+                    spec.state,
+                    compute,
+                    self.pool.tensor,
+                    self.batch,
+                    num_requests=max_num_seqs,
+                    num_pages=groups.state.num_pages,
+                    most_drafts=most_drafts,
+                )
             self._drafts = StepDrafts(self.batch, self._sampler, proposer)
             self._prompt_logprobs = PromptLogprobsCollector(self.model.logits)
             self._experts: RoutedExpertsCollector | None = None
@@ -216,13 +231,17 @@ class ModelRunner:
         """The copies of a step, its changes of the batch and its forward pass. The step before must
         have been sampled. Raises what goes wrong with the whole step, after which only steps
         whose `last_failed_id` says so are computed; see also `StepBatch.apply_step`."""
-        # First of all: whatever fails below, copies that were promised begin, and are reported.
+        # First of all: the states that requests start with, whose pages a load may write to.
+        fault = None if self._states is None else self._begin_states(self._states, output)
+        # Whatever fails below, copies that were promised begin, and are reported.
         self._connector.start_step(output.connector_meta or NOTHING_TO_MOVE)
         due = self._due
         if due is not None and due.sampled is not None and not due.sampled.choice.is_final:
             self._take_tokens()
         self._check_follows(output)
         try:
+            if fault is not None:
+                raise fault
             self._update_batch(output)
             step = BegunStep(output, ModelRunnerOutput({}))
             if output.num_scheduled_tokens:
@@ -277,6 +296,14 @@ class ModelRunner:
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
         """Let the connector finish its copies, at most so long. Idempotent."""
         self._connector.shutdown(timeout_seconds)
+
+    def _begin_states(self, states: StateSlots, output: SchedulerOutput) -> Exception | None:
+        """What went wrong, for the step to fail with it."""
+        try:
+            states.begin_step(output)
+        except Exception as error:  # noqa: BLE001 - as above
+            return error
+        return None
 
     def _update_batch(self, output: SchedulerOutput) -> None:
         for request_id in output.finished_request_ids:
@@ -333,6 +360,10 @@ class ModelRunner:
             embeds = self._prompt_embeds.rows_of(batch, rows, computed, counts)
         # Of rows whose experts are told the last layer is computed too.
         reads_all = self._drafts.reads_hidden or self._experts is not None
+        states = self._states
+        state_step = None
+        if states is not None:
+            state_step = states.plan_step(step.output, rows, computed, counts)
         launch = self._forward.prepare_step(
             StepInputs(
                 tables.tables,
@@ -345,17 +376,20 @@ class ModelRunner:
                 None if reads_all else wanted,
                 embeds,
                 late=late,
+                states=state_step,
             )
         )
         self._connector.wait_before_forward()
         self._copier.copy_blocks(step.output.block_copies)
         hidden = launch()
-        states = hidden if self._drafts.reads_hidden else None
+        if states is not None:
+            states.end_step(step.output.new_requests)
+        seen = hidden if self._drafts.reads_hidden else None
         if reads_all:
             hidden = hidden[to_device(wanted, hidden.device)]
         if self._experts is not None:
             self._experts.record_step(batch, rows, computed, counts)
-        self._drafts.follow_step(ComputedStep(rows, computed, counts, num_drafts, chosen, states))
+        self._drafts.follow_step(ComputedStep(rows, computed, counts, num_drafts, chosen, seen))
         batch.num_computed[rows] += counts
         if not ready.all():
             step.result.sampled_token_ids = {request_id: [] for request_id in scheduled}

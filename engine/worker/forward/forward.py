@@ -24,6 +24,7 @@ from ...batch.batch_update import IntArray
 from ...models.attention import PagedAttention
 from ...models.checkpoint.checkpoint import CPU
 from ...models.decoder import Attention, AuxStates, Decoder, Embeds, Plan
+from ...models.states.state_plan import StateStep
 from ...request.prompt_embeds import EmbedArray
 from ...sampling.copies import to_device
 from ..block_table import BlockTable
@@ -76,6 +77,7 @@ class StepInputs:
     embeds: HostEmbeds | Embeds | None = None  # rows that come so instead of as token ids
     aux: AuxStates | None = None  # hidden states of inner layers, of the same rows
     late: LateTokens | None = None  # whose ids in `token_ids` mean nothing
+    states: StateStep | None = None  # where layers carry states
 
     @property
     def num_tokens(self) -> int:
@@ -161,6 +163,7 @@ def launch_of(
             None if step.wanted is None else torch.from_numpy(step.wanted),
             embeds=None if step.embeds is None else step.embeds.to(CPU),
             aux=step.aux,
+            states=step.states,
         )
 
     return launch

@@ -30,18 +30,18 @@ class LayerViews:
 
     def __init__(self, places: Sequence[LayerPlace], attention: Sequence[LayerAttention]) -> None:
         """The place of each layer, and how it attends: layers of one group may differ in that.
-        Raises ValueError for a kind that is not computed."""
-        kinds = tuple(attention)
-        for kind in kinds:
-            if not kind.is_full and kind.window is None:
+        Layers that carry a state have no place and no view. Raises ValueError for a kind that is
+        not computed."""
+        of_layers = []
+        for place, kind in zip(places, attention, strict=True):
+            if not kind.is_full and kind.window is None and not kind.is_state:
                 raise ValueError(f"no attention of the worker computes {kind}")
-        of_layers = [
-            View(place.group, kind.window) for place, kind in zip(places, kinds, strict=True)
-        ]
-        self.views = tuple(dict.fromkeys(of_layers))
+            of_layers.append(None if kind.is_state else View(place.group, kind.window))
+        self.views = tuple(dict.fromkeys(view for view in of_layers if view is not None))
         index = {view: number for number, view in enumerate(self.views)}
         self.places = [
-            (index[view], place.in_page) for view, place in zip(of_layers, places, strict=True)
+            (-1 if view is None else index[view], place.in_page)
+            for view, place in zip(of_layers, places, strict=True)
         ]
         # All layers have one plan, and each the place of its number.
         self._is_plain = self.places == [(0, layer) for layer in range(len(self.places))]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...cache.group_spec import LayerPlace
 from ...models.decoder import AuxStates, Decoder, Embeds
+from ...models.states.state_plan import StateStep
 from ..runtime.device_runtime import DeviceRuntime, Work
 from .forward import Launch, StepInputs
 from .grouped_attention import LayerViews
@@ -141,8 +142,8 @@ class KernelForward:
             progress(f"recorded chunks of {sizes} sizes")
 
     def prepare_step(self, step: StepInputs) -> Launch:
-        # A record reads token ids and keeps no inner state.
-        is_plain = step.embeds is None and step.aux is None
+        # A record reads token ids, and nothing else of a step than the buffers.
+        is_plain = step.embeds is None and step.aux is None and step.states is None
         if is_plain and (step.num_decodes == len(step.rows) or len(step.rows) == 1):
             graphs = self._graphs if step.num_decodes else self._chunk_graphs
             found = graphs.find_recorded(step.num_tokens)
@@ -154,7 +155,7 @@ class KernelForward:
         if is_plain:
             return partial(self._forward, num_tokens, plan, wanted)
         embeds = None if step.embeds is None else step.embeds.to(self._buffers.token_ids.device)
-        return partial(self._forward, num_tokens, plan, wanted, embeds, step.aux)
+        return partial(self._forward, num_tokens, plan, wanted, embeds, step.aux, step.states)
 
     def _prepare_recorded(self, step: StepInputs, bucket: int, work: Work) -> Launch:
         self._buffers.fill(step, bucket, None if step.num_decodes else 1)
@@ -183,6 +184,7 @@ class KernelForward:
         wanted: Tensor | None,
         embeds: Embeds | None = None,
         aux: AuxStates | None = None,
+        states: StateStep | None = None,
     ) -> Tensor:
         buffers = self._buffers
         return self._model.forward(
@@ -193,4 +195,5 @@ class KernelForward:
             wanted,
             embeds=embeds,
             aux=aux,
+            states=states,
         )

@@ -226,7 +226,7 @@ def library_bytes(
 ) -> int:
     """Bytes of a device that a library may take beside a step: its buffers and its result."""
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(layout.kv_dtype)
-    is_full = any(kind.window is None for kind in spec.layer_attention)
+    is_full = any(kind.is_full for kind in spec.layer_attention)
     if not placement.may_use_library or dtype is None or not is_full or max_tokens < MIN_ROWS:
         return 0
     tokens = -(-spec.max_context // layout.block_size) * layout.block_size

@@ -23,6 +23,7 @@ from stratakv.connector.page_names import pages_of
 from stratakv.engine.cache.block_hash import make_block_hasher
 from stratakv.engine.cache.kv_block import BlockCopy
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager
+from stratakv.engine.cache.state_checkpoints import NUM_SPARE_STATES
 from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.models.layer_attention import LayerAttention, full
 from stratakv.engine.observer import Observer
@@ -162,6 +163,12 @@ class Engine:
     bad: set[str] = field(default_factory=set)  # requests whose logits are not finite
     attention: Sequence[LayerAttention] = (full(),)
     num_copied: int = 0  # pages
+    # Of layers that carry states, of whose checkpoints each has so many pages: by request, the
+    # states that the worker has, by the tokens before them. They move on with what it computes.
+    num_state_pages: int = 0
+    running: dict[str, dict[int, int]] = field(default_factory=dict)
+    num_restored: int = 0
+    num_saved: int = 0
     drafts: random.Random = field(default_factory=lambda: random.Random(0))  # for `propose`
 
     @property
@@ -215,6 +222,8 @@ class Engine:
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """One forward pass: stores, then all writes, then all reads."""
+        if self.num_state_pages:
+            self._restore_states(output)  # before a load may begin to write
         self.follow(output)
         self._store()
         self._copy(output)
@@ -226,6 +235,9 @@ class Engine:
             computed = self._computed[request_id]
             positions[request_id] = (computed, computed + count)
             self._write(request_id, *positions[request_id])
+            if self.num_state_pages:
+                num_drafts = len(output.draft_token_ids.get(request_id, ()))
+                self._move_states(request_id, *positions[request_id], num_drafts)
         sampled = {}
         for request_id, (start, end) in positions.items():
             self._check(request_id, start, end)
@@ -240,6 +252,10 @@ class Engine:
                 assert new.num_computed_tokens == state.num_prompt == state.end
                 self._check(new.request_id, state.num_prompt - 1, state.num_prompt)
                 sampled[new.request_id] = state.accept(0, state.num_prompt, state.num_prompt)
+                if self.num_state_pages:
+                    self.running[new.request_id] = dict(self.running[new.fork_of])
+        if self.num_state_pages:
+            self._save_states(output)
         self._store_ahead()
         proposed = {}
         speculation = self.scheduler.speculation
@@ -333,6 +349,70 @@ class Engine:
         assert list(output.num_scheduled_tokens.values()).count(0) == 0
         assert output.total_num_scheduled_tokens == sum(output.num_scheduled_tokens.values())
 
+    def _restore_states(self, output: SchedulerOutput) -> None:
+        """Requests that start read their states from pages, or begin with none."""
+        cached = output.cached_requests
+        for request_id in (*output.finished_request_ids, *output.preempted_request_ids):
+            self.running.pop(request_id, None)
+        starting = [(new.request_id, new.state_page_ids) for new in output.new_requests]
+        resumed = cached.resumed_request_ids
+        starting += [(each, cached.state_page_ids.get(each, [])) for each in resumed]
+        told = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
+        told |= {new.request_id: new.num_computed_tokens for new in output.new_requests}
+        forks = {new.request_id for new in output.new_requests if new.fork_of}
+        for request_id, page_ids in starting:
+            computed = told[request_id]
+            if request_id in forks:
+                assert not page_ids
+                continue
+            assert len(page_ids) == (self.num_state_pages if computed else 0)
+            self.running[request_id] = {}
+            if not page_ids:
+                continue
+            self.num_restored += 1
+            held = set()
+            for group, page in enumerate(page_ids, len(self.attention)):
+                numbers = {self.slots.get((page, offset)) for offset in range(SIZE)}
+                assert len(numbers) == 1
+                number = numbers.pop()
+                assert number is not None
+                held.add(number - group * 2**61)
+            assert len(held) == 1, "pieces of several checkpoints"
+            self.running[request_id][computed] = held.pop()
+
+    def _move_states(self, request_id: str, start: int, end: int, num_drafts: int) -> None:
+        states = self.running[request_id]
+        numbers = self.states[request_id].fingerprint()
+        if start:
+            assert states[start] == numbers[start - 1], f"{request_id} goes on from other states"
+        first = end - num_drafts if num_drafts else end
+        kept = {start: states[start]} if start else {}
+        behind = {place: numbers[place - 1] for place in range(first, end + 1)}
+        self.running[request_id] = kept | behind
+
+    def _save_states(self, output: SchedulerOutput) -> None:
+        busy = self.tiers.busy_blocks if self.tiers else set()
+        for request_id, saves in output.state_saves.items():
+            numbers = self.states[request_id].fingerprint()
+            within = 0
+            for position, page_ids in saves:
+                computed = self._computed[request_id]
+                end = computed + output.num_scheduled_tokens[request_id]
+                assert computed < position <= end
+                within += position < end
+                assert len(page_ids) == self.num_state_pages
+                for group, page in enumerate(page_ids, len(self.attention)):
+                    assert page != 0
+                    assert page not in busy
+                    for offset in range(SIZE):
+                        self.slots[page, offset] = salted(numbers[position - 1], group)
+                self.num_saved += 1
+        assert sum(
+            position < self.states[each].end - len(output.draft_token_ids.get(each, ()))
+            for each, saves in output.state_saves.items()
+            for position, _ in saves
+        ) <= NUM_SPARE_STATES  # fmt: skip
+
     def _store(self) -> None:
         """Evicted blocks still hold what their names promise: nothing uncomputed gets here."""
         if self.tiers is None:
@@ -364,7 +444,10 @@ class Engine:
         for block_id, key, _ in pages_of(blocks):
             held = [self.slots.get((block_id, offset)) for offset in range(SIZE)]
             group = int.from_bytes(key[32:], "little")
-            assert held == [salted(state, group) for state in self.names[key[:32]]]
+            numbers = self.names[key[:32]]
+            if group >= len(self.attention):  # a piece of the states behind the block
+                numbers = numbers[-1:] * SIZE
+            assert held == [salted(state, group) for state in numbers]
             self.tiers.kept[key] = [state for state in held if state is not None]
 
     def _write(self, request_id: str, start: int, end: int) -> None:
@@ -442,6 +525,8 @@ def build_engine(
     most_drafts: int = 0,
     is_adaptive: bool = False,
     looks_ahead: bool = False,
+    num_state_pages: int = 0,
+    state_interval: int = 0,
     **options: object,
 ) -> Engine:
     """An engine: `num_blocks` of 4 tokens, options of SchedulerConfig."""
@@ -462,6 +547,8 @@ def build_engine(
         watermark=watermark,
         attention=attention,
         most_step_tokens=config.most_step_tokens,
+        num_state_pages=num_state_pages,
+        state_interval=state_interval,
     )
     scheduler = Scheduler(
         config,
@@ -473,8 +560,15 @@ def build_engine(
         speculation=Speculation(most_drafts, is_adaptive, looks_ahead) if most_drafts else None,
         observers=[*([] if observer is None else [observer]), *more_observers],
     )
-    engine = Engine(scheduler, tiers, attention=attention, drafts=random.Random(most_drafts))
+    engine = Engine(
+        scheduler,
+        tiers,
+        attention=attention,
+        drafts=random.Random(most_drafts),
+        num_state_pages=num_state_pages,
+    )
     if tiers is not None:
+        tiers.num_state_pages = num_state_pages
         tiers.slots = engine.slots
     return engine
 

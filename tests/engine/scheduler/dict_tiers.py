@@ -90,6 +90,7 @@ class DictTiers(KVConnectorScheduler, OverlappedLoads, StoresAhead):
         self.rng = rng
         self.overlapped_loads = self.stores_ahead = self
         self.attention = tuple(attention)
+        self.num_state_pages = 0  # of a checkpoint of states
         self.kept: dict[bytes, list[int]] = {}
         self.loads: list[Load] = []
         self.overlapped: dict[str, OverlappedLoad] = {}
@@ -142,17 +143,22 @@ class DictTiers(KVConnectorScheduler, OverlappedLoads, StoresAhead):
         if self.rng is not None and self.rng.random() < 0.2:
             return Match(0, MatchKind.RETRY)
         from_back = self.from_back if self.rng is None else self.rng.random() < 0.5
-        from_back = from_back and self.attention == (full(),)
+        from_back = from_back and self.attention == (full(),) and not self.num_state_pages
         return Match((end - first) * SIZE, MatchKind.OVERLAP if from_back else MatchKind.LOAD)
 
     def _has(self, digests: Sequence[bytes], first: int, end: int) -> bool:
         """Whether all is kept that a request reads behind `end` blocks, of which the pool has what
         lies before `first`."""
-        return all(
+        has_states = all(key in self.kept for key in self._state_keys(digests[end - 1]))
+        return has_states and all(
             digests[index] + group_suffix(group) in self.kept
             for group, attention in enumerate(self.attention)
             for index in range(max(first, attention.first_seen(end * SIZE) // SIZE), end)
         )
+
+    def _state_keys(self, digest: bytes) -> list[bytes]:
+        first = len(self.attention)
+        return [digest + group_suffix(first + piece) for piece in range(self.num_state_pages)]
 
     def begin_load(
         self,
@@ -163,8 +169,10 @@ class DictTiers(KVConnectorScheduler, OverlappedLoads, StoresAhead):
         overlapped: bool,
     ) -> None:
         blocks = block_ids[0]
-        assert len(block_ids) == len(self.attention)
-        assert all(len(ids) * SIZE == num_tokens > 0 for ids in block_ids)
+        num_groups = len(self.attention)
+        assert len(block_ids) == num_groups + (self.num_state_pages > 0)
+        assert all(len(ids) * SIZE == num_tokens > 0 for ids in block_ids[:num_groups])
+        assert all(len(ids) == self.num_state_pages for ids in block_ids[num_groups:])
         request_id = request.request_id
         first_token = request.num_computed_tokens  # type: ignore[attr-defined]
         digests = request.block_hashes[first_token // SIZE :][: len(blocks)]
@@ -224,7 +232,12 @@ class DictTiers(KVConnectorScheduler, OverlappedLoads, StoresAhead):
         for load in [load for load in self.loads if load.ticks <= 0]:
             self.loads.remove(load)
             count = self.outcome(load) if self.rng is None else self._luck(load)
-            for group, blocks in enumerate(load.groups):
+            if self.num_state_pages:
+                if count == len(load.keys):
+                    self._write_states(load)
+                else:
+                    count = min(count, 0)  # all or shorter
+            for group, blocks in enumerate(load.groups[: len(self.attention)]):
                 for block, key in list(zip(blocks, load.keys, strict=True))[:count]:
                     if block:
                         for offset, state in enumerate(self.kept[key[:32] + group_suffix(group)]):
@@ -232,7 +245,8 @@ class DictTiers(KVConnectorScheduler, OverlappedLoads, StoresAhead):
             by_tier = {"cpu": count * SIZE} if count else {}
             failure = None if count == len(load.keys) else "lost"
             report = LoadReport(load.request_id, count * SIZE, by_tier, 0.5, failure=failure)
-            if failure and not all(kind.is_full for kind in self.attention):
+            is_windowed = self.num_state_pages or not all(kind.is_full for kind in self.attention)
+            if failure and is_windowed:
                 report.shorter_tokens = load.first_token + count * SIZE
                 self.shorter[load.request_id] = report.shorter_tokens
             reports.append(report)
@@ -242,6 +256,12 @@ class DictTiers(KVConnectorScheduler, OverlappedLoads, StoresAhead):
                 del self.overlapped[request_id]
                 reports.append(LoadReport(request_id, 0))
         return reports
+
+    def _write_states(self, load: Load) -> None:
+        states = self._state_keys(load.keys[-1][:32])
+        for page, key in zip(load.groups[len(self.attention)], states, strict=True):
+            for offset, number in enumerate(self.kept[key]):
+                self.slots[page, offset] = number
 
     def has_pending_work(self) -> bool:
         copies = [load.copies[0] for load in self.overlapped.values() if load.copies]

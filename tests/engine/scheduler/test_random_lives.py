@@ -63,8 +63,9 @@ def check_life(rng: random.Random, make_engine: Any, tiers: Any, faults: bool, s
     budget = budget if chunked else max(budget, max_model_len)
     # From just enough for one request to plenty for all.
     most = sum(kind.most_blocks(max_model_len, 4, threshold or budget) for kind in attention)
+    num_state_pages = rng.choice([0, 0, 1, 2, 5])
     engine = make_engine(
-        1 + most + rng.choice([0, 0, 1, 3, 10, 50]),
+        1 + most + num_state_pages + rng.choice([0, 0, 1, 3, 10, 50]),
         tiers=tiers,
         attention=attention,
         max_model_len=max_model_len,
@@ -75,6 +76,8 @@ def check_life(rng: random.Random, make_engine: Any, tiers: Any, faults: bool, s
         long_prefill_token_threshold=threshold,
         reserve=rng.choice(["none", "prompt", "full"]),
         most_drafts=rng.choice([0, 0, 1, 3, 6]),
+        num_state_pages=num_state_pages,
+        state_interval=rng.choice([0, 4, 12]),
         **rng.choice(PRESSURES),
     )
     prompts: dict[str, tuple[list[int], int, int | None]] = {}
@@ -129,6 +132,8 @@ def step(rng: random.Random, engine: Any, spoilt: set[str], faults: bool) -> Non
         engine.take(scheduler.finish_requests([victim]))
     output = scheduler.schedule()
     if 0.04 <= luck < 0.08 and output.num_scheduled_tokens:
+        if engine.num_state_pages:
+            engine._restore_states(output)
         engine.follow(output)
         engine._store()
         spoilt.update(output.num_scheduled_tokens)
@@ -158,6 +163,9 @@ def check_invariants(engine: Any) -> None:
         for table in of_groups:
             for block in table:
                 references[block] += block > 0
+    if engine.manager.states is not None:
+        for block in engine.manager.states.held:
+            references[block.block_id] += 1
     # All pages of a block are held by the same requests.
     assert [block.ref_cnt for block in pool.blocks[1:] for _ in range(pool.width)] == references[
         1 : pool.num_usable + 1
@@ -181,7 +189,10 @@ def check_invariants(engine: Any) -> None:
         holders = [*states.running, *states.loaded, *states.loads.blocking]
         wanted = {each.request_id: each.max_num_tokens - 1 for each in holders}
         if not any(each.is_finished for each in states.loads.blocking):  # else one goes first
-            assert engine.manager.num_reserved(wanted) <= pool.num_free
+            spare = pool.num_free
+            if engine.manager.states is not None:  # those are given up when room is lacking
+                spare += sum(len(blocks) for _, blocks in engine.manager.states._unnamed.values())
+            assert engine.manager.num_reserved(wanted) <= spare
 
 
 def check_end(

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StateCheckpoints: the states of sequences at some of their tokens, kept in pages of the pool.
+
+A layer that carries a state (state space) has no K and V that could be kept block by block: its
+state stands for all tokens before it. The worker holds the state of each running request, and
+copies it at some positions into pages, a piece each:
+
+    position     0 ............ 32 ............ 64 ............ 80
+    K and V      |  block 0      |  block 1      |  block 2   |
+    states                       D1|1 D1|2 D1|3  (none)            D1: the digest of block 1
+
+A hit of a request needs the blocks of K and V up to its end and the states there, so it ends at a
+checkpoint. These are made, where the pool has room, at
+
+- the end of a prompt, at the last full block before its last token;
+- a junction: a position up to which K and V were found, and no states;
+- each multiple of the interval, if there is one, in answers too;
+- the very end of a prompt that another engine goes on with.
+
+Pages of a checkpoint are named when their step is made, and free at once: the worker writes them
+behind the step's forward pass, and reads those of a hit before everything else that a step does,
+so whichever step takes them comes after that. Only a load holds pages, until its request runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from ...connector.page_names import group_suffix
+from ..request.request import Request
+from .block_pool import BlockPool
+from .kv_block import KVCacheBlock
+
+# States in the middle of a chunk that the worker keeps for one step, beside those of requests. Of
+# more such checkpoints in a step the chunk ends at the next one.
+NUM_SPARE_STATES = 4
+
+
+class StateSave(NamedTuple):
+    """A checkpoint that a step makes of a request: its states behind `position` tokens."""
+
+    position: int
+    page_ids: list[int]  # one for each piece
+
+
+class StateCheckpoints:
+    """The checkpoints of one pool. Called by the engine's step thread only.
+
+    Digests are those of blocks; `interval` is tokens, 0 for none, else a multiple of a block's.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        num_pages: int,
+        first_group: int,
+        block_size: int,
+        *,
+        interval: int = 0,
+        hashes_per_block: int = 1,
+    ) -> None:
+        if interval % block_size:
+            raise ValueError(
+                f"checkpoints every {interval} tokens do not end where blocks of {block_size} do"
+            )
+        self.num_pages = num_pages
+        self._pool = pool
+        self._groups = range(first_group, first_group + num_pages)
+        self._suffixes = [group_suffix(group_id) for group_id in self._groups]
+        self._block_size, self._hashes_per_block = block_size, hashes_per_block
+        self.interval = interval
+        # By request, until the step that it starts in is made.
+        self._hits: dict[str, list[KVCacheBlock]] = {}
+        self._loads: dict[str, list[KVCacheBlock]] = {}  # held
+        # Of tokens that are not known yet, by request: held, and named when they are.
+        self._unnamed: dict[str, tuple[int, list[KVCacheBlock]]] = {}
+        self.num_saved = 0
+
+    @property
+    def held(self) -> list[KVCacheBlock]:
+        """The pages that are held for a load, or until tokens are known."""
+        unnamed = [blocks for _, blocks in self._unnamed.values()]
+        return list(chain.from_iterable([*self._loads.values(), *unnamed]))
+
+    def has(self, digest: bytes) -> bool:
+        """Whether a checkpoint of this name can be read by the step being scheduled."""
+        pool = self._pool
+        keys = [digest + suffix for suffix in self._suffixes]
+        return all(map(pool.has, keys)) and not pool.is_due(pool.named(keys[-1]))
+
+    def longest_hit(self, digests: Sequence[bytes], most_blocks: int) -> int:
+        """The most blocks, up to `most_blocks`, behind which there is a checkpoint; 0 needs none,
+        for a sequence begins with states of zeros."""
+        first, has = self._suffixes[0], self._pool.has
+        for length in range(most_blocks, 0, -1):
+            if has(digests[length - 1] + first) and self.has(digests[length - 1]):
+                return length
+        return 0
+
+    def note_hit(self, request_id: str, digest: bytes) -> None:
+        """A request starts behind this checkpoint, which there is."""
+        self._hits[request_id] = [self._pool.named(digest + suffix) for suffix in self._suffixes]
+
+    def drop_hit(self, request_id: str) -> None:
+        """The request does not start after all."""
+        self._hits.pop(request_id, None)
+
+    def hold_for_load(self, request_id: str) -> None:
+        """Hold pages for the states that a load is to bring; there is room for them."""
+        self._loads[request_id] = self._pool.get_new_blocks(self.num_pages)
+
+    def load_page_ids(self, request_id: str) -> list[int]:
+        """The pages that are held for a load."""
+        return [block.block_id for block in self._loads[request_id]]
+
+    def name_loaded(self, request_id: str, digest: bytes) -> None:
+        """The load of a request has brought states, which have this name; b"" for those behind a
+        block that is not full, which have none."""
+        if digest:
+            self._name(digest, self._loads[request_id], computed=True)
+
+    def take_start(self, request_id: str) -> list[int]:
+        """The pages that a request's states are read from, which starts in the step being made;
+        empty where it begins with zeros. They are free from now on."""
+        held = self._loads.pop(request_id, None)
+        if held is not None:
+            self._pool.free_blocks(held)
+            return [block.block_id for block in held]
+        hit = self._hits.pop(request_id, [])
+        # Read as if they were held: they are the last to be reused.
+        still = [block for block in hit if block.ref_cnt == 0 and block.block_hash is not None]
+        self._pool.touch(still)
+        self._pool.free_blocks(still)
+        return [block.block_id for block in hit]
+
+    def positions(self, request: Request, computed: int, end: int) -> list[int]:
+        """Where checkpoints are to be made of a request whose tokens `computed` to `end` a step
+        computes; ascending."""
+        if not self._pool.enable_caching:
+            return []
+        size, num_prompt = self._block_size, request.num_prompt_tokens
+        found = {(num_prompt - 1) // size * size, request.progress.junction}
+        if request.hands_over:
+            found.add(num_prompt)
+        if (interval := self.interval) and end - end % interval > computed:
+            found.update(range(computed - computed % interval + interval, end + 1, interval))
+        due = sorted(position for position in found if computed < position <= end)
+        return [position for position in due if not self._is_made(request, position)]
+
+    def most_tokens(
+        self, request: Request, computed: int, num_tokens: int, num_spare: int
+    ) -> tuple[int, int]:
+        """How many tokens, of `num_tokens` behind `computed` ones, a step may compute of a request,
+        and how many of `num_spare` states it needs: one for each checkpoint in front of their
+        end."""
+        within = self.positions(request, computed, computed + num_tokens - 1)
+        if len(within) <= num_spare:
+            return num_tokens, len(within)
+        return within[num_spare] - computed, num_spare
+
+    def save(
+        self, request: Request, computed: int, end: int, num_spare: int
+    ) -> list[StateSave]:
+        """The checkpoints that the step being made, which has all its blocks, makes of a request;
+        fewer where the pool has no room for them, and at most `num_spare` in front of the end."""
+        saves: list[StateSave] = []
+        for position in self.positions(request, computed, end):
+            if position < end and len(saves) == num_spare:
+                continue
+            if self._pool.free_queue.num_free < self.num_pages:
+                break
+            blocks = self._pool.get_new_blocks(self.num_pages)
+            saves.append(StateSave(position, [block.block_id for block in blocks]))
+            digest = self._digest(request, position)
+            if digest is None:
+                self._drop_unnamed(request.request_id)
+                self._unnamed[request.request_id] = (position, blocks)
+                continue
+            self._name(digest, blocks, computed=False)
+            self._pool.free_blocks(blocks)
+        self.num_saved += len(saves)
+        return saves
+
+    def name_known(self, request: Request) -> None:
+        """Name a checkpoint behind tokens that have become known."""
+        unnamed = self._unnamed.get(request.request_id)
+        if unnamed is None:
+            return
+        position, blocks = unnamed
+        digest = self._digest(request, position)
+        if digest is not None:
+            del self._unnamed[request.request_id]
+            self._name(digest, blocks, computed=False)
+            self._pool.free_blocks(blocks)
+
+    def drop_unnamed(self) -> bool:
+        """Give up the checkpoints of tokens that are not known yet, for their room; whether there
+        were any."""
+        given_up = list(self._unnamed)
+        for request_id in given_up:
+            self._drop_unnamed(request_id)
+        return bool(given_up)
+
+    def drop_names(self, digests: Iterable[bytes]) -> None:
+        """Make checkpoints of these names impossible to find."""
+        first, has = self._suffixes[0], self._pool.has
+        for digest in digests:
+            if has(digest + first):
+                for group_id in self._groups:
+                    self._pool.drop_keys([digest], group_id)
+
+    def keys(self, digest: bytes) -> list[bytes]:
+        """The names of a checkpoint's pages, as the pool keeps them."""
+        return [digest + suffix for suffix in self._suffixes]
+
+    def first_keys(self, digests: Iterable[bytes]) -> list[bytes]:
+        """One name of each checkpoint, without which there is none."""
+        return [digest + self._suffixes[0] for digest in digests]
+
+    def free(self, request_id: str) -> None:
+        """A request holds nothing any more, and starts nowhere."""
+        self._hits.pop(request_id, None)
+        self._drop_unnamed(request_id)
+        held = self._loads.pop(request_id, None)
+        if held is not None:
+            self._pool.free_blocks(held)
+
+    def _is_made(self, request: Request, position: int) -> bool:
+        digest = self._digest(request, position)
+        return digest is not None and self._pool.has(digest + self._suffixes[0])
+
+    def _digest(self, request: Request, position: int) -> bytes | None:
+        """The name of a checkpoint behind so many tokens; None while they are not known."""
+        index, rest = divmod(position, self._block_size)
+        if rest:
+            return request.prompt_tail_hash()
+        index *= self._hashes_per_block
+        return request.block_hashes[index - 1] if index <= len(request.block_hashes) else None
+
+    def _name(self, digest: bytes, blocks: Sequence[KVCacheBlock], *, computed: bool) -> None:
+        for group_id, block in zip(self._groups, blocks, strict=True):
+            self._pool.cache_full_blocks([digest], [block], group_id, computed)
+
+    def _drop_unnamed(self, request_id: str) -> None:
+        position_and_blocks = self._unnamed.pop(request_id, None)
+        if position_and_blocks is not None:
+            self._pool.free_blocks(position_and_blocks[1])

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StateSlots: the states of running requests on the device, and their way to pages and back.
+
+A request has slots while it is in the batch, one of which holds the states behind all tokens that
+it has computed. One step, in this order:
+
+    pages ──► slot       of requests that start behind a checkpoint; before anything else
+    forward pass         reads each request's slot and writes it, and spare slots in between
+    slots ──► pages      checkpoints
+    slot ──► slot        of a request whose prompt has ended to its forks
+
+Behind each draft token the states are kept apart: the request goes on with those behind the last
+draft that was accepted, which its computed tokens tell in the next step.
+
+    computed 7, drafts a b     row 0 ──► slot 1     row 1 (a) ──► slot 2     row 2 (b) ──► slot 3
+    next step: computed 9      goes on from slot 2
+
+A page takes as many bytes of a slot as it has; the last one is filled up with zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...tiers.settings.sizes import rough_size
+from ...tiers.settings.values import ConfigError
+from ..batch.batch_update import IntArray
+from ..cache.state_checkpoints import NUM_SPARE_STATES
+from ..models.states.running_states import RunningStates
+from ..models.states.state_plan import StatePlan, StateSequence, StateStep
+from ..models.states.state_spec import StateSpec
+from ..sampling.copies import to_device
+from ..scheduler.output import NewRequestData, SchedulerOutput
+from .input_batch import InputBatch
+
+
+@dataclass(slots=True)
+class _RequestSlots:
+    """The slots of one request."""
+
+    slots: list[int]
+    current: int  # of `slots`: that of the states behind its computed tokens
+    # Of a step with drafts: the tokens computed before it, and the slots behind each of its rows.
+    drafted_from: int = 0
+    drafted: list[int] | None = None
+
+    def move_to(self, num_computed: int) -> None:
+        """Go on behind so many tokens, the last of which drafts may have brought."""
+        if self.drafted is not None:
+            num_rows = num_computed - self.drafted_from
+            if num_rows:  # else none counts, and the request goes on from where it was
+                self.current = self.drafted[num_rows - 1]
+            self.drafted = None
+
+
+class StateSlots:
+    """The slots of one batch. `pool` is `[pages, …]`, the memory of each page contiguous."""
+
+    def __init__(
+        self, running: RunningStates, pool: Tensor, batch: InputBatch, *, most_drafts: int = 0
+    ) -> None:
+        """The last NUM_SPARE_STATES slots are for states in the middle of chunks; all others are
+        for requests, each of which has `slots_of_request(most_drafts)`."""
+        self._running = running
+        self._batch = batch
+        self._pages = pool.view(torch.uint8).view(len(pool), -1)
+        first_spare = len(running.raw) - NUM_SPARE_STATES
+        self._spare = range(first_spare, len(running.raw))
+        each = slots_of_request(most_drafts)
+        firsts = range(first_spare - each, -1, -each)
+        self._free = [list(range(first, first + each)) for first in firsts]
+        self._requests: dict[str, _RequestSlots] = {}
+        self._saves: list[tuple[int, list[int]]] = []  # of the step: slot, pages
+
+    @classmethod
+    def allocate(
+        cls,
+        spec: StateSpec,
+        compute: torch.dtype,
+        pool: Tensor,
+        batch: InputBatch,
+        *,
+        num_requests: int,
+        num_pages: int,
+        most_drafts: int = 0,
+    ) -> StateSlots:
+        """Slots for so many requests, each of which fills `num_pages` of the pool. Raises
+        ConfigError where their memory cannot be had."""
+        num_slots = num_requests * slots_of_request(most_drafts) + NUM_SPARE_STATES
+        page_bytes = pool[0].numel() * pool.element_size()
+        slot_bytes = num_pages * page_bytes
+        try:
+            running = RunningStates(spec, num_slots, compute, pool.device, slot_bytes=slot_bytes)
+        except (RuntimeError, MemoryError) as error:
+            raise ConfigError(
+                f"the states of {num_requests} requests ({rough_size(num_slots * slot_bytes)}) do "
+                "not fit into memory; lower --max-num-seqs"
+            ) from error
+        return cls(running, pool, batch, most_drafts=most_drafts)
+
+    def begin_step(self, output: SchedulerOutput) -> None:
+        """Take in which requests come and go, and read the states of those that come."""
+        for request_id in (*output.finished_request_ids, *output.preempted_request_ids):
+            self._release(request_id)
+        for new in output.new_requests:
+            self._enter(new.request_id, new.state_page_ids)
+        cached = output.cached_requests
+        for request_id in cached.resumed_request_ids:
+            self._enter(request_id, cached.state_page_ids.get(request_id, []))
+
+    def plan_step(
+        self, output: SchedulerOutput, rows: IntArray, computed: IntArray, counts: IntArray
+    ) -> StateStep:
+        """The states that a step reads and writes, whose `rows` of the batch compute `counts`
+        tokens each after `computed` ones, in that order."""
+        spare = iter(self._spare)
+        sequences: list[StateSequence] = []
+        start = 0
+        self._saves.clear()
+        both = zip(rows.tolist(), computed.tolist(), counts.tolist(), strict=True)
+        for row, num_computed, count in both:
+            request = self._batch.requests[row]
+            assert request is not None
+            request_id, end = request.request_id, start + count
+            own = self._requests[request_id]
+            own.move_to(num_computed)
+            source = own.current if num_computed else None
+            behind: dict[int, int] = {}  # row → slot of the states before it
+            if request_id in output.draft_token_ids:
+                others = [slot for slot in own.slots if slot != own.current]
+                own.drafted_from, own.drafted = num_computed, others[:count]
+                behind = dict(zip(range(start + 1, end + 1), own.drafted, strict=True))
+            else:
+                behind[end] = own.current
+            for position, page_ids in output.state_saves.get(request_id, ()):
+                at = start + position - num_computed
+                if at not in behind:
+                    behind[at] = next(spare)
+                self._saves.append((behind[at], page_ids))
+            saves = tuple(sorted(behind.items()))
+            sequences.append(StateSequence(start, end, source, saves))
+            start = end
+        plan = StatePlan(sequences, start, self._running.raw.device)
+        return StateStep(plan, self._running)
+
+    def end_step(self, new_requests: list[NewRequestData]) -> None:
+        """Behind the forward pass: write the checkpoints of the step, and the slots of forks."""
+        for slot, page_ids in self._saves:
+            self._pages.index_copy_(0, self._ids(page_ids), self._pieces(slot))
+        self._saves.clear()
+        raw, requests = self._running.raw, self._requests
+        for new in new_requests:
+            if new.fork_of:
+                raw[requests[new.request_id].current] = raw[requests[new.fork_of].current]
+
+    def _enter(self, request_id: str, page_ids: list[int]) -> None:
+        self._release(request_id)  # of an earlier life, in a step that failed
+        slots = self._free.pop()
+        self._requests[request_id] = _RequestSlots(slots, slots[0])
+        if page_ids:
+            torch.index_select(self._pages, 0, self._ids(page_ids), out=self._pieces(slots[0]))
+
+    def _release(self, request_id: str) -> None:
+        own = self._requests.pop(request_id, None)
+        if own is not None:
+            self._free.append(own.slots)
+
+    def _pieces(self, slot: int) -> Tensor:
+        """A slot as `[pages, bytes of a page]`."""
+        pieces: Tensor = self._running.raw[slot].view(-1, self._pages.shape[1])
+        return pieces
+
+    def _ids(self, page_ids: list[int]) -> Tensor:
+        return to_device(np.array(page_ids, np.int64), self._pages.device)
+
+
+def slots_of_request(most_drafts: int) -> int:
+    """The slots of a request that may have so many drafts in a step: one for its states before
+    them, and one behind each row."""
+    return most_drafts + 2 if most_drafts else 1
