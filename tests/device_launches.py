@@ -32,7 +32,7 @@ from stratakv.engine.models import decoder
 from stratakv.engine.models.checkpoint import weights
 from stratakv.engine.models.decoder import Decoder
 from stratakv.engine.models.dtypes import dtype_name
-from stratakv.engine.models.model_spec import load_model_spec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.engine.sampling import copies
 from stratakv.engine.worker.block_table import BlockTable
 from stratakv.engine.worker.forward.forward import StepForward, StepInputs

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from stratakv.benchmarks.gpu.engine import model as engine_model
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 from stratakv.engine.models.checkpoint.weights import expected_tensors
-from stratakv.engine.models.model_spec import load_model_spec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 
 LLAMA_3_1_8B: dict[str, Any] = engine_model.LLAMA_3_1_8B | {
     "hidden_act": "silu",

@@ -13,7 +13,7 @@ import pytest
 from stratakv.engine.cache.group_spec import plan_groups
 from stratakv.engine.config.engine_config import CacheConfig
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.models.model_spec import load_model_spec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.engine.request.core_messages import AddRequest
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.worker.pool_demand import PoolDemand

@@ -28,7 +28,7 @@ from typing import Any
 
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 from stratakv.engine.llm import LLM
-from stratakv.engine.models.model_spec import load_model_spec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.text.tokenizer import Tokenizer
 

@@ -27,7 +27,7 @@ for name, value in CORE_ENVIRONMENT.items():
 import numpy as np  # noqa: E402 - the variables come first
 import torch  # noqa: E402
 
-from stratakv.engine.models.model_spec import load_model_spec  # noqa: E402
+from stratakv.engine.models.spec.spec_parser import load_model_spec  # noqa: E402
 from stratakv.engine.request.sampling_params import SamplingParams  # noqa: E402
 from stratakv.engine.scheduler.output import (  # noqa: E402
     CachedRequestData,

@@ -17,7 +17,7 @@ from rich.console import Console
 from ...engine.config import machine_probes as probes
 from ...engine.config.engine_config import CacheConfig
 from ...engine.config.engine_options import EMBEDDED_MODEL
-from ...engine.models.model_spec import load_model_spec
+from ...engine.models.spec.spec_parser import load_model_spec
 from ...engine.text.tokenizer import Tokenizer
 from ...tiers.settings.values import ConfigError, check_device
 from ..harness.comparison import WrongWork

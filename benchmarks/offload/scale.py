@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...engine.models.model_spec import load_model_spec
+from ...engine.models.spec.spec_parser import load_model_spec
 from ...tiers.settings.values import ConfigError
 from ..harness.comparison import Gate
 from ..harness.report import chosen

@@ -30,7 +30,7 @@ import numpy as np
 from ...engine.collector import settle_collector
 from ...engine.config.engine_options import engine_config
 from ...engine.core.engine_core import EngineCore
-from ...engine.models.model_spec import load_model_spec
+from ...engine.models.spec.spec_parser import load_model_spec
 from ...engine.request.core_messages import AddRequest, TokenOutput
 from ...engine.request.sampling_params import SamplingParams
 from ...tiers import assemble

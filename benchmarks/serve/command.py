@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ...engine.config.engine_options import EMBEDDED_MODEL
-from ...engine.models.model_spec import load_model_spec
+from ...engine.models.spec.spec_parser import load_model_spec
 from ...engine.text.tokenizer import Tokenizer
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError

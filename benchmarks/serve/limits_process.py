@@ -37,7 +37,8 @@ from typing import Any
 import torch
 
 from ...engine.models.checkpoint.tensor_shapes import EMBEDDING, expected_tensors
-from ...engine.models.model_spec import ModelSpec, load_model_spec
+from ...engine.models.model_spec import ModelSpec
+from ...engine.models.spec.spec_parser import load_model_spec
 from ...kernels.cpu.huge_pages import ask_for_huge_pages
 from ...kernels.cpu.library import Missing, cpu_library
 from ...kernels.cpu.matrix import PackedMatrix

@@ -153,7 +153,7 @@ def make_model(folder: Path, config: Mapping[str, Any]) -> None:
     from safetensors.torch import save_file
 
     from ...engine.models.checkpoint.tensor_shapes import NORM, expected_tensors
-    from ...engine.models.model_spec import load_model_spec
+    from ...engine.models.spec.spec_parser import load_model_spec
 
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(dict(config)))

@@ -25,7 +25,7 @@ from ...connector.device.cpu import pool_pages
 from ...engine.config.engine_options import EMBEDDED_MODEL
 from ...engine.models.attention import AttentionPlan, PagedAttention
 from ...engine.models.decoder import Decoder
-from ...engine.models.model_spec import load_model_spec
+from ...engine.models.spec.spec_parser import load_model_spec
 from ...engine.worker.block_table import BlockTable
 from ...engine.worker.forward.attention_metadata import AttentionPlanner
 from ...engine.worker.kv_pool import KvPool

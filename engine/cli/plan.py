@@ -30,7 +30,8 @@ from ..config.engine_options import model_directory
 from ..models.checkpoint.shards import find_shards
 from ..models.checkpoint.tensor_shapes import expected_tensors
 from ..models.dtypes import planned_dtype
-from ..models.model_spec import ModelSpec, load_model_spec, resolve_max_model_len
+from ..models.model_spec import ModelSpec, resolve_max_model_len
+from ..models.spec.spec_parser import load_model_spec
 from ..plan import memory_plan as plan
 from ..plan.machine_rates import OPERATIONS, PLACES, PREFILL_TOKENS, Rate, resolve_rates
 

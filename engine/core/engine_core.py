@@ -24,7 +24,8 @@ from ..cache.kv_cache_manager import KVCacheManager
 from ..config.engine_config import EngineConfig
 from ..models.checkpoint.fingerprint import ModelFiles
 from ..models.dtypes import dtype_name
-from ..models.model_spec import load_model_spec, resolve_max_model_len
+from ..models.model_spec import resolve_max_model_len
+from ..models.spec.spec_parser import load_model_spec
 from ..observer import Observer
 from ..request.core_messages import (
     ABORTED,

@@ -22,7 +22,8 @@ from ..models.checkpoint.tensor_shapes import expected_tensors, name_of
 from ..models.dtypes import choose_dtype, kv_dtype_name
 from ..models.eagle.eagle_spec import check_fusion, check_head, is_eagle_head, load_eagle_spec
 from ..models.model_source import ModelSource
-from ..models.model_spec import ModelSpec, load_model_spec, resolve_max_model_len
+from ..models.model_spec import ModelSpec, resolve_max_model_len
+from ..models.spec.spec_parser import load_model_spec
 from ..models.vocabulary_match import check_vocabulary
 from ..plan.memory_plan import activation_bytes, weight_bytes
 from ..worker.pool_demand import PoolDemand, check_pool_size, num_blocks_in

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ...kernels.cpu.network import NetworkExperts
 from .checkpoint.weights import DenseWeights, ExpertWeights
-from .expert_spec import ExpertSpec
 from .families import Activation
 from .layers import DenseMlp, Elementwise, Linear
+from .spec.expert_spec import ExpertSpec
 
 # Those in which torch multiplies groups.
 _GROUPED_TYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from .expert_spec import ExpertFamily
-from .rope_spec import DEFAULT_THETA
+from .spec.expert_spec import ExpertFamily
+from .spec.rope_spec import DEFAULT_THETA
 
 
 class Windows(Enum):

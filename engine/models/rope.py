@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...tiers.settings.values import ConfigError
-from .rope_spec import RopeSpec
+from .spec.rope_spec import RopeSpec
 
 
 def rope_tables(

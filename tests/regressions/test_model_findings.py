@@ -23,7 +23,7 @@ from stratakv.engine.core import resolve_placement as device_config
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.models import dtypes
 from stratakv.engine.models.dtypes import choose_dtype, quick_cpu_types
-from stratakv.engine.models.model_spec import load_model_spec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.engine.sampling import copies
 from stratakv.engine.worker import model_runner
 from stratakv.engine.worker.pool_demand import PoolDemand, check_pool_size

@@ -26,7 +26,7 @@ from stratakv.engine.core import engine_core
 from stratakv.engine.models.checkpoint.fingerprint import ModelFiles
 from stratakv.engine.models.checkpoint.generation_config import load_default_sampling
 from stratakv.engine.models.checkpoint.weights import expected_tensors
-from stratakv.engine.models.model_spec import load_model_spec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.engine.request.request import Request
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.text.tokenizer import Tokenizer

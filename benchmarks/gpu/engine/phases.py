@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ....engine.models.model_spec import load_model_spec
+from ....engine.models.spec.spec_parser import load_model_spec
 from ....engine.request.sampling_params import SamplingParams
 from ...harness.report import median
 from ...offload.workbench import MeasuredEngine

@@ -21,7 +21,7 @@ from ....tiers.errors import TierConfigError
 from ....tiers.settings.values import ConfigError
 from ... import logs
 from ...collector import settle_collector
-from ...models.model_spec import load_model_spec
+from ...models.spec.spec_parser import load_model_spec
 from ...worker.begun_step import BegunStep
 from ...worker.model_runner import ModelRunner
 from ...worker.runtime.device_runtime import is_device_lost

@@ -23,7 +23,8 @@ import cbor2
 from ....tiers.identity.digest_cache import DigestCache
 from ....tiers.identity.file_digests import FileDigest, Progress, digest_files
 from ....tiers.settings.values import ConfigError
-from ..model_spec import ModelSpec, load_model_spec
+from ..model_spec import ModelSpec
+from ..spec.spec_parser import load_model_spec
 from .files import is_there
 from .shards import find_shards
 

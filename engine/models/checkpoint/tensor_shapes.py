@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from ..expert_spec import ExpertSpec
 from ..families import HeadNorms, Norms
 from ..model_spec import ModelSpec
+from ..spec.expert_spec import ExpertSpec
 
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"

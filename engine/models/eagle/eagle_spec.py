@@ -23,7 +23,8 @@ from ..checkpoint.json_fields import JsonFields, read_json
 from ..checkpoint.stored_tensors import StoredTensors
 from ..checkpoint.tensor_shapes import FUSION, eagle_name
 from ..model_source import ModelSource
-from ..model_spec import CONFIG, ModelSpec, parse_model_spec
+from ..model_spec import ModelSpec
+from ..spec.spec_parser import CONFIG, parse_model_spec
 
 _LLAMA = "LlamaForCausalLM"
 # A head that was published by its authors has the name of a Llama.

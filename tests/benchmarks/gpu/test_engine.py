@@ -19,7 +19,7 @@ from stratakv.benchmarks.gpu.section import Place, WrongResult
 from stratakv.benchmarks.offload.workbench import MeasuredEngine, Run
 from stratakv.engine.config.engine_options import engine_config
 from stratakv.engine.models.dtypes import compute_dtype, kv_dtype_name, pool_dtype
-from stratakv.engine.models.model_spec import load_model_spec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.engine.worker.forward.kernel_attention import choose_kernels
 from stratakv.engine.worker.model_runner import ModelRunner
 from stratakv.kernels import kernel_choice as choice

@@ -21,7 +21,7 @@ from stratakv.benchmarks.offload import command as offload
 from stratakv.benchmarks.offload.report import PHASES, WARM_PHASES, Phase, Plan, prefill_flops
 from stratakv.engine.cli.main import main
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL
-from stratakv.engine.models.model_spec import load_model_spec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.tiers.settings.values import ConfigError
 
 PLAN = Plan(Path("model"), 2, 100, 32, 4, 16, 2**20, 2**24)

@@ -15,7 +15,7 @@ from stratakv.benchmarks.redraw import draw
 from stratakv.benchmarks.serve import limits, limits_process, peer_engines
 from stratakv.benchmarks.serve.limits_process import Reading, WrongWork, weight_bytes
 from stratakv.engine.cli.main import main
-from stratakv.engine.models.model_spec import load_model_spec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.kernels.cpu.library import CpuLibrary, Missing, cpu_library
 
 SMALL = peer_engines.QWEN | {

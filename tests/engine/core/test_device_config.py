@@ -15,7 +15,7 @@ from stratakv.engine.core import engine_core, model_check
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.model_check import blocks_of_pool
 from stratakv.engine.core.resolve_placement import placement_of
-from stratakv.engine.models.model_spec import load_model_spec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.engine.worker import model_runner
 from stratakv.engine.worker.pool_demand import PoolDemand
 from stratakv.tiers.block import BlockLayout

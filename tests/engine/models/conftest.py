@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from stratakv.engine.models.checkpoint.weights import expected_tensors
-from stratakv.engine.models.model_spec import load_model_spec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

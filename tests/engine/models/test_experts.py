@@ -20,11 +20,11 @@ from stratakv.engine.models.checkpoint.weights import (
     load_weights,
     random_weights,
 )
-from stratakv.engine.models.expert_spec import ExpertSpec
 from stratakv.engine.models.experts import ExpertMlp, choose_experts
 from stratakv.engine.models.families import Activation
 from stratakv.engine.models.layers import Elementwise
-from stratakv.engine.models.model_spec import load_model_spec
+from stratakv.engine.models.spec.expert_spec import ExpertSpec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.tiers.settings.values import ConfigError
 
 from ...tiny_models import make_model

@@ -11,9 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from stratakv.engine.models.checkpoint.fingerprint import fingerprint
 from stratakv.engine.models.checkpoint.tensor_shapes import expected_tensors, name_of
-from stratakv.engine.models.expert_spec import COUNT_KEYS
 from stratakv.engine.models.families import FAMILIES
-from stratakv.engine.models.model_spec import load_model_spec, resolve_max_model_len
+from stratakv.engine.models.model_spec import resolve_max_model_len
+from stratakv.engine.models.spec.expert_spec import COUNT_KEYS
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.tiers.settings.values import ConfigError
 
 SHAPE = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 24, "num_hidden_layers": 2,

@@ -11,7 +11,7 @@ import pytest
 
 from stratakv.engine.models.checkpoint.files import check_directory, is_there
 from stratakv.engine.models.checkpoint.generation_config import load_default_sampling
-from stratakv.engine.models.model_spec import load_model_spec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.engine.text.tokenizer import Tokenizer
 from stratakv.tiers.settings.values import ConfigError
 

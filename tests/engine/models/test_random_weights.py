@@ -11,7 +11,7 @@ import torch
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 from stratakv.engine.models.checkpoint.fingerprint import fingerprint
 from stratakv.engine.models.checkpoint.weights import load_weights, random_weights
-from stratakv.engine.models.model_spec import load_model_spec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 
 
 def test_they_have_the_shapes_of_a_checkpoint_and_are_the_same_every_time():

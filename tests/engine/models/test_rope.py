@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from stratakv.engine.models.checkpoint.json_fields import JsonFields
 from stratakv.engine.models.rope import rope_tables, rotate
-from stratakv.engine.models.rope_spec import ROPE_KINDS, RopeSpec, parse_rope, stable_length
+from stratakv.engine.models.spec.rope_spec import ROPE_KINDS, RopeSpec, parse_rope, stable_length
 from stratakv.tiers.settings.values import ConfigError
 
 HEAD_DIM, MAX_POSITIONS = 16, 4096

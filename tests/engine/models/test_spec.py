@@ -10,8 +10,9 @@ import pytest
 
 from stratakv.engine.models.checkpoint import json_fields
 from stratakv.engine.models.checkpoint.shards import find_shards
-from stratakv.engine.models.model_spec import load_model_spec, resolve_max_model_len
-from stratakv.engine.models.rope_spec import RopeSpec
+from stratakv.engine.models.model_spec import resolve_max_model_len
+from stratakv.engine.models.spec.rope_spec import RopeSpec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.tiers.settings.values import ConfigError
 
 LONGROPE = {

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from stratakv.engine.models.checkpoint.weights import DecoderWeights, random_weights
 from stratakv.engine.models.decoder import Decoder
 from stratakv.engine.models.layers import Linear
-from stratakv.engine.models.model_spec import load_model_spec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.kernels.cpu import matrix
 from stratakv.kernels.cpu.library import CpuLibrary, Missing, cpu_library
 from stratakv.kernels.cpu.matrix import PackedMatrix

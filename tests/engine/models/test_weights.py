@@ -12,7 +12,7 @@ import torch
 from stratakv.engine.models.checkpoint.weights import expected_tensors, load_weights
 from stratakv.engine.models.dtypes import compute_dtype, dtype_name
 from stratakv.engine.models.families import FAMILIES
-from stratakv.engine.models.model_spec import load_model_spec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.tiers.settings.values import ConfigError
 
 Q = "model.layers.1.self_attn.q_proj.weight"

@@ -12,7 +12,8 @@ import pytest
 
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 from stratakv.engine.models.checkpoint.weights import EMBEDDING, HEAD, expected_tensors
-from stratakv.engine.models.model_spec import ModelSpec, load_model_spec
+from stratakv.engine.models.model_spec import ModelSpec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.engine.plan import memory_plan as plan
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.settings.values import ConfigError

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from stratakv.connector.base import KVConnectorWorker
-from stratakv.engine.models.model_spec import load_model_spec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.scheduler.output import (
     CachedRequestData,

@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="runs its interpreter")
 from stratakv.engine.models.checkpoint.weights import load_weights, random_weights
 from stratakv.engine.models.decoder import AuxStates
 from stratakv.engine.models.layers import Elementwise
-from stratakv.engine.models.model_spec import load_model_spec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.engine.worker.block_table import BlockTable
 from stratakv.engine.worker.forward import kernel_attention, kernel_forward
 from stratakv.engine.worker.forward.forward import StepInputs

@@ -10,7 +10,7 @@ import torch
 
 from stratakv.engine.cache.group_spec import plan_groups
 from stratakv.engine.models.decoder import Decoder
-from stratakv.engine.models.model_spec import load_model_spec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.engine.worker.pool_demand import PoolDemand
 from stratakv.engine.worker.runtime.placement import KERNELS, Placement
 from stratakv.engine.worker.runtime.pool_sizing import (

@@ -14,7 +14,7 @@ import torch
 from stratakv.engine.cache.group_spec import plan_groups
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 from stratakv.engine.models.layer_attention import full, window
-from stratakv.engine.models.model_spec import load_model_spec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.engine.worker.forward.forward import step_order
 from stratakv.engine.worker.forward.kernel_attention import (
     Chunks,

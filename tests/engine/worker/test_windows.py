@@ -13,7 +13,7 @@ import torch
 
 from stratakv.engine.cache.group_spec import plan_groups
 from stratakv.engine.models.layer_attention import chunk, full, window
-from stratakv.engine.models.model_spec import load_model_spec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.engine.worker.block_table import BlockTable
 from stratakv.engine.worker.forward.forward import StepInputs, step_order
 from stratakv.engine.worker.forward.grouped_attention import LayerViews, View

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .checkpoint.json_fields import JsonFields
-from .families import Family, Windows
+from ..checkpoint.json_fields import JsonFields
+from ..families import Family, Windows
 from .rope_spec import FULL, LAYER_KINDS, SLIDING
 
 # Values of the families where config.json is silent, which is not the same as null.

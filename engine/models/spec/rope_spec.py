@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from .checkpoint.json_fields import MAX_COUNT, JsonFields
+from ..checkpoint.json_fields import MAX_COUNT, JsonFields
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 _OLD_KINDS = {"su": "longrope"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .checkpoint.json_fields import JsonFields
+from ..checkpoint.json_fields import JsonFields
 
 MAX_EXPERTS = 4096
 # Both stand for the number of experts: transformers writes one or the other for the same family.

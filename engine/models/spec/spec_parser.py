@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parser of a Hugging Face directory's config.json, which makes a ModelSpec of it.
+
+What this project cannot compute the way the model was trained is refused here, by the name of the
+key.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ....tiers.settings.values import ConfigError
+from ..checkpoint.files import check_directory, is_there
+from ..checkpoint.foreign_directory import explain_no_config
+from ..checkpoint.generation_config import GENERATION_CONFIG
+from ..checkpoint.json_fields import JsonFields, read_json
+from ..families import ARCHITECTURES, FAMILIES, TEXT_PARTS, Family
+from ..model_spec import ModelSpec, Scales
+from .expert_spec import EXPERT_KEYS, ExpertSpec, parse_experts
+from .layer_windows import parse_windows
+from .rope_spec import (
+    GROWTH,
+    PARTIAL,
+    RopeSpec,
+    parse_query_growth,
+    parse_rope,
+    parse_two_ropes,
+    turning_size,
+)
+
+# Keys of a config.json that can change a model's numbers in ways nothing here computes, each with
+# the values under which it changes nothing; an absent or null key is always neutral. A model with
+# another value is refused by the name of the key, rather than answered wrongly.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    # Weights that are not plain matrices. Code beside them (`auto_map`) is never run: a known
+    # architecture is computed as transformers computes it without that code.
+    "quantization_config": (),
+    "compression_config": (),
+    "pretraining_tp": (1,),
+    # Other attention.
+    "attention_chunk_size": (),
+    "attn_logit_softcapping": (),
+    "attention_multiplier": (),
+    "clip_qkv": (),
+    "dual_chunk_attention_config": (),
+    "is_causal": (True,),
+    "use_bidirectional_attention": (False,),
+    "no_rope_layers": (),
+    "query_pre_attn_scalar": (),
+    "use_mrope": (False,),
+    # Other scales.
+    "embedding_multiplier": (1, 1.0),
+    "final_logit_softcapping": (),
+    "logit_scale": (1, 1.0),
+    "logits_scaling": (1, 1.0),
+    "residual_multiplier": (1, 1.0),
+    "scale_emb": (1, 1.0),
+    # Layers that differ from each other, and mixtures of experts.
+    **dict.fromkeys(EXPERT_KEYS, (0,)),
+    "per_layer_config": (),
+}
+
+
+_QUANTISED = "quantised weights are not supported; take the model that they were made of"
+
+CONFIG = "config.json"
+MAX_EOS_IDS = 64
+# The number types of checkpoints that models can be computed in.
+STORED_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+# Of a config.json with a text part: what is said of the whole model, and cannot be ignored.
+_OF_THE_WHOLE = ("quantization_config", "compression_config")
+_IN_BOTH = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype")
+_TIED = "tie_word_embeddings"
+
+# Names that early exports gave an architecture.
+_SPELT = {"LLaMAForCausalLM": "LlamaForCausalLM"}
+
+
+def load_model_spec(path: Path) -> ModelSpec:
+    """Read config.json and, where there is one, generation_config.json of a model directory.
+
+    Raises ConfigError, naming the file and the key, for anything missing or not supported.
+    """
+    check_directory(path)
+    if not is_there(path / CONFIG):
+        raise ConfigError(explain_no_config(path))
+    return parse_model_spec(path, read_json(path / CONFIG))
+
+
+def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
+    """The specification of the model under `path`, whose config.json says `whole`. Raises
+    ConfigError as `load_model_spec` does."""
+    config = _text_part(whole)
+    architecture = _architecture(config)
+    family = FAMILIES[architecture]
+    refuse_unsupported(config, family)
+
+    hidden_size = config.integer("hidden_size")
+    num_layers = config.integer("num_hidden_layers", maximum=4096)
+    num_heads = _integer(config, "num_attention_heads", family.default_heads)
+    head_dim = _head_dim(config, family, hidden_size, num_heads)
+    max_positions = _max_positions(config, family)
+    vocab_size = _integer(config, "vocab_size", family.default_vocab_size)
+    eos, bos = _special_ids(path, config, vocab_size)
+    windows = parse_windows(config, family, num_layers)
+    rope, local_rope = _ropes(config, family, head_dim, max_positions)
+    turning = turning_size(config, head_dim) if family.turns_partly else head_dim
+    experts = None
+    if family.experts is not None:
+        experts = parse_experts(config, family.experts, num_layers)
+    if windows is None:
+        local_rope = None
+    logits_softcap, score_softcap = _softcaps(config, family)
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=_integer(config, "intermediate_size", _unused_size(experts, num_layers)),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(config, family, num_heads),
+        head_dim=head_dim,
+        max_positions=max_positions,
+        rms_norm_eps=config.number("rms_norm_eps", family.default_eps),
+        rope=rope,
+        tied_embeddings=config.boolean("tie_word_embeddings", family.default_tied),
+        attention_bias=(
+            config.boolean(family.bias_key, family.default_bias)
+            if family.attention_bias is None
+            else family.attention_bias
+        ),
+        mlp_bias=family.mlp_bias and config.boolean("mlp_bias", False),
+        eos_token_ids=eos,
+        bos_token_id=bos,
+        sliding_window=windows and windows.window,
+        stored_dtype=_stored_dtype(config),
+        sliding_layers=windows and windows.layers,
+        local_rope=local_rope,
+        query_scalar=_query_scalar(config, family),
+        logits_softcap=logits_softcap,
+        is_text_part=config is not whole,
+        experts=experts,
+        scales=_scales(config) if family.is_scaled else None,
+        score_softcap=score_softcap,
+        still_layers=_still_layers(config, family, num_layers),
+        query_growth=parse_query_growth(config, rope) if family.grows_queries else None,
+        turning_dim=None if turning == head_dim else turning,
+    )
+
+
+def refuse_unsupported(config: JsonFields, family: Family) -> None:
+    """Raise ConfigError for the first key with a value that is not neutral, but for those that the
+    family heeds."""
+    heeded = _heeded_keys(family)
+    known = _NEUTRAL | {family.activation_key: family.activation.value}
+    for name, neutral in known.items():
+        if name not in heeded and config.has(name) and config.values[name] not in neutral:
+            expected = " or ".join(repr(value) for value in neutral) or "absent"
+            if name in EXPERT_KEYS:
+                expected = "absent or 0"
+            why = _QUANTISED if name == "quantization_config" else "anything else is not supported"
+            raise config.fault(name, f"{expected} ({why})", config.values[name])
+
+
+def _heeded_keys(family: Family) -> set[str]:
+    """The keys among `_NEUTRAL` that the family's code reads."""
+    heeded = set()
+    if family.query_scalar is not None:
+        heeded.add("query_pre_attn_scalar")
+    if family.softcaps_logits:
+        heeded.add("final_logit_softcapping")
+    if family.default_softcaps is not None:
+        heeded.add("attn_logit_softcapping")
+    if family.is_scaled:
+        heeded |= {
+            "embedding_multiplier",
+            "attention_multiplier",
+            "residual_multiplier",
+            "logits_scaling",
+        }
+    if family.no_rope_interval is not None:
+        heeded.add("no_rope_layers")
+    if family.experts is not None:
+        heeded |= {"num_experts", "num_local_experts"}
+    return heeded
+
+
+def _text_part(whole: JsonFields) -> JsonFields:
+    """The fields of the text part where the model has others, else all as they are. Raises
+    ConfigError."""
+    kind, names = whole.values.get("model_type"), whole.values.get("architectures")
+    for name, part in TEXT_PARTS.items():
+        if names == [name] or (not names and kind == part.model_type):
+            break
+    else:
+        return whole
+    if whole.text("model_type", part.model_type) != part.model_type:
+        raise whole.fault("model_type", f"{part.model_type} for this architecture", kind)
+    for field in _OF_THE_WHOLE:
+        if whole.has(field):
+            raise whole.fault(field, "absent (anything else is not supported)", whole.values[field])
+    if not whole.has("text_config"):
+        raise whole.fault("text_config", "an object, as this model has parts beside text", None)
+    inner = whole.inner("text_config")
+    values = {name: value for name, value in inner.values.items() if name != _TIED}
+    # The whole knows better where an answer ends, and decides which matrices are one.
+    values |= {field: whole.values[field] for field in (*_IN_BOTH, _TIED) if whole.has(field)}
+    kind = inner.values.get("model_type")
+    of_kind = [name for name in part.architectures if FAMILIES[name].model_type == kind]
+    return JsonFields(
+        values | {"architectures": (of_kind or list(part.architectures))[:1]}, inner.where
+    )
+
+
+def _architecture(config: JsonFields) -> str:
+    """The row of FAMILIES: by name or, where that is not given, by model type."""
+    kind = config.values.get("model_type")
+    known = "this version serves " + ", ".join((*ARCHITECTURES, *TEXT_PARTS))
+    names = config.values.get("architectures") or [
+        name for name, family in FAMILIES.items() if family.model_type == kind
+    ]
+    if isinstance(names, list):
+        names = [_SPELT.get(name, name) if isinstance(name, str) else name for name in names]
+    if not names and kind is not None:
+        raise config.fault("model_type", f"that of a supported family ({known})", kind)
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
+        raise config.fault("architectures", f"one supported name ({known})", names)
+    expected = FAMILIES[names[0]].model_type
+    if config.text("model_type", expected) != expected:
+        raise config.fault("model_type", f"{expected} for this architecture", kind)
+    return str(names[0])
+
+
+def _stored_dtype(config: JsonFields) -> str | None:
+    value = next((config.values[n] for n in ("dtype", "torch_dtype") if config.has(n)), None)
+    name = value.removeprefix("torch.") if isinstance(value, str) else ""
+    return name if name in STORED_DTYPES else None
+
+
+def _num_kv_heads(config: JsonFields, family: Family, num_heads: int) -> int:
+    name = "num_key_value_heads"
+    # A null is not the same as silence here: it means as many as there are heads.
+    default = None if name in config.values else family.default_kv_heads
+    count = config.integer(name, default or num_heads)
+    if num_heads % count:
+        raise config.fault(name, f"a divisor of num_attention_heads ({num_heads})", count)
+    return count
+
+
+def _integer(config: JsonFields, name: str, default: int | None) -> int:
+    """A count; None: config.json must say."""
+    return config.integer(name) if default is None else config.integer(name, default)
+
+
+def _ropes(
+    config: JsonFields, family: Family, head_dim: int, max_positions: int
+) -> tuple[RopeSpec, RopeSpec | None]:
+    """The rotary positions of layers that see all, and those of layers with a window where the
+    family has two."""
+    if family.default_thetas is not None:
+        return parse_two_ropes(config, head_dim, max_positions, family.default_thetas)
+    heeded = {PARTIAL} if family.turns_partly else set()
+    if family.grows_queries:
+        heeded.add(GROWTH)
+        if not any(config.has(name) for name in ("rope_parameters", "rope_scaling")):
+            raise config.fault("rope_parameters", "an object, for this family has yarn", None)
+    return parse_rope(config, head_dim, max_positions, family.default_theta, heeded), None
+
+
+def _query_scalar(config: JsonFields, family: Family) -> float | None:
+    if family.query_scalar is None:
+        return None
+    return config.number("query_pre_attn_scalar", family.query_scalar)
+
+
+def _softcaps(config: JsonFields, family: Family) -> tuple[float | None, float | None]:
+    """The caps of logits and of attention's scores."""
+    if not family.softcaps_logits:
+        return None, None
+    names, given = ("final_logit_softcapping", "attn_logit_softcapping"), family.default_softcaps
+    if given is None:
+        return config.optional_number(names[0]), None
+    logits, scores = (
+        config.optional_number(name) if name in config.values else default
+        for name, default in zip(names, given, strict=True)
+    )
+    return logits, scores
+
+
+def _scales(config: JsonFields) -> Scales:
+    return Scales(
+        embedding=config.number("embedding_multiplier", 1.0),
+        attention=config.number("attention_multiplier", 1.0),
+        residual=config.number("residual_multiplier", 1.0),
+        logits=config.number("logits_scaling", 1.0),
+    )
+
+
+def _still_layers(config: JsonFields, family: Family, num_layers: int) -> tuple[int, ...] | None:
+    """The layers without rotary positions: those with a 0 in no_rope_layers, as config.json has
+    it, or each n-th."""
+    if family.no_rope_interval is None:
+        return None
+    given = config.values.get("no_rope_layers")
+    if given is None:
+        interval = config.integer("no_rope_layer_interval", family.no_rope_interval)
+        given = [int((layer + 1) % interval > 0) for layer in range(num_layers)]
+    turns = given if isinstance(given, list) else []
+    if len(turns) != num_layers or any(turn not in (0, 1) for turn in turns):
+        expected = f"a list of 0 or 1 for each of the {num_layers} layers"
+        raise config.fault("no_rope_layers", expected, given)
+    still = tuple(layer for layer, turn in enumerate(turns) if not turn)
+    return still or None
+
+
+def _unused_size(experts: ExpertSpec | None, num_layers: int) -> int | None:
+    """The default of intermediate_size: of no meaning where every layer has experts."""
+    return experts.size if experts is not None and len(experts.layers) == num_layers else None
+
+
+def _max_positions(config: JsonFields, family: Family) -> int:
+    name = "max_position_embeddings"
+    if family.default_max_positions is None:
+        return config.integer(name, minimum=2)
+    return config.integer(name, family.default_max_positions, minimum=2)
+
+
+def _head_dim(config: JsonFields, family: Family, hidden_size: int, num_heads: int) -> int:
+    default = family.default_head_dim
+    if default is None and not config.has("head_dim") and hidden_size % num_heads:
+        raise config.fault("hidden_size", f"a multiple of {num_heads} attention heads", hidden_size)
+    head_dim = config.integer("head_dim", default or hidden_size // num_heads)
+    if head_dim % 2:
+        raise config.fault("head_dim", "even, because rotary positions turn pairs", head_dim)
+    return head_dim
+
+
+def _special_ids(
+    path: Path, config: JsonFields, vocab_size: int
+) -> tuple[tuple[int, ...], int | None]:
+    """End and begin ids: generation_config.json knows them better than config.json."""
+    sources = [config]
+    if is_there(path / GENERATION_CONFIG):
+        sources.insert(0, read_json(path / GENERATION_CONFIG))
+    eos = next((s for s in sources if s.has("eos_token_id")), None)
+    # -1 is an older spelling of none.
+    bos = next((s for s in sources if s.has("bos_token_id")), None)
+    if bos is not None and bos.values["bos_token_id"] == -1:
+        bos = None
+    return (
+        () if eos is None else _eos_ids(eos, vocab_size),
+        None if bos is None else bos.integer("bos_token_id", minimum=0, maximum=vocab_size - 1),
+    )
+
+
+def _eos_ids(source: JsonFields, vocab_size: int) -> tuple[int, ...]:
+    """Those that the model can choose. One beyond the vocabulary, or -1, ends no text."""
+    value = source.values["eos_token_id"]
+    given = value if isinstance(value, list) else [value]
+    ids = [each for each in given if type(each) is int]
+    if len(ids) < len(given) or len(ids) > MAX_EOS_IDS:
+        expected = f"a token id below {vocab_size}, or a list of at most {MAX_EOS_IDS} of them"
+        raise source.fault("eos_token_id", expected, value)
+    return tuple(dict.fromkeys(each for each in ids if 0 <= each < vocab_size))
