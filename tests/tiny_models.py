@@ -33,6 +33,9 @@ BASE: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 
+# Model types whose norms have one added to their weights, but for those of a linear attention.
+CENTRED = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "one key head, tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
@@ -86,11 +89,15 @@ def make_model(
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.mul_(10.0 if "embed" not in name else 0.5 if is_gemma else 2.0)
+            elif name.endswith("A_log"):
+                # Heads that forget at once, and heads that remember all of a prompt.
+                parameter.uniform_(-5.0, 2.0)
             elif "bias" in name:
                 parameter.normal_(0.0, 0.1)
             else:
                 # Norms, which start as ones, or as zeros where one is added.
-                parameter.normal_(0.0 if is_gemma else 1.0, 0.1)
+                is_centred = model_type in CENTRED and "linear_attn" not in name
+                parameter.normal_(0.0 if is_centred else 1.0, 0.1)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return directory
 

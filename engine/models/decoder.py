@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from ...kernels.cpu.matrix import GELU_TANH, SILU, PackedMatrix
 from ...kernels.cpu.network import CpuNetwork, NetworkExperts, NetworkLayer
 from ...kernels.layer.rotate_write import Rotary
 from .checkpoint.checkpoint import CPU
+from .checkpoint.state_weights import StateWeights
 from .checkpoint.weights import (
     DecoderWeights,
     DenseWeights,
@@ -35,29 +36,16 @@ from .checkpoint.weights import (
 from .experts import ExpertMlp
 from .families import Activation, HeadNorms
 from .layers import DenseMlp, Elementwise, Linear, Mlp
+from .mixers import Attention as Attention
+from .mixers import AttentionMixer, Mixer, MixerStep
+from .mixers import Plan as Plan
+from .mixers import QkvAttention as QkvAttention
 from .model_spec import ModelSpec
 from .rope import rope_tables
+from .states.state_mixer import make_state_mixer
+from .states.state_plan import StateStep
 
 PLAIN = Elementwise()
-Plan = TypeVar("Plan")
-_Plan = TypeVar("_Plan", contravariant=True)
-
-
-class Attention(Protocol[_Plan]):
-    """Attention over a paged pool; how a step is laid down in its plan is its own affair. One that
-    can rotate has a `QkvAttention` as `of_qkv`, too."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: _Plan, /) -> Tensor:
-        """Write `k` and `v` `[tokens, kv heads, head_dim]` of a layer to the pool, then attend `q`
-        `[tokens, heads, head_dim]`: `[tokens, heads * head_dim]`."""
-
-
-class QkvAttention(Protocol[_Plan]):
-    """An attention that rotates by itself."""
-
-    def __call__(self, qkv: Tensor, rotary: Rotary, layer: int, plan: _Plan, /) -> Tensor:
-        """Attention of `qkv` `[tokens, heads + 2 kv heads, head_dim]`, whose queries and keys are
-        neither normed nor rotated; it may be overwritten. `[tokens, heads * head_dim]`."""
 
 
 class AuxStates:
@@ -95,58 +83,31 @@ class Layer:
     """The matrices and norms of one layer, and the two parts they make."""
 
     __slots__ = (
-        "_after_attention_norm", "_after_mlp_norm", "_attention_norm", "_head_norms", "_mlp",
-        "_mlp_norm", "_ops", "_out", "_qkv", "_spec",
+        "_after_attention_norm", "_after_mlp_norm", "_attention_norm", "_mixer", "_mlp",
+        "_mlp_norm", "_ops", "_out", "_spec",
     )  # fmt: skip
 
-    def __init__(self, spec: ModelSpec, weights: LayerWeights, elementwise: Elementwise) -> None:
+    def __init__(
+        self, spec: ModelSpec, number: int, weights: LayerWeights, elementwise: Elementwise
+    ) -> None:
         self._spec, self._ops = spec, elementwise
         self._attention_norm = weights.attention_norm
-        self._qkv = Linear(weights.qkv, weights.qkv_bias)
-        self._head_norms = weights.head_norms
+        self._mixer = _make_mixer(spec, number, weights, elementwise)
         self._out = Linear(weights.out, weights.out_bias)
         self._after_attention_norm = weights.after_attention_norm
         self._mlp_norm = weights.mlp_norm
         self._mlp = _make_mlp(spec, weights, elementwise)
         self._after_mlp_norm = weights.after_mlp_norm
 
-    def attention(
-        self,
-        x: Tensor,
-        index: int,
-        cos: Tensor,
-        sin: Tensor,
-        attention: Attention[Plan],
-        plan: Plan,
-        growth: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of `x` `[tokens, hidden]` before its output matrix: `[tokens, heads *
-        head_dim]`. `index` is the layer's number in the pool, `growth` `[tokens, 1, 1]` a factor
-        of queries."""
-        spec = self._spec
-        qkv = self._qkv(self._norm(x, self._attention_norm))
-        heads = qkv.view(len(x), -1, spec.head_dim)
-        turning = spec.num_heads + spec.num_kv_heads
-        turned = self._norm_heads(heads[:, :turning])
-        rotated = self._ops.rotate(turned, cos, sin)
-        q, k = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
-        if growth is not None:
-            q = q * growth
-        return attention(q, k, heads[:, turning:], index, plan)
-
-    def attention_of_qkv(
-        self, x: Tensor, index: int, rotary: Rotary, attention: QkvAttention[Plan], plan: Plan
-    ) -> Tensor:
-        """The same as `attention`, by an attention that rotates by itself."""
-        qkv = self._qkv(self._norm(x, self._attention_norm))
-        heads = qkv.view(len(x), -1, self._spec.head_dim)
-        if self._head_norms is not None:
-            eps = self._spec.rms_norm_eps
-            rotary = rotary._replace(head_norms=self._head_norms, eps=eps)
-        return attention(heads, rotary, index, plan)
+    def mix(self, x: Tensor, step: MixerStep[Plan]) -> Tensor:
+        """Run the mixer over `x` `[tokens, hidden]`; the output matrix multiplies the result,
+        `[tokens, inner]`."""
+        return self._mixer(self._norm(x, self._attention_norm), step)
 
     @property
     def can_record(self) -> bool:
+        if not isinstance(self._mixer, AttentionMixer):
+            return False
         return not isinstance(self._mlp, ExpertMlp) or self._mlp.can_record
 
     def record_experts(self, record: Tensor) -> None:
@@ -157,7 +118,10 @@ class Layer:
         """The layer as the library of `kernels/cpu/` computes it, or None where it has not all of
         its matrices. Tables are `[positions, head_dim // 2]`, `pool` is the layer's, and `view`
         says which of a step's plans is its own."""
-        spec, qkv, out = self._spec, self._qkv.packed, self._out.packed
+        spec, mixer = self._spec, self._mixer
+        if not isinstance(mixer, AttentionMixer) or mixer.is_gated:
+            return None
+        qkv, out = mixer.qkv.packed, self._out.packed
         if qkv is None or out is None or not self._ops.is_plain:
             return None
         if self._attention_norm is None or self._mlp_norm is None:
@@ -181,7 +145,7 @@ class Layer:
             gate_up=gate_up,
             down=down,
             attention_norm=self._attention_norm,
-            head_norms=self._head_norms,
+            head_norms=mixer.head_norms,
             after_attention_norm=self._after_attention_norm,
             mlp_norm=self._mlp_norm,
             after_mlp_norm=self._after_mlp_norm,
@@ -218,19 +182,13 @@ class Layer:
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else self._ops.norm(x, weight, self._spec.stream_eps)
 
-    def _norm_heads(self, turned: Tensor) -> Tensor:
-        """Queries and keys `[tokens, heads + kv heads, head_dim]`, normed where they are."""
-        weight, spec = self._head_norms, self._spec
-        if weight is None:
-            return turned
-        if spec.family.head_norms is HeadNorms.EACH:
-            return self._ops.norm(turned, weight, spec.rms_norm_eps)
-        parts = []
-        for heads in (slice(spec.num_heads), slice(spec.num_heads, None)):
-            part = turned[:, heads]
-            normed = self._ops.norm(part.flatten(1), weight[heads].flatten(), spec.rms_norm_eps)
-            parts.append(normed.view(part.shape))
-        return torch.cat(parts, 1)
+
+def _make_mixer(
+    spec: ModelSpec, number: int, weights: LayerWeights, elementwise: Elementwise
+) -> Mixer:
+    if isinstance(weights.mixer, StateWeights):
+        return make_state_mixer(spec, number, weights.mixer)
+    return AttentionMixer(spec, number, weights.mixer, elementwise)
 
 
 def _make_mlp(spec: ModelSpec, weights: LayerWeights, elementwise: Elementwise) -> Mlp:
@@ -316,10 +274,11 @@ class Decoder:
         *,
         embeds: Embeds | None = None,
         aux: AuxStates | None = None,
+        states: StateStep | None = None,
     ) -> Tensor:
         """`embed`, then `run`. `token_ids` and `positions` are int64 `[tokens]`."""
         x = self.embed(token_ids, embeds)
-        return self.run(x, positions, attention, plan, wanted, aux)
+        return self.run(x, positions, attention, plan, wanted, aux, states=states)
 
     def embed(self, token_ids: Tensor, embeds: Embeds | None = None) -> Tensor:
         """`[tokens, hidden]`, where `embeds` replaces some; their ids need only be in the
@@ -345,14 +304,19 @@ class Decoder:
         plan: Plan,
         wanted: Tensor | None,
         aux: AuxStates | None = None,
+        *,
+        states: StateStep | None = None,
     ) -> Tensor:
         """Hidden states `[len(wanted), hidden]` of the rows `wanted` (int64) of a step that begins
         with `x` `[tokens, hidden]`, all of them where it is None; normed, as `logits` takes them.
 
-        K and V of all tokens are written; past the last attention only the wanted rows are
-        computed, for nothing else is ever read. What `in_library` has made computes all of it; its
+        K and V of all tokens are written, and the states of layers that carry one, which `states`
+        is of; past the last mixer only the wanted rows are computed, for nothing else is ever
+        read. What `in_library` has made computes all of it; its
         plan is the list of the views' steps. With kernels `x` is overwritten.
         """
+        if self.spec.state is not None and states is None:
+            raise ValueError("a model with layers that carry a state takes a step's states")
         if isinstance(attention, CpuNetwork):
             return _run_in_library(attention, x, positions, plan, wanted, aux, self.chosen_experts)
         has_kernels = self._ops.is_kernels
@@ -367,16 +331,12 @@ class Decoder:
             rotaries = [Rotary(positions, cos[:, 0], sin[:, 0]) for cos, sin in self._tables]
         else:
             turns = [(cos[positions], sin[positions]) for cos, sin in self._tables]
+        step = MixerStep(attention, plan, turns, rotaries, of_qkv, growth, states)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             if aux is not None:
                 aux.capture_states(x, index, wanted, is_overwritten=has_kernels)
-            if of_qkv is not None:
-                rotary = rotaries[self._table_of[index]]
-                mixed = layer.attention_of_qkv(x, index, rotary, of_qkv, plan)
-            else:
-                cos, sin = turns[self._table_of[index]]
-                mixed = layer.attention(x, index, cos, sin, attention, plan, growth)
+            mixed = layer.mix(x, step)
             if index == last and wanted is not None:
                 x, mixed = x[wanted], mixed[wanted]
             x = layer.rest(x, mixed)
@@ -451,9 +411,9 @@ def take_layers(
 ) -> list[Layer]:
     """The layers of these weights, which are taken out of their list one by one, so that matrices
     are in memory twice for one layer at a time."""
-    layers = []
+    layers: list[Layer] = []
     while weights:
-        layers.append(Layer(spec, weights.pop(0), elementwise))
+        layers.append(Layer(spec, len(layers), weights.pop(0), elementwise))
     return layers
 
 

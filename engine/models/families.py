@@ -14,6 +14,8 @@ from enum import Enum
 
 from .spec.expert_spec import ExpertFamily
 from .spec.rope_spec import DEFAULT_THETA
+from .spec.state_layers import StateFamily
+from .states.state_spec import StateKind
 
 
 class Windows(Enum):
@@ -65,6 +67,7 @@ class Family:
     head_norms: HeadNorms = HeadNorms.NONE
     windows: Windows = Windows.NONE
     experts: ExpertFamily | None = None  # the mixture in place of an MLP
+    states: StateFamily | None = None  # layers that carry a state instead of K and V
     activation: Activation = Activation.SILU
     activation_key: str = "hidden_act"  # where config.json says it
     norms: Norms = Norms.BEFORE
@@ -96,6 +99,10 @@ class Family:
     default_head_dim: int | None = None  # None: hidden_size over the heads
     default_max_positions: int | None = None  # None: config.json must say
     default_eps: float = 1e-6
+    eps_key: str = "rms_norm_eps"  # where config.json says it
+    adjusts_mlp: bool = False  # whether config.json's block_auto_adjust_ff_dim is heeded
+    # What it calls parts of a tensor's name that have another name here: theirs, ours.
+    tensor_names: tuple[tuple[str, str], ...] = ()
     default_window: int | None = 4096  # of layers that have one; None: they have none
 
 
@@ -266,6 +273,36 @@ FAMILIES: Mapping[str, Family] = {
         default_vocab_size=32000,
         default_heads=32,
         default_max_positions=2048,
+    ),
+    "Lfm2ForCausalLM": Family(
+        "lfm2",
+        attention_bias=False,
+        head_norms=HeadNorms.EACH,
+        states=StateFamily(
+            StateKind.SHORT_CONV, ("conv",), attention_layers_key="full_attn_idxs", default_width=3
+        ),
+        adjusts_mlp=True,
+        default_theta=1_000_000.0,
+        default_tied=True,
+        default_vocab_size=65536,
+        default_heads=32,
+        default_kv_heads=8,
+        default_max_positions=128_000,
+        default_eps=1e-5,
+        eps_key="norm_eps",
+        tensor_names=(
+            ("embedding_norm.", "norm."),
+            (".operator_norm.", ".input_layernorm."),
+            (".ffn_norm.", ".post_attention_layernorm."),
+            (".conv.conv.", ".mixer.conv1d."),
+            (".conv.", ".mixer."),
+            (".self_attn.out_proj.", ".self_attn.o_proj."),
+            (".q_layernorm.", ".q_norm."),
+            (".k_layernorm.", ".k_norm."),
+            (".feed_forward.w1.", ".mlp.gate_proj."),
+            (".feed_forward.w3.", ".mlp.up_proj."),
+            (".feed_forward.w2.", ".mlp.down_proj."),
+        ),
     ),
 }
 ARCHITECTURES = tuple(FAMILIES)

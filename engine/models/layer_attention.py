@@ -9,8 +9,8 @@ from enum import Enum
 
 
 class AttentionKind(Enum):
-    """What the tokens of a layer see. A state-space layer sees nothing and carries a state instead;
-    no manager keeps that yet."""
+    """The tokens that those of a layer see. A layer that carries a state has no K and V: its tokens
+    see that state."""
 
     FULL = "full attention"
     WINDOW = "sliding window"
@@ -20,7 +20,8 @@ class AttentionKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """Made by `full`, `window` and `chunk`; hashable, and equal layers can share a cache group."""
+    """Made by `full`, `window`, `chunk` and `state`; hashable, and equal layers with K and V can
+    share a cache group."""
 
     kind: AttentionKind
     num_tokens: int = 0  # the size of the window or of a chunk
@@ -72,6 +73,11 @@ def chunk(num_tokens: int) -> LayerAttention:
     return _of(AttentionKind.CHUNK, num_tokens)
 
 
+def state() -> LayerAttention:
+    """A token sees what the layer's state holds of those before it."""
+    return _STATE
+
+
 def _of(kind: AttentionKind, num_tokens: int) -> LayerAttention:
     if num_tokens < 1:
         raise ValueError(f"{kind.value} takes at least 1 token, not {num_tokens}")
@@ -79,3 +85,4 @@ def _of(kind: AttentionKind, num_tokens: int) -> LayerAttention:
 
 
 _FULL = LayerAttention(AttentionKind.FULL)
+_STATE = LayerAttention(AttentionKind.STATE)

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from ...tiers.block import DTYPE_BYTES, BlockLayout
 from ...tiers.settings.values import ConfigError
 from .families import FAMILIES, Family
-from .layer_attention import LayerAttention, full, window
+from .layer_attention import LayerAttention, full, state, window
 from .spec.expert_spec import ExpertSpec
 from .spec.rope_spec import STILL, RopeSpec, stable_length
+from .states.state_spec import StateSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class ModelSpec:
     # Queries at position p are multiplied by 1 + this * ln(1 + floor(p / original_max_positions)).
     query_growth: float | None = None
     turning_dim: int | None = None  # the elements of a head that turn; None: all
+    state: StateSpec | None = None  # of layers that carry a state instead of K and V; None: none do
 
     @property
     def family(self) -> Family:
@@ -71,7 +73,9 @@ class ModelSpec:
     @property
     def layer_attention(self) -> tuple[LayerAttention, ...]:
         """How each layer attends. A window that no sequence outgrows is none."""
-        sees_all = (full(),) * self.num_layers
+        sees_all = tuple(
+            state() if self.has_state(layer) else full() for layer in range(self.num_layers)
+        )
         if self.sliding_window is None or self.sliding_window >= self.max_context:
             return sees_all
         sliding = set(self.sliding_layers or ())
@@ -116,6 +120,14 @@ class ModelSpec:
         residual = 1.0 if self.scales is None else self.scales.residual
         return self.rms_norm_eps / residual**2
 
+    def has_state(self, layer: int) -> bool:
+        """Whether a layer carries a state instead of K and V."""
+        return self.state is not None and layer in self.state.layers
+
+    @property
+    def num_kv_layers(self) -> int:
+        return self.num_layers - (0 if self.state is None else len(self.state.layers))
+
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer in self.experts.layers
 
@@ -135,7 +147,10 @@ class ModelSpec:
         return min(stable_length(rope, self.max_positions) for rope in self.ropes)
 
     def layout(self, block_size: int, kv_dtype: str) -> BlockLayout:
-        return BlockLayout(self.num_layers, block_size, self.num_kv_heads, self.head_dim, kv_dtype)
+        """K and V of a block, of the layers that have any."""
+        return BlockLayout(
+            self.num_kv_layers, block_size, self.num_kv_heads, self.head_dim, kv_dtype
+        )
 
     def draft_layout(self, block_size: int, kv_dtype: str, dtype: str) -> BlockLayout:
         """The layout of a draft model's part of a block. An EAGLE head has, behind its layers,

@@ -5,17 +5,20 @@ torch, so that a plan and a refusal need none."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import NamedTuple
 
-from ..families import HeadNorms, Norms
+from ..families import Family, HeadNorms, Norms
 from ..model_spec import ModelSpec
 from ..spec.expert_spec import ExpertSpec
+from ..states.state_spec import StateSpec
 
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 QUERY_NORM = "self_attn.q_norm.weight"
 KEY_NORM = "self_attn.k_norm.weight"
+ATTENTION_OUT = "self_attn.o_proj"
 # Of a family that joins projections: queries, keys and values; gate and up.
 QKV = "self_attn.qkv_proj.weight"
 GATE_UP = "mlp.gate_up_proj.weight"
@@ -27,6 +30,12 @@ EXPERTS_DOWN = "mlp.experts.down_proj"
 EXPERT = "mlp.experts.{}.{}_proj.weight"
 SHARED = "mlp.shared_expert.{}_proj.weight"
 SHARED_GATE = "mlp.shared_expert_gate.weight"
+# Of a layer that carries a state: the matrices into it and out of it, and its convolution.
+STATE_IN = "mixer.in_proj.weight"
+STATE_IN_BIAS = "mixer.in_proj.bias"
+STATE_CONV = "mixer.conv1d.weight"
+STATE_CONV_BIAS = "mixer.conv1d.bias"
+STATE_OUT = "mixer.out_proj"
 # Of an EAGLE head: the matrix over an embedding and a hidden state.
 FUSION = "fc.weight"
 FUSION_BIAS = "fc.bias"
@@ -54,6 +63,15 @@ _OTHER_PARTS = tuple(
     for prefix in ("", "model.")
     for part in ("vision_tower.", "multi_modal_projector.")
 )
+
+
+def family_name(family: Family, stored: str) -> str | None:
+    """The name here of a tensor of a family; None: it is left alone."""
+    name = stored
+    for theirs, ours in family.tensor_names:
+        name = name.replace(theirs, ours)
+    name = plain_name(name)
+    return name if family.experts is None else expert_name(name)
 
 
 def plain_name(stored: str) -> str:
@@ -100,9 +118,15 @@ def name_of(spec: ModelSpec) -> Callable[[str], str | None]:
     """What names a stored tensor as it is called here."""
     if spec.is_eagle:
         return eagle_name
-    if spec.family.experts is not None:
-        return expert_name
-    return text_part_name if spec.is_text_part else plain_name
+    family = spec.family
+    if not spec.is_text_part:
+        return partial(family_name, family)
+
+    def name_in_text_part(stored: str) -> str | None:
+        name = text_part_name(stored)
+        return None if name is None else family_name(family, name)
+
+    return name_in_text_part
 
 
 def expected_tensors(spec: ModelSpec, stored: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
@@ -153,21 +177,16 @@ def layer_tensors(
 ) -> dict[str, tuple[int, ...]]:
     """The tensors of one layer, by their names in it; with `is_apart` each expert has its own."""
     hidden, mlp = spec.hidden_size, spec.intermediate_size
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     joins = spec.family.joins_projections
     shapes: dict[str, tuple[int, ...]] = {
         name: (hidden,) for name in norm_names(spec, layer) if name is not None
     }
-    if spec.family.head_norms is HeadNorms.EACH:
-        shapes |= dict.fromkeys((QUERY_NORM, KEY_NORM), (spec.head_dim,))
-    elif spec.family.head_norms is HeadNorms.ALL:
-        shapes |= {QUERY_NORM: (queries,), KEY_NORM: (keys,)}
-    matrices: dict[str, tuple[int, ...]] = {"self_attn.o_proj": (hidden, queries)}
-    if joins:
-        shapes[QKV] = (queries + 2 * keys, hidden)
+    matrices: dict[str, tuple[int, ...]] = {}
+    if spec.state is not None and spec.has_state(layer):
+        shapes |= _state_tensors(spec.state, hidden)
     else:
-        rows = {"q": queries, "k": keys, "v": keys}
-        matrices |= {f"self_attn.{part}_proj": (rows[part], hidden) for part in rows}
+        shapes |= _attention_norms(spec)
+        matrices |= _attention_matrices(spec)
     if spec.experts is not None and spec.has_experts(layer):
         shapes |= _expert_tensors(spec.experts, hidden, is_apart=is_apart)
     else:
@@ -180,6 +199,39 @@ def layer_tensors(
         shapes[name + ".weight"] = shape
         if _has_bias(spec, name):
             shapes[name + ".bias"] = shape[:1]
+    return shapes
+
+
+def _attention_norms(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    if spec.family.head_norms is HeadNorms.EACH:
+        return dict.fromkeys((QUERY_NORM, KEY_NORM), (spec.head_dim,))
+    if spec.family.head_norms is HeadNorms.ALL:
+        return {QUERY_NORM: (queries,), KEY_NORM: (keys,)}
+    return {}
+
+
+def _attention_matrices(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Names without their ending."""
+    hidden = spec.hidden_size
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    matrices: dict[str, tuple[int, ...]] = {ATTENTION_OUT: (hidden, queries)}
+    if spec.family.joins_projections:
+        return matrices | {QKV.removesuffix(".weight"): (queries + 2 * keys, hidden)}
+    rows = {"q": queries, "k": keys, "v": keys}
+    return matrices | {f"self_attn.{part}_proj": (rows[part], hidden) for part in rows}
+
+
+def _state_tensors(state: StateSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        STATE_IN: (state.in_size, hidden),
+        STATE_CONV: (state.conv_channels, 1, state.conv_width),
+        f"{STATE_OUT}.weight": (hidden, state.inner_size),
+    }
+    if state.has_conv_bias:
+        shapes[STATE_CONV_BIAS] = (state.conv_channels,)
+    if state.has_bias:
+        shapes |= {STATE_IN_BIAS: (state.in_size,), f"{STATE_OUT}.bias": (hidden,)}
     return shapes
 
 
@@ -229,4 +281,4 @@ def norm_names(spec: ModelSpec, layer: int) -> NormNames:
 def _has_bias(spec: ModelSpec, matrix: str) -> bool:
     if matrix.startswith("mlp"):
         return spec.mlp_bias
-    return spec.output_bias if matrix == "self_attn.o_proj" else spec.attention_bias
+    return spec.output_bias if matrix == ATTENTION_OUT else spec.attention_bias

@@ -22,7 +22,9 @@ from ..families import HeadNorms
 from ..model_spec import ModelSpec
 from ..rope import turning_order
 from .checkpoint import CPU, Checkpoint
+from .state_weights import StateWeights, read_state_weights
 from .tensor_shapes import (
+    ATTENTION_OUT,
     EMBEDDING,
     EXPERT,
     EXPERTS_DOWN,
@@ -38,6 +40,7 @@ from .tensor_shapes import (
     ROUTER,
     SHARED,
     SHARED_GATE,
+    STATE_OUT,
     expected_tensors,
     in_layer,
     layer_tensors,
@@ -144,15 +147,25 @@ class ExpertWeights:
 
 
 @dataclass(slots=True)
-class LayerWeights:
-    """The weights of a layer. Matrices are `[out, in]`; a bias or norm may be None."""
+class AttentionWeights:
+    """Queries, keys and values of a layer. Matrices are `[out, in]`; a bias or norm may be None."""
 
-    attention_norm: Tensor | None
     qkv: Tensor  # [(heads + 2 kv heads) * head_dim, hidden]: queries, keys, values
     qkv_bias: Tensor | None
     # [heads + kv heads, head_dim]: of queries, then of keys; each head's is computed by itself, or
     # over all heads of either (`HeadNorms`).
     head_norms: Tensor | None
+    # [heads * head_dim, hidden]: of the gate that an attention's output is multiplied by.
+    gate: Tensor | None = None
+    gate_bias: Tensor | None = None
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """The weights of a layer. Matrices are `[out, in]`; a bias or norm may be None."""
+
+    attention_norm: Tensor | None
+    mixer: AttentionWeights | StateWeights
     out: Tensor
     out_bias: Tensor | None
     after_attention_norm: Tensor | None
@@ -286,13 +299,12 @@ def _read_norm(source: Source, spec: ModelSpec, dtype: torch.dtype, name: str) -
 def _load_layer(source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int) -> LayerWeights:
     reader = _LayerReader(source, spec, dtype, layer)
     norms = norm_names(spec, layer)
+    out = STATE_OUT if spec.has_state(layer) else ATTENTION_OUT
     return LayerWeights(
         attention_norm=reader.norm(norms.attention),
-        qkv=reader.qkv("weight"),
-        qkv_bias=reader.qkv("bias") if spec.attention_bias else None,
-        head_norms=reader.head_norms(),
-        out=reader.read("self_attn.o_proj.weight"),
-        out_bias=reader.bias("self_attn.o_proj"),
+        mixer=reader.mixer(),
+        out=reader.read(f"{out}.weight"),
+        out_bias=reader.bias(out),
         after_attention_norm=reader.norm(norms.after_attention),
         mlp_norm=reader.norm(norms.mlp),
         mlp=reader.experts() if spec.has_experts(layer) else reader.dense(),
@@ -318,6 +330,16 @@ class _LayerReader:
         if name is None:
             return None
         return _read_norm(self._source, self._spec, self._dtype, in_layer(self._layer, name))
+
+    def mixer(self) -> AttentionWeights | StateWeights:
+        spec = self._spec
+        if spec.state is not None and spec.has_state(self._layer):
+            return read_state_weights(self.read, spec.state)
+        return AttentionWeights(
+            qkv=self.qkv("weight"),
+            qkv_bias=self.qkv("bias") if spec.attention_bias else None,
+            head_norms=self.head_norms(),
+        )
 
     def qkv(self, kind: str) -> Tensor:
         """Queries, keys and values as one, with the elements of heads that turn in pairs of the

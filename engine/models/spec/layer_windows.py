@@ -26,7 +26,8 @@ def parse_windows(config: JsonFields, family: Family, num_layers: int) -> LayerW
     """The window and its layers where any layer has one, else None; raises ConfigError naming the
     key."""
     size = _window(config, family)
-    kinds = _layer_types(config, num_layers)
+    # Where layers carry states, what says which they are says nothing of windows.
+    kinds = [] if family.states is not None else _layer_types(config, num_layers)
     if SLIDING in kinds and size is None:
         raise config.fault("layer_types", f"{FULL} for every layer, as it has no window", kinds)
     if size is None:

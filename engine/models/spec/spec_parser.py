@@ -27,6 +27,7 @@ from .rope_spec import (
     parse_two_ropes,
     turning_size,
 )
+from .state_layers import parse_states
 
 # Keys of a config.json that can change a model's numbers in ways nothing here computes, each with
 # the values under which it changes nothing; an absent or null key is always neutral. A model with
@@ -58,6 +59,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     # Layers that differ from each other, and mixtures of experts.
     **dict.fromkeys(EXPERT_KEYS, (0,)),
     "per_layer_config": (),
+    # Parts of layers that others have.
+    "block_use_swiglu": (True,),
+    "use_pos_enc": (True,),
 }
 
 
@@ -65,6 +69,7 @@ _QUANTISED = "quantised weights are not supported; take the model that they were
 
 CONFIG = "config.json"
 MAX_EOS_IDS = 64
+DEFAULT_ADJUSTED_SIZE, MAX_MULTIPLIER = 12288, 1000.0
 # The number types of checkpoints that models can be computed in.
 STORED_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -109,6 +114,9 @@ def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
     experts = None
     if family.experts is not None:
         experts = parse_experts(config, family.experts, num_layers)
+    states = None
+    if family.states is not None:
+        states = parse_states(config, family.states, hidden_size, num_layers)
     if windows is None:
         local_rope = None
     logits_softcap, score_softcap = _softcaps(config, family)
@@ -116,15 +124,15 @@ def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=_integer(config, "intermediate_size", _unused_size(experts, num_layers)),
+        intermediate_size=_intermediate_size(config, family, experts, num_layers),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(config, family, num_heads),
         head_dim=head_dim,
         max_positions=max_positions,
-        rms_norm_eps=config.number("rms_norm_eps", family.default_eps),
+        rms_norm_eps=config.number(family.eps_key, family.default_eps),
         rope=rope,
-        tied_embeddings=config.boolean("tie_word_embeddings", family.default_tied),
+        tied_embeddings=_is_tied(config, family),
         attention_bias=(
             config.boolean(family.bias_key, family.default_bias)
             if family.attention_bias is None
@@ -146,6 +154,7 @@ def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
         still_layers=_still_layers(config, family, num_layers),
         query_growth=parse_query_growth(config, rope) if family.grows_queries else None,
         turning_dim=None if turning == head_dim else turning,
+        state=states,
     )
 
 
@@ -312,6 +321,32 @@ def _still_layers(config: JsonFields, family: Family, num_layers: int) -> tuple[
         raise config.fault("no_rope_layers", expected, given)
     still = tuple(layer for layer, turn in enumerate(turns) if not turn)
     return still or None
+
+
+def _intermediate_size(
+    config: JsonFields, family: Family, experts: ExpertSpec | None, num_layers: int
+) -> int:
+    """The rows of the gate of a layer's MLP."""
+    if not family.adjusts_mlp:
+        return _integer(config, "intermediate_size", _unused_size(experts, num_layers))
+    key = "block_ff_dim" if config.has("block_ff_dim") else "intermediate_size"
+    size = config.integer(key, DEFAULT_ADJUSTED_SIZE)
+    if not config.boolean("block_auto_adjust_ff_dim", True):
+        return size
+    size = 2 * size // 3
+    if not config.has("block_ffn_dim_multiplier") and ("block_ffn_dim_multiplier" in config.values):
+        return size
+    size = int(config.number("block_ffn_dim_multiplier", 1.0, at_most=MAX_MULTIPLIER) * size)
+    multiple = config.integer("block_multiple_of", 256)
+    return -(-size // multiple) * multiple
+
+
+def _is_tied(config: JsonFields, family: Family) -> bool:
+    # An older spelling wins, as it does in transformers.
+    key = _TIED
+    if family.adjusts_mlp and config.has("tie_embedding"):
+        key = "tie_embedding"
+    return config.boolean(key, family.default_tied)
 
 
 def _unused_size(experts: ExpertSpec | None, num_layers: int) -> int | None:

@@ -45,7 +45,7 @@ def test_silence_means_what_it_means_to_transformers(model_type, directory):
     assert spec.num_kv_heads == config.num_key_value_heads
     assert spec.head_dim == (getattr(config, "head_dim", None) or 64 // 32)
     assert spec.max_positions == config.max_position_embeddings
-    assert spec.rms_norm_eps == config.rms_norm_eps
+    assert spec.rms_norm_eps == getattr(config, spec.family.eps_key)
     assert spec.tied_embeddings == config.tie_word_embeddings
     thetas = [rope.theta for rope in spec.ropes]
     ropes = config.rope_parameters

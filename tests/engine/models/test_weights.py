@@ -30,12 +30,12 @@ def test_whole_and_sharded_models_load_alike(directory):
     tensors = directory.tensors
     for weights in (sharded, single):
         stacked = [tensors[f"model.layers.1.self_attn.{p}_proj.weight"] for p in "qkv"]
-        assert torch.equal(weights.layers[1].qkv, torch.cat(stacked))
+        assert torch.equal(weights.layers[1].mixer.qkv, torch.cat(stacked))
         assert torch.equal(
             weights.layers[0].mlp.down, tensors["model.layers.0.mlp.down_proj.weight"]
         )
         assert torch.equal(weights.head, tensors["lm_head.weight"])
-        assert weights.layers[0].qkv_bias is None and weights.layers[0].mlp.gate_bias is None
+        assert weights.layers[0].mixer.qkv_bias is None and weights.layers[0].mlp.gate_bias is None
 
 
 @pytest.mark.parametrize("name", ["float64", "float32", "bfloat16", "float16", "auto"])
@@ -44,7 +44,9 @@ def test_weights_come_in_the_type_asked_for(name, directory):
     directory.write_single()
     dtype = compute_dtype(name)
     weights = load(directory, dtype)
-    assert {t.dtype for t in (weights.embedding, weights.norm, weights.layers[0].qkv)} == {dtype}
+    assert {t.dtype for t in (weights.embedding, weights.norm, weights.layers[0].mixer.qkv)} == {
+        dtype
+    }
     torch.testing.assert_close(weights.embedding.bfloat16(), weights.embedding.to(torch.bfloat16))
     assert dtype_name(dtype) == ("float32" if name == "auto" else name)
 
@@ -123,7 +125,7 @@ def test_biases_are_loaded_where_the_configuration_has_them(directory):
         load_with_biases(directory, skip="model.layers.0.self_attn.q_proj.bias")
     weights = load_with_biases(directory)
     parts = [directory.tensors[f"model.layers.0.self_attn.{p}_proj.bias"] for p in "qkv"]
-    assert torch.equal(weights.layers[0].qkv_bias, torch.cat(parts))
+    assert torch.equal(weights.layers[0].mixer.qkv_bias, torch.cat(parts))
     down = directory.tensors["model.layers.0.mlp.down_proj.bias"]
     assert torch.equal(weights.layers[0].mlp.down_bias, down)
 
@@ -151,7 +153,7 @@ def test_norms_of_heads_are_loaded_one_row_for_each_head(directory):
             name = f"model.layers.{layer}.self_attn.{part}_norm.weight"
             directory.tensors[name] = torch.randn(4)
     directory.write_single()
-    norms = load(directory).layers[1].head_norms
+    norms = load(directory).layers[1].mixer.head_norms
     queries, keys = (
         directory.tensors[f"model.layers.1.self_attn.{part}_norm.weight"] for part in "qk"
     )
@@ -175,7 +177,9 @@ def test_qwen2_has_biases_but_for_the_output_matrix(directory):
             )
     directory.write_single()
     layer = load(directory).layers[0]
-    assert layer.qkv_bias is not None and layer.out_bias is None and layer.mlp.down_bias is None
+    assert (
+        layer.mixer.qkv_bias is not None and layer.out_bias is None and layer.mlp.down_bias is None
+    )
     directory.tensors["model.layers.0.self_attn.o_proj.bias"] = torch.randn(16)
     directory.write_single()
     with pytest.raises(ConfigError, match=r"holds the tensor model.layers.0.self_attn.o_proj.bias"):

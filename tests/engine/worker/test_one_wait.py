@@ -92,7 +92,7 @@ def move_model(model: Decoder) -> None:
         setattr(model, name, there(getattr(model, name)))
     model._tables = [(there(cos), there(sin)) for cos, sin in model._tables]
     model._head = linear(model._head)
-    for part in (part for layer in model._layers for part in (layer, layer._mlp)):
+    for part in (part for layer in model._layers for part in (layer, layer._mixer, layer._mlp)):
         for name in part.__slots__:
             value = getattr(part, name)
             if isinstance(value, Linear):

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixers: the part of a layer in which tokens see those before them.
+
+Most layers have an AttentionMixer, which reads the K and V of those tokens; the others carry a
+state (`states/state_mixer.py`). A mixer is given the normed rows of a step and returns what the
+layer's output matrix multiplies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...kernels.layer.rotate_write import Rotary
+from .checkpoint.weights import AttentionWeights
+from .families import HeadNorms
+from .layers import Elementwise, Linear
+from .model_spec import ModelSpec
+from .states.state_plan import StateStep
+
+Plan = TypeVar("Plan")
+_Plan = TypeVar("_Plan", contravariant=True)
+
+
+class Attention(Protocol[_Plan]):
+    """Attention over a paged pool; how a step is laid down in its plan is its own affair. One that
+    can rotate has a `QkvAttention` as `of_qkv`, too."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: _Plan, /) -> Tensor:
+        """Write `k` and `v` `[tokens, kv heads, head_dim]` of a layer to the pool, then attend `q`
+        `[tokens, heads, head_dim]`: `[tokens, heads * head_dim]`. `layer` is its number in the
+        model."""
+
+
+class QkvAttention(Protocol[_Plan]):
+    """An attention that rotates by itself."""
+
+    def __call__(self, qkv: Tensor, rotary: Rotary, layer: int, plan: _Plan, /) -> Tensor:
+        """Attention of `qkv` `[tokens, heads + 2 kv heads, head_dim]`, whose queries and keys are
+        neither normed nor rotated; it may be overwritten. `[tokens, heads * head_dim]`."""
+
+
+@dataclass(slots=True)
+class MixerStep(Generic[Plan]):
+    """A step as every mixer of a model sees it."""
+
+    attention: Attention[Plan]
+    plan: Plan
+    # Of each of the model's rotary positions: cosines and sines `[tokens, 1, head_dim // 2]`, or,
+    # for an attention that rotates by itself, which is `of_qkv` then, its tables.
+    turns: list[tuple[Tensor, Tensor]]
+    rotaries: list[Rotary]
+    of_qkv: QkvAttention[Plan] | None
+    growth: Tensor | None  # [tokens, 1, 1]: a factor of queries
+    states: StateStep | None  # None: no layer carries a state
+
+
+class Mixer(Protocol):
+    """The work of a layer before its output matrix."""
+
+    def __call__(self, normed: Tensor, step: MixerStep[Plan], /) -> Tensor:
+        """`[tokens, inner]` of normed rows `[tokens, hidden]`, which are left as they are."""
+
+
+class AttentionMixer:
+    """Queries, keys and values of one layer, and its attention."""
+
+    __slots__ = ("_gate", "_ops", "_rope", "_spec", "head_norms", "layer", "qkv")
+
+    def __init__(
+        self, spec: ModelSpec, layer: int, weights: AttentionWeights, elementwise: Elementwise
+    ) -> None:
+        self._spec, self._ops, self.layer = spec, elementwise, layer
+        self._rope = spec.rope_of_layers[layer]
+        self.qkv = Linear(weights.qkv, weights.qkv_bias)
+        self.head_norms = weights.head_norms
+        gate = weights.gate
+        self._gate = None if gate is None else Linear(gate, weights.gate_bias)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether what the attention returns is multiplied by a gate of the layer's input."""
+        return self._gate is not None
+
+    def __call__(self, normed: Tensor, step: MixerStep[Plan], /) -> Tensor:
+        qkv = self.qkv(normed)
+        heads = qkv.view(len(normed), -1, self._spec.head_dim)
+        if step.of_qkv is None:
+            mixed = self._attend(heads, step)
+        else:
+            rotary = step.rotaries[self._rope]
+            if self.head_norms is not None:
+                eps = self._spec.rms_norm_eps
+                rotary = rotary._replace(head_norms=self.head_norms, eps=eps)
+            mixed = step.of_qkv(heads, rotary, self.layer, step.plan)
+        return mixed if self._gate is None else mixed * self._gate(normed).sigmoid_()
+
+    def _attend(self, heads: Tensor, step: MixerStep[Plan]) -> Tensor:
+        """Attention of `[tokens, heads + 2 kv heads, head_dim]`."""
+        spec = self._spec
+        turning = spec.num_heads + spec.num_kv_heads
+        turned = self._norm_heads(heads[:, :turning])
+        rotated = self._ops.rotate(turned, *step.turns[self._rope])
+        q, k = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
+        if step.growth is not None:
+            q = q * step.growth
+        return step.attention(q, k, heads[:, turning:], self.layer, step.plan)
+
+    def _norm_heads(self, turned: Tensor) -> Tensor:
+        """Queries and keys `[tokens, heads + kv heads, head_dim]`, normed where they are."""
+        weight, spec = self.head_norms, self._spec
+        if weight is None:
+            return turned
+        if spec.family.head_norms is HeadNorms.EACH:
+            return self._ops.norm(turned, weight, spec.rms_norm_eps)
+        parts = []
+        for heads in (slice(spec.num_heads), slice(spec.num_heads, None)):
+            part = turned[:, heads]
+            normed = self._ops.norm(part.flatten(1), weight[heads].flatten(), spec.rms_norm_eps)
+            parts.append(normed.view(part.shape))
+        return torch.cat(parts, 1)

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mixer of a layer that carries a state, by the kind of the state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..checkpoint.state_weights import StateWeights
+from ..mixers import Mixer
+from ..model_spec import ModelSpec
+from .short_conv import ShortConv
+from .state_spec import StateKind
+
+_KINDS: dict[StateKind, Callable[[ModelSpec, int, StateWeights], Mixer]] = {
+    StateKind.SHORT_CONV: ShortConv,
+}
+
+
+def make_state_mixer(spec: ModelSpec, layer: int, weights: StateWeights) -> Mixer:
+    """Make the mixer of layer number `layer` of a model, by the kind of its states."""
+    assert spec.state is not None
+    return _KINDS[spec.state.kind](spec, layer, weights)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StatePlan: which rows of a step move which request's state on, and where it is kept.
+
+    sequences of few rows with a save behind each  ──► batches: row 0 of all, then row 1 of all, …
+    all others                                     ──► pieces, which end where a save lies
+
+A decode is the first of these with one row: all of a step are one batch. Drafts that are verified
+are such, too, because any prefix of them may be accepted. The plan is made once a step and is the
+same for every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .running_states import RunningStates
+
+# The most rows of a sequence that are computed one by one.
+MOST_SINGLE_ROWS = 16
+
+
+class StateSequence(NamedTuple):
+    """Rows [start, end) of a step, which belong to one request.
+
+    Its state is read from the slot `source`; None: it begins with zeros. `saves` has (row, slot)
+    with ascending rows in (start, end]: the state behind all rows before `row` is written to that
+    slot. `source` may be among those slots. No other sequence of the step reads or writes them.
+    """
+
+    start: int
+    end: int
+    source: int | None
+    saves: tuple[tuple[int, int], ...]
+
+
+class RowBatch(NamedTuple):
+    """Rows of several sequences, one of each, which are computed together."""
+
+    rows: Tensor | None  # int64 [batch]; None: all rows of the step, in its order
+    sources: Tensor  # int64 [batch]: slots; where a state begins with zeros, any
+    slots: Tensor  # int64 [batch]: where the new states are written
+    fresh: Tensor | None  # int64: places in the batch whose state begins with zeros
+
+
+class Piece(NamedTuple):
+    """Rows [start, end) of a sequence."""
+
+    start: int
+    end: int
+    slot: int | None  # where the state behind them is written; None: nowhere
+
+
+class LongSequence(NamedTuple):
+    """A sequence that is computed by itself."""
+
+    source: int | None
+    pieces: tuple[Piece, ...]
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.pieces[0].start, self.pieces[-1].end)
+
+
+class StatePlan:
+    """The sequences of a step, with the batches and pieces that they make."""
+
+    __slots__ = ("batches", "long", "num_rows", "sequences")
+
+    def __init__(
+        self, sequences: Sequence[StateSequence], num_rows: int, device: torch.device
+    ) -> None:
+        """`num_rows` are those of the step. Raises ValueError where a sequence is not as it has to
+        be."""
+        self.sequences, self.num_rows = tuple(sequences), num_rows
+        self.long: list[LongSequence] = []
+        single: list[StateSequence] = []
+        for sequence in self.sequences:
+            _check_sequence(sequence, num_rows)
+            if _is_single(sequence):
+                single.append(sequence)
+            else:
+                self.long.append(LongSequence(sequence.source, _pieces_of(sequence)))
+        self.batches: list[RowBatch] = []
+        while single:
+            number = len(self.batches)
+            self.batches.append(_batch_of(single, number, num_rows, device))
+            single = [each for each in single if len(each.saves) > number + 1]
+
+
+class StateStep(NamedTuple):
+    """The plan of a step and the states that it moves on."""
+
+    plan: StatePlan
+    running: RunningStates
+
+
+def _check_sequence(sequence: StateSequence, num_rows: int) -> None:
+    start, end, _, saves = sequence
+    if not 0 <= start < end <= num_rows:
+        raise ValueError(f"rows {start} to {end} are not within a step of {num_rows} rows")
+    before = start
+    for row, _ in saves:
+        if not before < row <= end:
+            raise ValueError(
+                f"the saves of rows {start} to {end} must have ascending rows behind {start} and "
+                f"up to {end}, not {[row for row, _ in saves]}"
+            )
+        before = row
+
+
+def _is_single(sequence: StateSequence) -> bool:
+    """Whether each row has a save behind it, and there are few."""
+    count = sequence.end - sequence.start
+    return len(sequence.saves) == count <= MOST_SINGLE_ROWS
+
+
+def _pieces_of(sequence: StateSequence) -> tuple[Piece, ...]:
+    pieces: list[Piece] = []
+    start = sequence.start
+    for row, slot in sequence.saves:
+        pieces.append(Piece(start, row, slot))
+        start = row
+    if start < sequence.end:
+        pieces.append(Piece(start, sequence.end, None))
+    return tuple(pieces)
+
+
+def _batch_of(
+    sequences: list[StateSequence], number: int, num_rows: int, device: torch.device
+) -> RowBatch:
+    """Row `number` of each of these."""
+    rows = [each.start + number for each in sequences]
+    slots = [each.saves[number][1] for each in sequences]
+    fresh: list[int] = []
+    if number:
+        sources = [each.saves[number - 1][1] for each in sequences]
+    else:
+        sources = [each.source or 0 for each in sequences]
+        fresh = [place for place, each in enumerate(sequences) if each.source is None]
+
+    def on_device(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return RowBatch(
+        rows=None if rows == list(range(num_rows)) else on_device(rows),
+        sources=on_device(sources),
+        slots=on_device(slots),
+        fresh=on_device(fresh) if fresh else None,
+    )

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StateSpec: the state that some layers of a model carry from token to token, in numbers.
+
+A layer with a state has no K and V. Its state has up to two parts: the last columns that its
+convolution reads, in the type of the computation, and a recurrent part, in float32 or, where the
+computation is in float64, in that. Needs no torch, so that a plan and a refusal need none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+from typing import NamedTuple
+
+from ....tiers.block import DTYPE_BYTES
+
+# Bytes that each part of a state begins at a multiple of.
+ALIGNMENT = 64
+
+
+class StateKind(StrEnum):
+    """The rule by which a state moves on by a token."""
+
+    SHORT_CONV = "short convolution"
+    GATED_DELTA = "gated delta rule"
+    MAMBA2 = "Mamba-2"
+
+
+class StatePart(NamedTuple):
+    """A part of one layer's state, as it lies in a slot."""
+
+    layer: int
+    is_recurrent: bool  # else it is that of the convolution
+    offset: int  # bytes from the beginning of the slot
+    num_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """The layers with a state, all of which have the same shape. The convolution is of each channel
+    by itself. A gated delta rule has `num_heads` heads of values of `head_dim` numbers, and
+    `num_groups` heads of queries and keys of `state_size`; Mamba-2 has `num_heads` heads of
+    `head_dim`, whose B and C, of `state_size`, are the same within each of `num_groups`."""
+
+    kind: StateKind
+    layers: tuple[int, ...]  # their numbers, ascending
+    conv_channels: int
+    conv_width: int  # columns of the convolution's window: the state has all of them but the last
+    num_heads: int = 0
+    head_dim: int = 0
+    num_groups: int = 0
+    state_size: int = 0
+    has_conv_bias: bool = False
+    has_bias: bool = False  # of the matrices into the layer and out of it
+    time_steps: tuple[float, float] | None = None  # the bounds of a time step of Mamba-2
+
+    @property
+    def inner_size(self) -> int:
+        """Numbers of a token before the matrix out of the layer."""
+        return self.num_heads * self.head_dim or self.conv_channels
+
+    @property
+    def in_size(self) -> int:
+        """Numbers of a token behind the matrix into the layer."""
+        if self.kind is StateKind.SHORT_CONV:
+            return 3 * self.conv_channels
+        scalars = 2 if self.kind is StateKind.GATED_DELTA else 1
+        return self.conv_channels + self.inner_size + scalars * self.num_heads
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        return (self.conv_channels, self.conv_width - 1)
+
+    @property
+    def recurrent_shape(self) -> tuple[int, int, int] | None:
+        """The recurrent part of one layer; None: there is none."""
+        if self.kind is StateKind.SHORT_CONV:
+            return None
+        if self.kind is StateKind.GATED_DELTA:
+            return (self.num_heads, self.state_size, self.head_dim)
+        return (self.num_heads, self.head_dim, self.state_size)
+
+    def parts(self, dtype: str) -> tuple[StatePart, ...]:
+        """The parts of a slot in their order, where the computation is in `dtype`."""
+        wide = "float64" if dtype == "float64" else "float32"
+        shapes: list[tuple[bool, tuple[int, ...], str]] = [(False, self.conv_shape, dtype)]
+        if self.recurrent_shape is not None:
+            shapes.append((True, self.recurrent_shape, wide))
+        parts: list[StatePart] = []
+        offset = 0
+        for layer in self.layers:
+            for is_recurrent, shape, kind in shapes:
+                size = prod(shape) * DTYPE_BYTES[kind]
+                parts.append(StatePart(layer, is_recurrent, offset, size, shape, kind))
+                offset += _aligned(size)
+        return tuple(parts)
+
+    def slot_bytes(self, dtype: str) -> int:
+        """Bytes of the state of all layers, where the computation is in `dtype`."""
+        last = self.parts(dtype)[-1]
+        return last.offset + _aligned(last.num_bytes)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
