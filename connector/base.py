@@ -221,11 +221,18 @@ class KVConnectorScheduler(ABC):
 
     @abstractmethod
     def get_matched_tokens(
-        self, request: RequestView, num_computed_tokens: int, *, num_queued_tokens: int = 0
+        self,
+        request: RequestView,
+        num_computed_tokens: int,
+        *,
+        num_queued_tokens: int = 0,
+        num_pool_tokens: int | None = None,
     ) -> Match:
         """Tokens the tiers hold right after the first `num_computed_tokens` (block aligned).
         `num_queued_tokens` have to be computed before any of this request's, which gives a load
-        that much time."""
+        that much time. `num_pool_tokens`: of so many, which are more, the pool has K and V, and
+        lacks the states behind them; those are not asked for, and count as tokens of a tier where
+        the states behind them come from one."""
 
     @abstractmethod
     def begin_load(
@@ -237,7 +244,8 @@ class KVConnectorScheduler(ABC):
         overlapped: bool,
     ) -> None:
         """Blocks for `num_tokens` external tokens exist: `block_ids` are exactly those blocks, in
-        order, for each cache group. From here on the request waits until a LoadReport names it.
+        order, for each cache group; those that the pool has (`num_pool_tokens`) are left alone.
+        From here on the request waits until a LoadReport names it.
         `overlapped`, only after OVERLAP: it does not wait, but computes these tokens itself, from
         the first one on, as far as `OverlappedLoads.load_state` allows."""
 
@@ -291,7 +299,12 @@ class NullConnector(KVConnectorScheduler):
     has_tiers = False
 
     def get_matched_tokens(
-        self, request: RequestView, num_computed_tokens: int, *, num_queued_tokens: int = 0
+        self,
+        request: RequestView,
+        num_computed_tokens: int,
+        *,
+        num_queued_tokens: int = 0,
+        num_pool_tokens: int | None = None,
     ) -> Match:
         return NO_MATCH
 

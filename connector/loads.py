@@ -96,10 +96,11 @@ class Loads(OverlappedLoads):
         block_ids: GroupBlockIds,
         num_queued_tokens: int,
         num_short_tokens: int = 0,
+        num_kept: int = 0,
     ) -> None:
         """Begin a load whose request waits for it, as long as computing it would take at most.
         `num_queued_tokens` would be computed before it. `num_short_tokens`: that are not wanted of
-        the last position."""
+        the last position. `num_kept`: see `Parts.needed`."""
         num_blocks = len(block_ids[0])
         load = Load(
             offload,
@@ -116,6 +117,7 @@ class Loads(OverlappedLoads):
                     first_token // self._block_size,
                     num_blocks,
                     first_token + num_blocks * self._block_size - num_short_tokens,
+                    num_kept,
                 ),
                 # States are there with the last position.
                 *[(num_blocks - 1) * self._num_parts] * self._parts.num_state_keys,

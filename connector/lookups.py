@@ -84,12 +84,14 @@ class Lookups:
         request: RequestView,
         num_computed_tokens: int,
         num_queued_tokens: int,
+        num_pool_tokens: int | None = None,
     ) -> Match:
         """See `KVConnectorScheduler.get_matched_tokens`."""
         first = num_computed_tokens // self._block_size
+        num_kept = 0 if num_pool_tokens is None else num_pool_tokens // self._block_size - first
         end = self._end_of(request)
         most = end if offload.most_blocks is None else offload.most_blocks
-        lookup = self._look_up_range(offload, request, first, min(end, most))
+        lookup = self._look_up_range(offload, request, first, min(end, most), num_kept)
         if lookup is None:
             return NO_MATCH
         if most < end:  # it was counted, and decided upon, when the longer hit was found
@@ -149,6 +151,7 @@ class Lookups:
                 block_ids,
                 lookup.num_queued_tokens,
                 num_blocks * self._block_size - num_tokens,
+                lookup.num_kept,
             )
         self.drop_lookup(offload)
 
@@ -248,7 +251,12 @@ class Lookups:
         return [*request.block_hashes[: (request.num_tokens - 1) // self._block_size], tail]
 
     def _look_up_range(
-        self, offload: RequestOffload, request: RequestView, first: int, end: int
+        self,
+        offload: RequestOffload,
+        request: RequestView,
+        first: int,
+        end: int,
+        num_kept: int = 0,
     ) -> Lookup | None:
         """`Parts.find_longest_hit` for these blocks of the request, or what it said if nothing
         changed since; None where there are none."""
@@ -256,12 +264,12 @@ class Lookups:
             return None
         version = self._hierarchy.version
         digests = self._digests_of(request)
-        known = offload.lookup
+        known, num_kept = offload.lookup, min(num_kept, end - first)
         most_tokens = request.num_tokens - 1 if self._parts.is_windowed else None
         # The last digest stands for the whole chain, also where an id is used again.
         if (
             known is None
-            or (known.first, known.most_tokens) != (first, most_tokens)
+            or (known.first, known.most_tokens, known.num_kept) != (first, most_tokens, num_kept)
             or known.keys[-1] != digests[end - 1] + self._parts.suffixes[-1]
         ):
             keys = self._parts.keys_of(digests[first:end])
@@ -269,12 +277,14 @@ class Lookups:
             return known
         else:
             keys = known.keys
-        prefix = self._parts.find_longest_hit(self._hierarchy, first, keys, most_tokens)
+        prefix = self._parts.find_longest_hit(self._hierarchy, first, keys, most_tokens, num_kept)
         # Blocks read ahead were counted when and where they were found.
         is_counted = offload.read_ahead is not None or (
             known is not None and known.keys is keys and known.is_counted
         )
-        lookup = Lookup(first, keys, prefix, version, is_counted, most_tokens=most_tokens)
+        lookup = Lookup(
+            first, keys, prefix, version, is_counted, most_tokens=most_tokens, num_kept=num_kept
+        )
         lookup.is_decided = known is not None and known.keys is keys and known.is_decided
         self._keep(offload, lookup)
         return lookup
@@ -329,7 +339,7 @@ class Lookups:
             return lookup.keys[: num_positions * self._width]
         if most_tokens is None:
             most_tokens = lookup.most_tokens
-        needed = self._parts.needed(lookup.first, num_positions, most_tokens)
+        needed = self._parts.needed(lookup.first, num_positions, most_tokens, lookup.num_kept)
         keys = [lookup.keys[i] for i in needed]
         if num_positions and self._parts.num_state_keys:
             last = lookup.keys[num_positions * self._width - 1]
@@ -341,7 +351,12 @@ class Lookups:
         if num_positions == len(lookup.prefix.tiers) or not self._parts.is_windowed:
             return num_positions
         return self._parts.longest(
-            self._hierarchy, lookup.first, lookup.keys, num_positions, lookup.most_tokens
+            self._hierarchy,
+            lookup.first,
+            lookup.keys,
+            num_positions,
+            lookup.most_tokens,
+            lookup.num_kept,
         )
 
 

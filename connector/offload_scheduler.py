@@ -117,12 +117,19 @@ class OffloadScheduler(KVConnectorScheduler):
             offload.elsewhere = Elsewhere.NO
 
     def get_matched_tokens(
-        self, request: RequestView, num_computed_tokens: int, *, num_queued_tokens: int = 0
+        self,
+        request: RequestView,
+        num_computed_tokens: int,
+        *,
+        num_queued_tokens: int = 0,
+        num_pool_tokens: int | None = None,
     ) -> Match:
         offload = self._offload_of(request.request_id)
         if offload.stage is not Stage.READY:
             return NO_MATCH
-        return self._lookups.match_prefix(offload, request, num_computed_tokens, num_queued_tokens)
+        return self._lookups.match_prefix(
+            offload, request, num_computed_tokens, num_queued_tokens, num_pool_tokens
+        )
 
     def begin_load(
         self,

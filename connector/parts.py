@@ -96,14 +96,15 @@ class Parts:
         return [digest + suffix for digest in digests for suffix in ends]
 
     def needed(
-        self, first: int, num_positions: int, most_tokens: int | None = None
+        self, first: int, num_positions: int, most_tokens: int | None = None, num_kept: int = 0
     ) -> Sequence[int]:
         """The places, among the keys of all parts from position `first` on, of those that a hit of
         `num_positions` there needs; head first. Here and below, the next token is computed behind
-        `most_tokens`, where that is less than what the positions hold."""
+        `most_tokens`, where that is less than what the positions hold; and the pool has the parts
+        of the first `num_kept` positions, and no states behind them."""
         if not self.is_windowed:
             return range(num_positions * self.width)
-        starts = self._starts(first, num_positions, most_tokens)
+        starts = self._starts(first, num_positions, most_tokens, num_kept)
         return [
             position * self.width + index
             for position in range(num_positions)
@@ -133,6 +134,7 @@ class Parts:
         first: int,
         keys: Sequence[bytes],
         most_tokens: int | None = None,
+        num_kept: int = 0,
     ) -> Prefix:
         """The longest hit among the positions from `first` on, which have these keys: the tier of
         each position, which is the one furthest down that one of its blocks is in."""
@@ -144,11 +146,11 @@ class Parts:
             return prefix._replace(tiers=whole_positions(prefix.tiers, width, hierarchy.tiers))
         prefix = Prefix([hierarchy.tiers[0]] * (len(keys) // width), False)
         if self._full:
-            places = range(0, len(keys), width)
+            places = range(num_kept * width, len(keys), width)
             full = hierarchy.find_prefix([keys[place + i] for place in places for i in self._full])
             tiers = whole_positions(full.tiers, len(self._full), hierarchy.tiers)
-            prefix = full._replace(tiers=tiers)
-        search = _Search(self, hierarchy, first, keys, most_tokens)
+            prefix = full._replace(tiers=[*hierarchy.tiers[:1] * num_kept, *tiers])
+        search = _Search(self, hierarchy, first, keys, most_tokens, num_kept)
         num_positions = search.longest(len(prefix.tiers))
         return Prefix(
             search.slowest_tiers(prefix.tiers[:num_positions]),
@@ -163,27 +165,34 @@ class Parts:
         keys: Sequence[bytes],
         num_positions: int,
         most_tokens: int | None = None,
+        num_kept: int = 0,
     ) -> int:
         """The longest hit of at most `num_positions`, all of whose full blocks have been found."""
         if not self.is_windowed:
             return num_positions
-        return _Search(self, hierarchy, first, keys, most_tokens).longest(num_positions)
+        search = _Search(self, hierarchy, first, keys, most_tokens, num_kept)
+        return search.longest(num_positions)
 
-    def _starts(self, first: int, num_positions: int, most_tokens: int | None) -> list[int]:
+    def _starts(
+        self, first: int, num_positions: int, most_tokens: int | None, num_kept: int = 0
+    ) -> list[int]:
         """Of each part the first position, from `first` on, that a hit of so many needs."""
         end = (first + num_positions) * self.block_size
         if most_tokens is not None:
             end = min(end, most_tokens)
+        kept = min(num_kept, num_positions)
         return [
-            0 if seen is None else max(0, min(seen(end) // self.block_size - first, num_positions))
+            kept
+            if seen is None
+            else max(kept, min(seen(end) // self.block_size - first, num_positions))
             for seen in self._seen
         ]
 
     def windows(
-        self, first: int, num_positions: int, most_tokens: int | None
+        self, first: int, num_positions: int, most_tokens: int | None, num_kept: int = 0
     ) -> list[tuple[int, int]]:
         """Of each windowed part, its index and that position."""
-        starts = self._starts(first, num_positions, most_tokens)
+        starts = self._starts(first, num_positions, most_tokens, num_kept)
         return [(i, starts[i]) for i, seen in enumerate(self._seen) if seen is not None]
 
 
@@ -196,6 +205,7 @@ class _Search:
     first: int  # position
     keys: Sequence[bytes]
     most_tokens: int | None
+    num_kept: int = 0
     there: dict[int, bool] = field(default_factory=dict)  # by place
     state_answers: dict[int, bool] = field(default_factory=dict)  # by position
     pending: bool = False
@@ -210,7 +220,9 @@ class _Search:
                 num_positions = missing
             elif not self._has_states(num_positions - 1):
                 num_positions -= 1
-            elif self.parts.needed(self.first, num_positions, self.most_tokens):
+            elif self.parts.num_state_keys or self.parts.needed(
+                self.first, num_positions, self.most_tokens
+            ):
                 break
             else:  # where a chunk begins nothing is attended to; a load has to bring something
                 num_positions -= 1
@@ -222,7 +234,7 @@ class _Search:
         found = list(tiers)
         places = [
             position * width + index
-            for index, start in self.parts.windows(self.first, len(tiers), self.most_tokens)
+            for index, start in self._windows(len(tiers))
             for position in range(start, len(tiers))
         ]
         keys = [self.keys[place] for place in places]
@@ -235,6 +247,9 @@ class _Search:
             position = place // width
             found[position] = max(found[position], name, key=order.index)
         return found
+
+    def _windows(self, num_positions: int) -> list[tuple[int, int]]:
+        return self.parts.windows(self.first, num_positions, self.most_tokens, self.num_kept)
 
     def _digest(self, position: int) -> bytes:
         return self.keys[position * self.parts.width][:DIGEST_BYTES]
@@ -265,7 +280,7 @@ class _Search:
         """The last position that a hit of so many lacks."""
         width = self.parts.width
         last: int | None = None
-        for index, start in self.parts.windows(self.first, num_positions, self.most_tokens):
+        for index, start in self._windows(num_positions):
             least = start if last is None else max(start, last + 1)
             for position in range(num_positions - 1, least - 1, -1):
                 if not self._is_there(position * width + index):

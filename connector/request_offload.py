@@ -66,6 +66,7 @@ class Lookup:
     is_decided: bool = False  # such a plan was made before, perhaps on an older answer
     num_queued_tokens: int = 0  # to be computed before this request, when the plan was made
     most_tokens: int | None = None  # after which the next token is computed; see `Parts.needed`
+    num_kept: int = 0  # of these positions, whose parts the pool has, but for their states
 
 
 @dataclass(slots=True, eq=False)

@@ -128,7 +128,12 @@ class ListedTier(KVConnectorScheduler, StoresAhead):
         return self._loads[0][0] if self._loads else None
 
     def get_matched_tokens(
-        self, request: RequestView, num_computed_tokens: int, *, num_queued_tokens: int = 0
+        self,
+        request: RequestView,
+        num_computed_tokens: int,
+        *,
+        num_queued_tokens: int = 0,
+        num_pool_tokens: int | None = None,
     ) -> Match:
         count, most = 0, (request.num_tokens - 1) // BLOCK_SIZE
         first = num_computed_tokens // BLOCK_SIZE

@@ -174,7 +174,7 @@ class KVCacheManager:
         most = request.most_cached_tokens // self.block_size
         digests = self._of_blocks(request.block_hashes)[:most]
         blocks, num_tokens = self._finder.find(digests)
-        if self.states is None or not num_tokens:
+        if self.states is None:
             return blocks, num_tokens
         found, num_blocks = num_tokens, num_tokens // self.block_size
         while num_blocks and (length := self.states.longest_hit(digests, num_blocks)) < num_blocks:
@@ -183,6 +183,12 @@ class KVCacheManager:
             num_blocks = num_tokens // self.block_size
         request.progress.junction = found if found > num_tokens else 0
         return blocks, num_tokens
+
+    def stateless_blocks(self, request: Request, num_tokens: int) -> GroupBlocks:
+        """The blocks that the pool has of the first `num_tokens` of a request, where the states
+        behind them are to be loaded. Changes nothing."""
+        digests = self._of_blocks(request.block_hashes)[: num_tokens // self.block_size]
+        return self._finder.find(digests)[0]
 
     def allocate_slots(
         self,
@@ -222,13 +228,15 @@ class KVCacheManager:
             # Now, since the blocks below may be taken from them.
             digests = self._of_blocks(request.block_hashes)
             states.note_hit(request_id, digests[computed // self.block_size - 1])
-        num_spare = self.pool.free_queue.num_free * self._width - num_kept
-        added = self._add_blocks(request_id, num_slots, computed, new_computed_blocks, num_spare)
-        if added is None and states is not None and states.drop_unnamed():
-            num_spare = self.pool.free_queue.num_free - num_kept
-            added = self._add_blocks(
-                request_id, num_slots, computed, new_computed_blocks, num_spare
-            )
+        added = None
+        while added is None:
+            num_spare = self.pool.free_queue.num_free * self._width - num_kept
+            if num_kept <= keep_free_blocks or num_spare >= 0:
+                added = self._add_blocks(
+                    request_id, num_slots, computed, new_computed_blocks, num_spare
+                )
+            if added is None and not (states is not None and states.drop_unnamed()):
+                break
         if added is None:
             if states is not None:
                 states.drop_hit(request_id)
@@ -265,10 +273,7 @@ class KVCacheManager:
             return False
         self._cache(request, num_computed_tokens, computed=True)
         if self.states is not None:
-            num_blocks, rest = divmod(num_computed_tokens, self.block_size)
-            digests = self._of_blocks(request.block_hashes)
-            name = b"" if rest else digests[num_blocks - 1]
-            self.states.name_loaded(request.request_id, name)
+            self.states.name_loaded(request, num_computed_tokens)
         return True
 
     def name_blocks(self, request: Request, num_tokens: int) -> None:
@@ -384,11 +389,15 @@ class KVCacheManager:
     def get_block_ids(self, request_id: str) -> BlockIds:
         return self.page_ids(self.tables(request_id))
 
-    def load_page_ids(self, request_id: str, added: GroupBlocks) -> BlockIds:
-        """The pages that a load is to bring: of such blocks in each cache group and, where layers
-        carry states, behind these those of a checkpoint."""
-        pages = self.page_ids(added)
-        return pages if self.states is None else (*pages, self.states.load_page_ids(request_id))
+    def load_page_ids(self, request_id: str, added: GroupBlocks, num_tokens: int) -> BlockIds:
+        """The pages that a load is for, which begins behind `num_tokens`: of the blocks `added` in
+        each cache group. Where layers carry states, those of all blocks from there on, which the
+        pool may have, and behind these the pages of a checkpoint."""
+        if self.states is None:
+            return self.page_ids(added)
+        first = num_tokens // self.block_size
+        pages = self.page_ids(tuple([table[first:] for table in self.tables(request_id)]))
+        return (*pages, self.states.load_page_ids(request_id))
 
     def page_ids(self, blocks: GroupBlocks) -> BlockIds:
         """The ids of such blocks, of their page in each cache group."""

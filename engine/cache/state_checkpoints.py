@@ -115,11 +115,12 @@ class StateCheckpoints:
         """The pages that are held for a load."""
         return [block.block_id for block in self._loads[request_id]]
 
-    def name_loaded(self, request_id: str, digest: bytes) -> None:
-        """The load of a request has brought states, which have this name; b"" for those behind a
-        block that is not full, which have none."""
-        if digest:
-            self._name(digest, self._loads[request_id], computed=True)
+    def name_loaded(self, request: Request, position: int) -> None:
+        """The load of a request has brought states; those behind a block that is not full get no
+        name."""
+        if position % self._block_size == 0:
+            held = self._loads[request.request_id]
+            self._name(request, position, held, computed=True)
 
     def take_start(self, request_id: str) -> list[int]:
         """The pages that a request's states are read from, which starts in the step being made;
@@ -173,12 +174,10 @@ class StateCheckpoints:
                 break
             blocks = self._pool.get_new_blocks(self.num_pages)
             saves.append(StateSave(position, [block.block_id for block in blocks]))
-            digest = self._digest(request, position)
-            if digest is None:
+            if not self._name(request, position, blocks, computed=False):
                 self._drop_unnamed(request.request_id)
                 self._unnamed[request.request_id] = (position, blocks)
                 continue
-            self._name(digest, blocks, computed=False)
             self._pool.free_blocks(blocks)
         self.num_saved += len(saves)
         return saves
@@ -189,10 +188,8 @@ class StateCheckpoints:
         if unnamed is None:
             return
         position, blocks = unnamed
-        digest = self._digest(request, position)
-        if digest is not None:
+        if self._name(request, position, blocks, computed=False):
             del self._unnamed[request.request_id]
-            self._name(digest, blocks, computed=False)
             self._pool.free_blocks(blocks)
 
     def drop_unnamed(self) -> bool:
@@ -239,9 +236,20 @@ class StateCheckpoints:
         index *= self._hashes_per_block
         return request.block_hashes[index - 1] if index <= len(request.block_hashes) else None
 
-    def _name(self, digest: bytes, blocks: Sequence[KVCacheBlock], *, computed: bool) -> None:
+    def _name(
+        self, request: Request, position: int, blocks: Sequence[KVCacheBlock], *, computed: bool
+    ) -> bool:
+        """Name the pages of a checkpoint; False where its tokens are not known."""
+        digest = self._digest(request, position)
+        if digest is None:
+            return False
+        index, rest = divmod(position, self._block_size)
+        observer = self._pool.observer
         for group_id, block in zip(self._groups, blocks, strict=True):
             self._pool.cache_full_blocks([digest], [block], group_id, computed)
+            if observer is not None and not rest:
+                observer.named(request, group_id, index - 1, [block.block_id])
+        return True
 
     def _drop_unnamed(self, request_id: str) -> None:
         position_and_blocks = self._unnamed.pop(request_id, None)

@@ -74,6 +74,11 @@ def find_draft(config: EngineConfig, spec: ModelSpec) -> ModelSource | None:
             "the method out"
         )
     draft = ModelSource(path, load_model_spec(path))
+    if draft.spec.state is not None:
+        raise ConfigError(
+            f"the draft model {path} has layers that carry a state, which cannot lie in the blocks "
+            "of another model; take a draft model whose layers all attend"
+        )
     check_vocabulary(ModelSource(config.model.path, spec), draft)
     return draft
 

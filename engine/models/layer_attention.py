@@ -38,6 +38,10 @@ class LayerAttention:
     def is_full(self) -> bool:
         return self.kind is AttentionKind.FULL
 
+    @property
+    def is_state(self) -> bool:
+        return self.kind is AttentionKind.STATE
+
     def first_seen(self, position: int) -> int:
         """The first position that the token at `position`, or any after it, attends to."""
         if self.kind is AttentionKind.WINDOW:

@@ -202,8 +202,13 @@ class Admission:
                     return Verdict.NO_ROOM
             if _may_load(request):
                 queued = self._most_tokens - step.budget + _num_queued(running)
+                # A window reads other blocks behind each length.
+                junction = 0 if self._manager.forgets else request.progress.junction
                 match = connector.get_matched_tokens(
-                    request, num_hit_tokens, num_queued_tokens=queued
+                    request,
+                    num_hit_tokens,
+                    num_queued_tokens=queued,
+                    num_pool_tokens=junction or None,
                 )
                 if match.kind is MatchKind.RETRY:
                     self._note_wait(request, Obstacle.LOOKUP)
@@ -213,6 +218,9 @@ class Admission:
                 ):
                     overlaps = self._overlaps(match, request, hits, num_hit_tokens)
                     if not overlaps:
+                        if junction:
+                            most = min(junction, num_hit_tokens + match.tokens)
+                            hits = self._manager.stateless_blocks(request, most)
                         return self._load_external_tokens(
                             request, hits, num_hit_tokens, match.tokens, only_known
                         )

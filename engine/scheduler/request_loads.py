@@ -75,7 +75,7 @@ class RequestLoads:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
             request.num_external_computed_tokens = num_external_tokens
             self.add_cancelled(request)
-        block_ids = self._manager.load_page_ids(request.request_id, added)
+        block_ids = self._manager.load_page_ids(request.request_id, added, num_local_tokens)
         self._connector.begin_load(request, block_ids, num_external_tokens, overlapped=overlapped)
         return True
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,11 +28,22 @@ class RunningStates:
     __slots__ = ("layers", "raw", "spec")
 
     def __init__(
-        self, spec: StateSpec, num_slots: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: StateSpec,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        slot_bytes: int | None = None,
     ) -> None:
+        """`slot_bytes`: with bytes behind the states that fill a slot up."""
         name = dtype_name(dtype)
         self.spec = spec
-        self.raw = torch.zeros((num_slots, spec.slot_bytes(name)), dtype=torch.uint8, device=device)
+        shape = (num_slots, slot_bytes or spec.slot_bytes(name))
+        if device.type == "cpu":  # memory of slots that no request has had yet is not taken
+            self.raw = torch.from_numpy(np.zeros(shape, np.uint8))
+        else:
+            self.raw = torch.zeros(shape, dtype=torch.uint8, device=device)
         convs: dict[int, Tensor] = {}
         recurrents: dict[int, Tensor] = {}
         for part in spec.parts(name):

@@ -96,6 +96,7 @@ class DictTiers(KVConnectorScheduler, OverlappedLoads, StoresAhead):
         self.overlapped: dict[str, OverlappedLoad] = {}
         self.from_back = False
         self.piece_fails: Callable[[Copy], bool] = lambda copy: False
+        self.there: dict[str, int] = {}  # positions behind the computed ones that the pool has
         self.shorter: dict[str, int] = {}  # the longest hit of a request, in tokens
         self.has_news = False
         self.stores: list[EvictedBlock] = []
@@ -130,13 +131,21 @@ class DictTiers(KVConnectorScheduler, OverlappedLoads, StoresAhead):
         return self.is_busy
 
     def get_matched_tokens(
-        self, request: RequestView, num_computed_tokens: int, *, num_queued_tokens: int = 0
+        self,
+        request: RequestView,
+        num_computed_tokens: int,
+        *,
+        num_queued_tokens: int = 0,
+        num_pool_tokens: int | None = None,
     ) -> Match:
         assert num_computed_tokens % SIZE == 0
         first = num_computed_tokens // SIZE
+        there = (num_pool_tokens or num_computed_tokens) // SIZE  # K and V
+        assert there >= first
+        self.there[request.request_id] = there - first
         most = self.shorter.get(request.request_id, request.num_tokens)
         end = min(request.num_tokens - 1, most) // SIZE
-        while end > first and not self._has(request.block_hashes, first, end):
+        while end > first and not self._has(request.block_hashes, there, end):
             end -= 1
         if end <= first:
             return Match(0, MatchKind.NONE)
@@ -183,7 +192,10 @@ class DictTiers(KVConnectorScheduler, OverlappedLoads, StoresAhead):
             return
         assert request_id not in {load.request_id for load in self.loads}
         ticks = self.load_ticks if self.rng is None else self.rng.randint(0, 4)
-        load = Load(request_id, list(blocks), keys, ticks, block_ids, first_token)
+        there = min(self.there[request_id], len(blocks))
+        kv = [[0] * there + list(ids[there:]) for ids in block_ids[:num_groups]]
+        groups = [*kv, *block_ids[num_groups:]]
+        load = Load(request_id, kv[0], keys, ticks, groups, first_token)
         self.loads.append(load)
 
     def load_state(self, request_id: str, num_computed_tokens: int) -> LoadState:

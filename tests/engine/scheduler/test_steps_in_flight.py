@@ -60,6 +60,8 @@ class Pipeline:
         fails = fails or is_refused
         if fails:
             if not is_refused:
+                if engine.num_state_pages:
+                    engine._restore_states(output)
                 engine.follow(output)
             engine._store()
             engine._store_ahead()
@@ -282,9 +284,12 @@ def check_life(
     trace = None if trace_path is None else Traced(trace_path)
     tiers = DictTiers(rng, attention) if with_tiers else None
     recorder = Recorder(SIZE)
+    num_state_pages = rng.choice([0, 0, 1, 3])
     engine = make_engine(
         # A third more than one request may hold: it has 44 tokens at most.
-        1 + 4 * sum(kind.most_blocks(44, SIZE, 16) for kind in attention) // 3,
+        1
+        + 4 * sum(kind.most_blocks(44, SIZE, 16) for kind in attention) // 3
+        + num_state_pages,
         tiers=tiers,
         attention=attention,
         max_steps_in_flight=DEPTH,
@@ -296,6 +301,8 @@ def check_life(
         reserve=rng.choice(["none", "full"]),
         most_drafts=rng.choice([0, 0, 2, 5]),
         is_adaptive=rng.random() < 0.5,
+        num_state_pages=num_state_pages,
+        state_interval=rng.choice([0, SIZE, 3 * SIZE]),
     )
     line = Pipeline(engine)
     stems = [prompt(SIZE * 4, i) for i in range(3)]
