@@ -31,7 +31,8 @@ class ExpertMlp:
     """The experts of one layer. `[rows, hidden]` in and out."""
 
     __slots__ = (
-        "_down", "_experts", "_gate_up", "_gated", "_router", "_spec", "record", "shared"
+        "_down", "_experts", "_gate_up", "_gated", "_gates_shared", "_router", "_spec", "record",
+        "shared",
     )  # fmt: skip
 
     def __init__(
@@ -47,8 +48,10 @@ class ExpertMlp:
         self.record: Tensor | None = None
         router = weights.router
         self.shared: DenseMlp | None = None
-        if weights.shared is not None and weights.shared_gate is not None:
+        if weights.shared is not None:
             self.shared = DenseMlp(weights.shared, activation, elementwise)
+        self._gates_shared = weights.shared_gate is not None
+        if weights.shared_gate is not None:
             # One product for both: the last score is that of the shared expert's gate.
             router = torch.cat((router, weights.shared_gate))
         self._router = Linear(router)
@@ -83,6 +86,8 @@ class ExpertMlp:
         mixed = mix(results, order, weights)
         if self.shared is None:
             return mixed
+        if not self._gates_shared:
+            return mixed.add_(self.shared(x))
         return mixed.addcmul_(self.shared(x), scores[:, -1:].sigmoid())
 
     @property
@@ -94,6 +99,8 @@ class ExpertMlp:
     def in_library(self) -> NetworkExperts | None:
         """The experts as the library of `kernels/cpu/` computes them, or None where it has not all
         of their matrices."""
+        if self.shared is not None and not self._gates_shared:
+            return None
         router = self._router.packed
         gate_ups = [expert.gate_up for expert in self._experts if expert.gate_up is not None]
         downs = [each.down.packed for each in self._experts if each.down.packed is not None]

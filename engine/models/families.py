@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from .spec.expert_spec import ExpertFamily
 from .spec.rope_spec import DEFAULT_THETA
-from .spec.state_layers import StateFamily
+from .spec.state_layers import Projections, StateFamily
 from .states.state_spec import StateKind
 
 
@@ -83,10 +84,18 @@ class Family:
     # Whether embeddings, scores, what a part adds, and logits are scaled by config.json's
     # embedding_multiplier, attention_multiplier, residual_multiplier and 1 / logits_scaling.
     is_scaled: bool = False
-    joins_projections: bool = False  # one tensor for queries, keys and values, one for gate and up
+    joins_projections: bool = False  # one tensor for queries, keys and values
+    joins_gate: bool = False  # one tensor for gate and up
+    mlp_size_key: str = "intermediate_size"  # where config.json says the size of an MLP
+    default_mlp_size: int | None = None  # None: config.json must say
     turns_partly: bool = False  # whether config.json's partial_rotary_factor is heeded
+    default_turning: float = 1.0  # that factor where config.json is silent
+    # Whether rotary positions may have sections, which are the same for all text.
+    has_sections: bool = False
     # Each layer without rotary positions where config.json's no_rope_layers is silent: the n-th.
     no_rope_interval: int | None = None
+    # Whether no layer has rotary positions unless config.json's position_embedding_type says so.
+    is_still: bool = False
     # theta of layers that see all, and of layers with a window, which have rotary positions of
     # their own; None: all layers have the same.
     default_thetas: tuple[float, float] | None = None
@@ -101,10 +110,36 @@ class Family:
     default_eps: float = 1e-6
     eps_key: str = "rms_norm_eps"  # where config.json says it
     adjusts_mlp: bool = False  # whether config.json's block_auto_adjust_ff_dim is heeded
+    gates_attention: bool = False  # whether attention's output is multiplied by a gate
+    # How names of tensors begin that no text depends on.
+    left_alone: tuple[str, ...] = ()
     # What it calls parts of a tensor's name that have another name here: theirs, ours.
     tensor_names: tuple[tuple[str, str], ...] = ()
     default_window: int | None = 4096  # of layers that have one; None: they have none
 
+
+def _delta_states(projections: Projections) -> StateFamily:
+    return StateFamily(
+        StateKind.GATED_DELTA,
+        ("linear_attention",),
+        default_interval=4,
+        projections=projections,
+    )
+
+
+# What Qwen3-Next and Qwen3.5 have in common.
+_QWEN_HYBRID: dict[str, Any] = {
+    "head_norms": HeadNorms.EACH,
+    "centred_norms": True,
+    "gates_attention": True,
+    "turns_partly": True,
+    "default_turning": 0.25,
+    "left_alone": ("mtp.",),
+    "tensor_names": ((".linear_attn.", ".mixer."),),
+    "default_heads": 16,
+    "default_head_dim": 256,
+    "default_max_positions": 32768,
+}
 
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family("llama", mlp_bias=True),
@@ -173,6 +208,7 @@ FAMILIES: Mapping[str, Family] = {
         attention_bias=False,
         windows=Windows.EVERY_LAYER,
         joins_projections=True,
+        joins_gate=True,
         turns_partly=True,
         default_vocab_size=32064,
         default_heads=32,
@@ -274,6 +310,99 @@ FAMILIES: Mapping[str, Family] = {
         default_heads=32,
         default_max_positions=2048,
     ),
+    "Qwen3NextForCausalLM": Family(
+        "qwen3_next",
+        experts=ExpertFamily(
+            512,
+            10,
+            default_size=512,
+            default_shared_size=512,
+            mixes_dense=True,
+            default_normalises=True,
+            may_lack=True,
+        ),
+        states=_delta_states(Projections.BY_GROUP),
+        **_QWEN_HYBRID,
+        default_vocab_size=151936,
+        default_kv_heads=2,
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        "qwen3_5_text",
+        states=_delta_states(Projections.APART),
+        has_sections=True,
+        **_QWEN_HYBRID,
+        default_vocab_size=248320,
+        default_kv_heads=4,
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        "qwen3_5_moe_text",
+        experts=ExpertFamily(256, 8, default_size=512, default_shared_size=512, normalises=True),
+        states=_delta_states(Projections.APART),
+        has_sections=True,
+        **_QWEN_HYBRID,
+        default_vocab_size=248320,
+        default_kv_heads=2,
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        "granitemoehybrid",
+        is_scaled=True,
+        is_still=True,
+        joins_gate=True,
+        mlp_size_key="shared_intermediate_size",
+        default_mlp_size=1024,
+        experts=ExpertFamily(
+            8,
+            2,
+            "intermediate_size",
+            11008,
+            normalises=True,
+            default_shared_size=1024,
+            shared_size_key="shared_intermediate_size",
+            gates_shared=False,
+            may_lack=True,
+        ),
+        states=StateFamily(
+            StateKind.MAMBA2,
+            ("mamba", "linear_attention"),
+            ("attention", "full_attention"),
+            is_default=True,
+            default_state_size=256,
+        ),
+        tensor_names=(
+            (".mamba.", ".mixer."),
+            (".shared_mlp.input_linear.", ".mlp.shared_expert.gate_up_proj."),
+            (".shared_mlp.output_linear.", ".mlp.shared_expert.down_proj."),
+        ),
+        default_vocab_size=32000,
+        default_heads=32,
+        default_max_positions=2048,
+    ),
+    "BambaForCausalLM": Family(
+        "bamba",
+        mlp_bias=True,
+        turns_partly=True,
+        default_turning=0.5,
+        states=StateFamily(
+            StateKind.MAMBA2,
+            ("mamba", "linear_attention"),
+            ("attention", "full_attention"),
+            attention_layers_key="attn_layer_indices",
+            is_default=True,
+            default_state_size=256,
+        ),
+        tensor_names=(
+            (".mamba.", ".mixer."),
+            ("final_layernorm.", "norm."),
+            (".pre_ff_layernorm.", ".post_attention_layernorm."),
+            (".feed_forward.", ".mlp."),
+        ),
+        default_vocab_size=128000,
+        default_heads=32,
+        default_kv_heads=8,
+        default_max_positions=262144,
+        default_mlp_size=14336,
+        default_eps=1e-5,
+    ),
     "Lfm2ForCausalLM": Family(
         "lfm2",
         attention_bias=False,
@@ -322,4 +451,6 @@ TEXT_PARTS: Mapping[str, TextPart] = {
     "Mistral3ForConditionalGeneration": TextPart(
         "mistral3", ("MistralForCausalLM", "Ministral3ForCausalLM")
     ),
+    "Qwen3_5ForConditionalGeneration": TextPart("qwen3_5", ("Qwen3_5ForCausalLM",)),
+    "Qwen3_5MoeForConditionalGeneration": TextPart("qwen3_5_moe", ("Qwen3_5MoeForCausalLM",)),
 }

@@ -2,7 +2,8 @@
 """StateWeights: the weights of the mixer of a layer that carries a state.
 
 What tells the recurrences apart is in the weights: a vector that a kind has none of is None. All
-matrices into a layer are one, whose rows lie in the order in which the mixer splits them.
+matrices into a layer are one, whose rows lie in the order in which the mixer splits them. Vectors
+of a recurrence are in float32 at least, as the recurrence is.
 """
 
 from __future__ import annotations
@@ -10,10 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from ..states.state_spec import StateSpec
-from .tensor_shapes import STATE_CONV, STATE_CONV_BIAS, STATE_IN, STATE_IN_BIAS
+from ..spec.state_layers import Projections, StateFamily
+from ..states.state_spec import StateKind, StateSpec
+from .tensor_shapes import (
+    STATE_CONV,
+    STATE_CONV_BIAS,
+    STATE_DECAY,
+    STATE_IN,
+    STATE_IN_BIAS,
+    STATE_IN_PARTS,
+    STATE_NORM,
+    STATE_SKIP,
+    STATE_TIME_BIAS,
+)
 
 
 @dataclass(slots=True)
@@ -24,13 +37,54 @@ class StateWeights:
     in_bias: Tensor | None
     conv: Tensor  # [channels, 1, width]
     conv_bias: Tensor | None
+    # Of a recurrence: the bias of time steps, minus the exponential of what is stored as A_log,
+    # both [heads], and the norm of its output.
+    dt_bias: Tensor | None = None
+    decay: Tensor | None = None
+    norm: Tensor | None = None
+    skip: Tensor | None = None  # [heads]: D of Mamba-2
 
 
-def read_state_weights(read: Callable[[str], Tensor], spec: StateSpec) -> StateWeights:
-    """Make the weights of one layer of tensors that `read` reads by their names in the layer."""
-    return StateWeights(
-        in_proj=read(STATE_IN),
+def read_state_weights(
+    read: Callable[[str], Tensor],
+    read_wide: Callable[[str], Tensor],
+    spec: StateSpec,
+    family: StateFamily,
+) -> StateWeights:
+    """Make the weights of one layer of tensors that `read` reads by their names in the layer, and
+    `read_wide` in float32 at least."""
+    weights = StateWeights(
+        in_proj=_read_in(read, spec, family),
         in_bias=read(STATE_IN_BIAS) if spec.has_bias else None,
         conv=read(STATE_CONV),
         conv_bias=read(STATE_CONV_BIAS) if spec.has_conv_bias else None,
     )
+    if spec.kind is not StateKind.SHORT_CONV:
+        weights.dt_bias = read_wide(STATE_TIME_BIAS)
+        weights.decay = -read_wide(STATE_DECAY).exp()
+        weights.norm = read_wide(STATE_NORM)
+    if spec.kind is StateKind.MAMBA2:
+        weights.skip = read_wide(STATE_SKIP)
+    return weights
+
+
+def _read_in(read: Callable[[str], Tensor], spec: StateSpec, family: StateFamily) -> Tensor:
+    """The matrix into a layer: of a gated delta rule, queries, keys, values, gate, beta, and time
+    steps."""
+    if family.projections is Projections.ONE:
+        return read(STATE_IN)
+    parts = [read(name) for name in STATE_IN_PARTS[family.projections]]
+    if family.projections is Projections.BY_GROUP:
+        parts = _ungroup(parts[0], parts[1], spec)
+    return torch.cat(parts)
+
+
+def _ungroup(matrix: Tensor, scalars: Tensor, spec: StateSpec) -> list[Tensor]:
+    """The parts, each of all heads, of matrices in which all parts of a head of keys lie
+    together."""
+    heads = spec.num_heads // spec.num_groups
+    values = heads * spec.head_dim
+    by_group = matrix.view(spec.num_groups, -1, matrix.shape[1])
+    parts = by_group.split_with_sizes((spec.state_size, spec.state_size, values, values), 1)
+    both = scalars.view(spec.num_groups, 2 * heads, -1).chunk(2, 1)
+    return [part.flatten(0, 1) for part in (*parts, *both)]

@@ -8,10 +8,11 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import NamedTuple
 
-from ..families import Family, HeadNorms, Norms
+from ..families import HeadNorms, Norms
 from ..model_spec import ModelSpec
 from ..spec.expert_spec import ExpertSpec
-from ..states.state_spec import StateSpec
+from ..spec.state_layers import Projections
+from ..states.state_spec import StateKind, StateSpec
 
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
@@ -36,6 +37,18 @@ STATE_IN_BIAS = "mixer.in_proj.bias"
 STATE_CONV = "mixer.conv1d.weight"
 STATE_CONV_BIAS = "mixer.conv1d.bias"
 STATE_OUT = "mixer.out_proj"
+# And of its recurrence: the logarithm of its decay, the bias of its time steps, the norm of its
+# output.
+STATE_DECAY = "mixer.A_log"
+STATE_TIME_BIAS = "mixer.dt_bias"
+STATE_NORM = "mixer.norm.weight"
+STATE_SKIP = "mixer.D"  # of Mamba-2
+# In place of one matrix into such a layer: queries, keys, values and gate, then the scalars of a
+# head; or these one by one.
+STATE_IN_PARTS = {
+    Projections.BY_GROUP: ("mixer.in_proj_qkvz.weight", "mixer.in_proj_ba.weight"),
+    Projections.APART: tuple(f"mixer.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+}
 # Of an EAGLE head: the matrix over an embedding and a hidden state.
 FUSION = "fc.weight"
 FUSION_BIAS = "fc.bias"
@@ -61,17 +74,24 @@ _EXPERT_MATRICES = ((".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".d
 _OTHER_PARTS = tuple(
     prefix + part
     for prefix in ("", "model.")
-    for part in ("vision_tower.", "multi_modal_projector.")
+    for part in ("vision_tower.", "multi_modal_projector.", "visual.")
 )
 
 
-def family_name(family: Family, stored: str) -> str | None:
-    """The name here of a tensor of a family; None: it is left alone."""
+def family_name(spec: ModelSpec, stored: str) -> str | None:
+    """The name here of a tensor of a model's family; None: it is left alone."""
+    family = spec.family
+    if family.left_alone and stored.startswith(family.left_alone):
+        return None
     name = stored
     for theirs, ours in family.tensor_names:
         name = name.replace(theirs, ours)
     name = plain_name(name)
-    return name if family.experts is None else expert_name(name)
+    if family.experts is None:
+        return name
+    # A model of a family with experts that has none has the shared one all the same.
+    name = expert_name(name)
+    return name if spec.experts is not None else name.replace(".mlp.shared_expert.", ".mlp.")
 
 
 def plain_name(stored: str) -> str:
@@ -118,13 +138,12 @@ def name_of(spec: ModelSpec) -> Callable[[str], str | None]:
     """What names a stored tensor as it is called here."""
     if spec.is_eagle:
         return eagle_name
-    family = spec.family
     if not spec.is_text_part:
-        return partial(family_name, family)
+        return partial(family_name, spec)
 
     def name_in_text_part(stored: str) -> str | None:
         name = text_part_name(stored)
-        return None if name is None else family_name(family, name)
+        return None if name is None else family_name(spec, name)
 
     return name_in_text_part
 
@@ -177,18 +196,23 @@ def layer_tensors(
 ) -> dict[str, tuple[int, ...]]:
     """The tensors of one layer, by their names in it; with `is_apart` each expert has its own."""
     hidden, mlp = spec.hidden_size, spec.intermediate_size
-    joins = spec.family.joins_projections
+    joins = spec.family.joins_gate
     shapes: dict[str, tuple[int, ...]] = {
         name: (hidden,) for name in norm_names(spec, layer) if name is not None
     }
     matrices: dict[str, tuple[int, ...]] = {}
     if spec.state is not None and spec.has_state(layer):
-        shapes |= _state_tensors(spec.state, hidden)
+        assert spec.family.states is not None
+        shapes |= _state_tensors(spec.state, spec.family.states.projections, hidden)
     else:
         shapes |= _attention_norms(spec)
         matrices |= _attention_matrices(spec)
     if spec.experts is not None and spec.has_experts(layer):
+        assert spec.family.experts is not None
         shapes |= _expert_tensors(spec.experts, hidden, is_apart=is_apart)
+        shapes |= _shared_tensors(
+            spec.experts.shared_size, hidden, joins=joins, is_gated=spec.family.experts.gates_shared
+        )
     else:
         if joins:
             shapes[GATE_UP] = (2 * mlp, hidden)
@@ -218,16 +242,33 @@ def _attention_matrices(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     matrices: dict[str, tuple[int, ...]] = {ATTENTION_OUT: (hidden, queries)}
     if spec.family.joins_projections:
         return matrices | {QKV.removesuffix(".weight"): (queries + 2 * keys, hidden)}
-    rows = {"q": queries, "k": keys, "v": keys}
+    # A gate has as many rows as queries.
+    rows = {"q": queries * (2 if spec.family.gates_attention else 1), "k": keys, "v": keys}
     return matrices | {f"self_attn.{part}_proj": (rows[part], hidden) for part in rows}
 
 
-def _state_tensors(state: StateSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+def _state_tensors(
+    state: StateSpec, projections: Projections, hidden: int
+) -> dict[str, tuple[int, ...]]:
+    heads, inner = state.num_heads, state.inner_size
     shapes: dict[str, tuple[int, ...]] = {
-        STATE_IN: (state.in_size, hidden),
         STATE_CONV: (state.conv_channels, 1, state.conv_width),
-        f"{STATE_OUT}.weight": (hidden, state.inner_size),
+        f"{STATE_OUT}.weight": (hidden, inner),
     }
+    if projections is Projections.ONE:
+        shapes[STATE_IN] = (state.in_size, hidden)
+    else:
+        sizes = (state.conv_channels, inner, heads, heads)
+        if projections is Projections.BY_GROUP:
+            sizes = (state.conv_channels + inner, 2 * heads)
+        names = STATE_IN_PARTS[projections]
+        shapes |= {name: (size, hidden) for name, size in zip(names, sizes, strict=True)}
+    if state.kind is not StateKind.SHORT_CONV:
+        shapes |= dict.fromkeys((STATE_DECAY, STATE_TIME_BIAS), (heads,))
+        is_mamba = state.kind is StateKind.MAMBA2
+        shapes[STATE_NORM] = (inner if is_mamba else state.head_dim,)
+        if is_mamba:
+            shapes[STATE_SKIP] = (heads,)
     if state.has_conv_bias:
         shapes[STATE_CONV_BIAS] = (state.conv_channels,)
     if state.has_bias:
@@ -238,7 +279,7 @@ def _state_tensors(state: StateSpec, hidden: int) -> dict[str, tuple[int, ...]]:
 def _expert_tensors(
     experts: ExpertSpec, hidden: int, *, is_apart: bool
 ) -> dict[str, tuple[int, ...]]:
-    count, size, shared = experts.num_experts, experts.size, experts.shared_size
+    count, size = experts.num_experts, experts.size
     shapes: dict[str, tuple[int, ...]] = {ROUTER: (count, hidden)}
     if is_apart:
         for expert in range(count):
@@ -248,9 +289,22 @@ def _expert_tensors(
     else:
         shapes[EXPERTS_GATE_UP] = (count, 2 * size, hidden)
         shapes[EXPERTS_DOWN] = (count, hidden, size)
-    if shared:
-        shapes |= dict.fromkeys((SHARED.format("gate"), SHARED.format("up")), (shared, hidden))
-        shapes |= {SHARED.format("down"): (hidden, shared), SHARED_GATE: (1, hidden)}
+    return shapes
+
+
+def _shared_tensors(
+    size: int, hidden: int, *, joins: bool, is_gated: bool
+) -> dict[str, tuple[int, ...]]:
+    """The tensors of an expert that every token has; a size of 0: there is none."""
+    if not size:
+        return {}
+    shapes: dict[str, tuple[int, ...]] = {SHARED.format("down"): (hidden, size)}
+    if joins:
+        shapes[SHARED.format("gate_up")] = (2 * size, hidden)
+    else:
+        shapes |= dict.fromkeys((SHARED.format("gate"), SHARED.format("up")), (size, hidden))
+    if is_gated:
+        shapes[SHARED_GATE] = (1, hidden)
     return shapes
 
 

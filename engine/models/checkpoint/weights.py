@@ -10,6 +10,7 @@ no copy.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,12 @@ from .tensor_shapes import (
     ROUTER,
     SHARED,
     SHARED_GATE,
+    STATE_CONV,
+    STATE_DECAY,
+    STATE_NORM,
     STATE_OUT,
+    STATE_SKIP,
+    STATE_TIME_BIAS,
     expected_tensors,
     in_layer,
     layer_tensors,
@@ -52,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 SEED = 20261
 SPREAD = 0.02  # what models are initialised with
+_OF_STATES = (STATE_CONV, STATE_DECAY, STATE_NORM, STATE_SKIP, STATE_TIME_BIAS)
 
 
 class RandomTensors:
@@ -71,13 +78,29 @@ class RandomTensors:
         self._generator = torch.Generator(device).manual_seed(SEED)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One number for a norm, zeros for a bias, normal numbers for a matrix."""
+        """Make the tensor: one number for a norm, zeros for a bias, normal numbers for a matrix."""
         shape = self._shapes[name]
+        if name.endswith(_OF_STATES):
+            return self._read_of_state(name, shape).to(dtype)
         if len(shape) == 1:
             fill = 0.0 if name.endswith(".bias") else self._norm
             return torch.full(shape, fill, dtype=dtype, device=self.device)
         made = torch.empty(shape, dtype=dtype, device=self.device)
         return made.normal_(0.0, SPREAD, generator=self._generator)
+
+    def _read_of_state(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The numbers that layers with a state are trained from: heads that forget at different
+        rates, short time steps, and a convolution whose window is about evenly wide."""
+        made = torch.empty(shape, dtype=torch.float32, device=self.device)
+        if name.endswith((STATE_NORM, STATE_SKIP)):
+            return made.fill_(1.0)
+        made.uniform_(generator=self._generator)
+        if name.endswith(STATE_DECAY):
+            return made.mul_(15.0).add_(1.0).log_()
+        if name.endswith(STATE_TIME_BIAS):
+            # The time steps, 0.001 to 0.1, are the softplus of this.
+            return made.mul_(math.log(100.0)).add_(math.log(0.001)).exp_().expm1_().log_()
+        return made.sub_(0.5).mul_(2.0 * shape[-1] ** -0.5)
 
     def has_tensor(self, name: str) -> bool:
         return name in self._shapes
@@ -322,6 +345,11 @@ class _LayerReader:
     def read(self, name: str) -> Tensor:
         return self._source.read(in_layer(self._layer, name), self._dtype)
 
+    def read_wide(self, name: str) -> Tensor:
+        """The tensor in float32 at least, as a recurrence needs it."""
+        wide = torch.promote_types(self._dtype, torch.float32)
+        return self._source.read(in_layer(self._layer, name), wide)
+
     def bias(self, matrix: str) -> Tensor | None:
         name = f"{matrix}.bias"
         return self.read(name) if name in self._names else None
@@ -334,12 +362,25 @@ class _LayerReader:
     def mixer(self) -> AttentionWeights | StateWeights:
         spec = self._spec
         if spec.state is not None and spec.has_state(self._layer):
-            return read_state_weights(self.read, spec.state)
+            assert spec.family.states is not None
+            return read_state_weights(self.read, self.read_wide, spec.state, spec.family.states)
+        gate = gate_bias = None
+        if spec.family.gates_attention:
+            gate = self.gated_queries("weight")[1]
+            gate_bias = self.gated_queries("bias")[1] if spec.attention_bias else None
         return AttentionWeights(
             qkv=self.qkv("weight"),
             qkv_bias=self.qkv("bias") if spec.attention_bias else None,
             head_norms=self.head_norms(),
+            gate=gate,
+            gate_bias=gate_bias,
         )
+
+    def gated_queries(self, kind: str) -> tuple[Tensor, Tensor]:
+        """Queries and their gate, which are stored as one, head by head; copies of either."""
+        whole = self.read(f"self_attn.q_proj.{kind}")
+        heads = whole.view(self._spec.num_heads, 2, self._spec.head_dim, *whole.shape[1:])
+        return heads[:, 0].flatten(0, 1), heads[:, 1].flatten(0, 1)
 
     def qkv(self, kind: str) -> Tensor:
         """Queries, keys and values as one, with the elements of heads that turn in pairs of the
@@ -348,14 +389,16 @@ class _LayerReader:
         if spec.family.joins_projections:
             whole = self.read(QKV)
         else:
-            parts = [f"self_attn.{part}_proj.{kind}" for part in "qkv"]
-            shape = (sum(self._names[part][0] for part in parts), *self._names[parts[0]][1:])
+            names = [f"self_attn.{part}_proj.{kind}" for part in "qkv"]
+            count = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+            shape = (count, *self._names[names[0]][1:])
             whole = torch.empty(shape, dtype=self._dtype, device=self._source.device)
             row = 0
-            for part in parts:
-                rows = self._names[part][0]
-                whole[row : row + rows] = self.read(part)
-                row += rows
+            for name in names:
+                is_gated = spec.family.gates_attention and name == names[0]
+                part = self.gated_queries(kind)[0] if is_gated else self.read(name)
+                whole[row : row + len(part)] = part
+                row += len(part)
         if spec.turning_dim is None:
             return whole
         turning = spec.num_heads + spec.num_kv_heads
@@ -379,7 +422,7 @@ class _LayerReader:
         return whole[:, turning_order(spec.head_dim, spec.turning_dim).to(whole.device)]
 
     def dense(self) -> DenseWeights:
-        if self._spec.family.joins_projections:
+        if self._spec.family.joins_gate:
             gate, up = self.read(GATE_UP).chunk(2)
         else:
             gate, up = self.read("mlp.gate_proj.weight"), self.read("mlp.up_proj.weight")
@@ -408,7 +451,11 @@ class _LayerReader:
                 *(both.chunk(2) for both in made.gate_ups.unbind()), strict=True
             )
         if self._spec.experts.shared_size:
-            gate, up, down = (self.read(SHARED.format(part)) for part in ("gate", "up", "down"))
-            made.shared = DenseWeights(gate, up, down)
-            made.shared_gate = self.read(SHARED_GATE)
+            if self._spec.family.joins_gate:
+                gate, up = self.read(SHARED.format("gate_up")).chunk(2)
+            else:
+                gate, up = self.read(SHARED.format("gate")), self.read(SHARED.format("up"))
+            made.shared = DenseWeights(gate, up, self.read(SHARED.format("down")))
+            if SHARED_GATE in self._names:
+                made.shared_gate = self.read(SHARED_GATE)
         return made

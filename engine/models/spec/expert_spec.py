@@ -35,17 +35,24 @@ class ExpertFamily:
     size_key: str = "moe_intermediate_size"
     default_size: int | None = None  # None: config.json must say
     normalises: bool | None = None  # None: as config.json's norm_topk_prob says
+    default_normalises: bool = False  # and this where it is silent
     default_shared_size: int = 0  # 0: the family has no shared expert
+    shared_size_key: str = "shared_expert_intermediate_size"
+    gates_shared: bool = True  # whether it is multiplied by a gate of its own
+    may_lack: bool = False  # whether no experts at all is a model of the family
     mixes_dense: bool = False  # whether mlp_only_layers and decoder_sparse_step are heeded
 
 
 def parse_experts(config: JsonFields, family: ExpertFamily, num_layers: int) -> ExpertSpec | None:
     """The experts, or None where no layer has any; raises ConfigError naming the key."""
     count_key = next((key for key in COUNT_KEYS if config.has(key)), COUNT_KEYS[0])
-    count = config.integer(count_key, family.default_count, maximum=MAX_EXPERTS)
+    least = 0 if family.may_lack else 1
+    count = config.integer(count_key, family.default_count, minimum=least, maximum=MAX_EXPERTS)
     for key in COUNT_KEYS:
         if config.has(key) and config.values[key] != count:
             raise config.fault(key, f"{count}, as {count_key} says", config.values[key])
+    if not count:
+        return None
     per_token = config.integer(
         "num_experts_per_tok", min(count, family.default_per_token), maximum=count
     )
@@ -54,16 +61,17 @@ def parse_experts(config: JsonFields, family: ExpertFamily, num_layers: int) -> 
         return None
     shared = 0
     if family.default_shared_size:
-        key = "shared_expert_intermediate_size"
-        shared = config.integer(key, family.default_shared_size)
+        shared = config.integer(family.shared_size_key, family.default_shared_size)
     size = family.size_key
+    normalises = family.normalises
+    if normalises is None:
+        normalises = config.boolean("norm_topk_prob", family.default_normalises)
     return ExpertSpec(
         num_experts=count,
         num_per_token=per_token,
         size=config.integer(size) if family.default_size is None
         else config.integer(size, family.default_size),
-        normalises=config.boolean("norm_topk_prob", False) if family.normalises is None
-        else family.normalises,
+        normalises=normalises,
         layers=layers,
         shared_size=shared,
     )  # fmt: skip

@@ -21,7 +21,8 @@ MAX_FACTOR = 1e6
 FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
 # Positions of several kinds of layers, of images, and queries that grow with their position.
 PARTIAL, GROWTH = "partial_rotary_factor", "llama_4_scaling_beta"
-_UNSUPPORTED = (*LAYER_KINDS, "mrope_section", GROWTH)
+SECTIONS = "mrope_section"
+_UNSUPPORTED = (*LAYER_KINDS, SECTIONS, GROWTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +56,25 @@ def parse_rope(
     max_positions: int,
     default_theta: float = DEFAULT_THETA,
     heeded: Collection[str] = (),
+    default_turning: float = 1.0,
 ) -> RopeSpec:
     """Read the rotary part of a config.json; raises ConfigError naming the key. `heeded` are keys
-    that others read: `turning_size` and `parse_query_growth`.
+    that others read, `turning_size` and `parse_query_growth`, or that change nothing here.
 
     Where both spellings are given, a non-empty `rope_scaling` wins, as it does in transformers.
     """
     fields = _rope_fields(config)
     theta = config.number("rope_theta", default_theta)
     if PARTIAL in heeded:
-        head_dim = turning_size(config, head_dim)
+        head_dim = turning_size(config, head_dim, default_turning)
     return _parse_fields(config, fields, theta, head_dim, max_positions, heeded)
 
 
-def turning_size(config: JsonFields, head_dim: int) -> int:
+def turning_size(config: JsonFields, head_dim: int, default: float = 1.0) -> int:
     """The elements of a head that turn, which come first; the others stay as they are."""
     fields = _rope_fields(config)
     source = fields if fields.has(PARTIAL) else config
-    share = source.number(PARTIAL, 1.0, at_most=1.0)
+    share = source.number(PARTIAL, default, at_most=1.0)
     size = int(head_dim * share)
     if size < 2 or size % 2 or head_dim % 2:
         raise source.fault(PARTIAL, f"a share that is an even part of {head_dim}", share)

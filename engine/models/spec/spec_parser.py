@@ -21,6 +21,7 @@ from .layer_windows import parse_windows
 from .rope_spec import (
     GROWTH,
     PARTIAL,
+    SECTIONS,
     RopeSpec,
     parse_query_growth,
     parse_rope,
@@ -61,6 +62,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "per_layer_config": (),
     # Parts of layers that others have.
     "block_use_swiglu": (True,),
+    "normalization_function": ("rmsnorm",),
     "use_pos_enc": (True,),
 }
 
@@ -110,7 +112,9 @@ def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
     eos, bos = _special_ids(path, config, vocab_size)
     windows = parse_windows(config, family, num_layers)
     rope, local_rope = _ropes(config, family, head_dim, max_positions)
-    turning = turning_size(config, head_dim) if family.turns_partly else head_dim
+    turning = head_dim
+    if family.turns_partly:
+        turning = turning_size(config, head_dim, family.default_turning)
     experts = None
     if family.experts is not None:
         experts = parse_experts(config, family.experts, num_layers)
@@ -162,7 +166,10 @@ def refuse_unsupported(config: JsonFields, family: Family) -> None:
     """Raise ConfigError for the first key with a value that is not neutral, but for those that the
     family heeds."""
     heeded = _heeded_keys(family)
-    known = _NEUTRAL | {family.activation_key: family.activation.value}
+    known = _NEUTRAL | {
+        family.activation_key: family.activation.value,
+        "attn_output_gate": (family.gates_attention,),
+    }
     for name, neutral in known.items():
         if name not in heeded and config.has(name) and config.values[name] not in neutral:
             expected = " or ".join(repr(value) for value in neutral) or "absent"
@@ -270,11 +277,14 @@ def _ropes(
     if family.default_thetas is not None:
         return parse_two_ropes(config, head_dim, max_positions, family.default_thetas)
     heeded = {PARTIAL} if family.turns_partly else set()
+    if family.has_sections:
+        heeded.add(SECTIONS)
     if family.grows_queries:
         heeded.add(GROWTH)
         if not any(config.has(name) for name in ("rope_parameters", "rope_scaling")):
             raise config.fault("rope_parameters", "an object, for this family has yarn", None)
-    return parse_rope(config, head_dim, max_positions, family.default_theta, heeded), None
+    theta, turning = family.default_theta, family.default_turning
+    return parse_rope(config, head_dim, max_positions, theta, heeded, turning), None
 
 
 def _query_scalar(config: JsonFields, family: Family) -> float | None:
@@ -309,6 +319,12 @@ def _scales(config: JsonFields) -> Scales:
 def _still_layers(config: JsonFields, family: Family, num_layers: int) -> tuple[int, ...] | None:
     """The layers without rotary positions: those with a 0 in no_rope_layers, as config.json has
     it, or each n-th."""
+    if family.is_still:
+        key = "position_embedding_type"
+        kind = config.text(key, "nope")
+        if kind not in ("nope", "rope"):
+            raise config.fault(key, "'rope', 'nope' or absent", kind)
+        return tuple(range(num_layers)) if kind == "nope" else None
     if family.no_rope_interval is None:
         return None
     given = config.values.get("no_rope_layers")
@@ -328,7 +344,8 @@ def _intermediate_size(
 ) -> int:
     """The rows of the gate of a layer's MLP."""
     if not family.adjusts_mlp:
-        return _integer(config, "intermediate_size", _unused_size(experts, num_layers))
+        default = family.default_mlp_size or _unused_size(experts, num_layers)
+        return _integer(config, family.mlp_size_key, default)
     key = "block_ff_dim" if config.has("block_ff_dim") else "intermediate_size"
     size = config.integer(key, DEFAULT_ADJUSTED_SIZE)
     if not config.boolean("block_auto_adjust_ff_dim", True):

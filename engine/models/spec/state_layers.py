@@ -5,18 +5,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 
 from ..checkpoint.json_fields import JsonFields
 from ..states.state_spec import StateKind, StateSpec
 from .rope_spec import FULL
 
 MAX_CONV_WIDTH = 64
+TYPE_KEYS = ("layer_types", "layers_block_type")
 
 
 class Projections(Enum):
     """The form in which the matrices into a layer with a state are stored."""
 
     ONE = "one"
+    BY_GROUP = "by group"  # two matrices, in which all rows of a head of keys lie together
+    APART = "apart"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,12 @@ class StateFamily:
     attention_names: tuple[str, ...] = (FULL,)  # and one with attention
     # Where config.json lists the layers with attention if it has no layer_types.
     attention_layers_key: str | None = None
+    # Where it has neither: each n-th layer has attention, this being n unless config.json's
+    # full_attention_interval says another; None: all layers have.
+    default_interval: int | None = None
+    # Whether a config.json that says nothing of layers means a state in each, not in none.
+    is_default: bool = False
+    default_state_size: int = 0  # of Mamba-2
     default_width: int = 4  # columns of the convolution's window
     projections: Projections = Projections.ONE
 
@@ -44,18 +54,23 @@ def parse_states(
         raise config.fault("layer_types", expected, config.values.get("layer_types"))
     if not layers:
         return None
+    if family.kind is StateKind.GATED_DELTA:
+        return _parse_gated_delta(config, family, layers)
+    if family.kind is StateKind.MAMBA2:
+        return _parse_mamba2(config, family, hidden_size, layers)
     return _parse_short_conv(config, family, hidden_size, layers)
 
 
 def _state_layers(config: JsonFields, family: StateFamily, num_layers: int) -> tuple[int, ...]:
-    kinds = config.values.get("layer_types")
+    key = next((key for key in TYPE_KEYS if config.has(key)), TYPE_KEYS[0])
+    kinds = config.values.get(key)
     if kinds is None:
         return _layers_by_number(config, family, num_layers)
     names = (*family.state_names, *family.attention_names)
     listed = kinds if isinstance(kinds, list) else []
     if len(listed) != num_layers or any(kind not in names for kind in listed):
         expected = f"a list of {' or '.join(names)} for each of the {num_layers} layers"
-        raise config.fault("layer_types", expected, kinds)
+        raise config.fault(key, expected, kinds)
     return tuple(layer for layer in range(num_layers) if listed[layer] in family.state_names)
 
 
@@ -64,7 +79,10 @@ def _layers_by_number(config: JsonFields, family: StateFamily, num_layers: int) 
     key = family.attention_layers_key
     given = None if key is None else config.values.get(key)
     if key is None or given is None:
-        return ()
+        if family.default_interval is None:
+            return tuple(range(num_layers)) if family.is_default else ()
+        interval = config.integer("full_attention_interval", family.default_interval)
+        return tuple(layer for layer in range(num_layers) if (layer + 1) % interval)
     listed = given if isinstance(given, list) else [given]
     if any(type(layer) is not int or not 0 <= layer < num_layers for layer in listed):
         raise config.fault(key, f"a list of layers below {num_layers}", given)
@@ -82,9 +100,88 @@ def _parse_short_conv(
         family.kind,
         layers,
         conv_channels=hidden_size,
-        conv_width=config.integer(
-            "conv_L_cache", family.default_width, minimum=2, maximum=MAX_CONV_WIDTH
-        ),
+        conv_width=_conv_width(config, "conv_L_cache", family),
         has_conv_bias=has_bias,
         has_bias=has_bias,
     )
+
+
+def _parse_gated_delta(
+    config: JsonFields, family: StateFamily, layers: tuple[int, ...]
+) -> StateSpec:
+    groups = config.integer("linear_num_key_heads", 16)
+    heads = config.integer("linear_num_value_heads", 32)
+    if heads % groups:
+        raise config.fault(
+            "linear_num_value_heads", f"a multiple of linear_num_key_heads ({groups})", heads
+        )
+    size = config.integer("linear_key_head_dim", 128)
+    head_dim = config.integer("linear_value_head_dim", 128)
+    return StateSpec(
+        family.kind,
+        layers,
+        conv_channels=2 * groups * size + heads * head_dim,
+        conv_width=_conv_width(config, "linear_conv_kernel_dim", family),
+        num_heads=heads,
+        head_dim=head_dim,
+        num_groups=groups,
+        state_size=size,
+    )
+
+
+def _parse_mamba2(
+    config: JsonFields, family: StateFamily, hidden_size: int, layers: tuple[int, ...]
+) -> StateSpec:
+    heads = config.integer("mamba_n_heads", 128)
+    inner = config.integer("mamba_expand", 2) * hidden_size
+    if inner % heads:
+        raise config.fault(
+            "mamba_n_heads", f"a divisor of mamba_expand * hidden_size ({inner})", heads
+        )
+    head_dim = inner // heads
+    if config.values.get("mamba_d_head", "auto") not in ("auto", None, head_dim):
+        expected = f"{head_dim}, which is mamba_expand * hidden_size / mamba_n_heads, or 'auto'"
+        raise config.fault("mamba_d_head", expected, config.values["mamba_d_head"])
+    groups = config.integer("mamba_n_groups", 1)
+    if heads % groups:
+        raise config.fault("mamba_n_groups", f"a divisor of mamba_n_heads ({heads})", groups)
+    size = config.integer("mamba_d_state", family.default_state_size)
+    return StateSpec(
+        family.kind,
+        layers,
+        conv_channels=inner + 2 * groups * size,
+        conv_width=_conv_width(config, "mamba_d_conv", family),
+        num_heads=heads,
+        head_dim=head_dim,
+        num_groups=groups,
+        state_size=size,
+        has_conv_bias=config.boolean("mamba_conv_bias", True),
+        has_bias=config.boolean("mamba_proj_bias", False),
+        time_steps=_time_steps(config),
+    )
+
+
+def _time_steps(config: JsonFields) -> tuple[float, float] | None:
+    """The bounds of time steps; None: those that every time step is within."""
+    key = "time_step_limit"
+    if not config.has(key):
+        return None
+    given = config.values[key]
+    bounds = [_unpacked(each) for each in given] if isinstance(given, list) else []
+    if len(bounds) != 2 or any(type(each) not in (int, float) for each in bounds):
+        raise config.fault(key, "a list of two numbers", given)
+    low, high = (float(each) for each in bounds)  # type: ignore[arg-type]
+    if not 0 <= low < high:
+        raise config.fault(key, "two numbers from 0, the first below the second", given)
+    return None if (low, high) == (0.0, inf) else (low, high)
+
+
+def _unpacked(value: object) -> object:
+    """A number that JSON has none for comes as an object in newer files."""
+    if isinstance(value, dict) and value == {"__float__": "Infinity"}:
+        return inf
+    return value
+
+
+def _conv_width(config: JsonFields, key: str, family: StateFamily) -> int:
+    return config.integer(key, family.default_width, minimum=2, maximum=MAX_CONV_WIDTH)

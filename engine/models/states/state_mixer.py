@@ -8,11 +8,15 @@ from collections.abc import Callable
 from ..checkpoint.state_weights import StateWeights
 from ..mixers import Mixer
 from ..model_spec import ModelSpec
+from .gated_delta import GatedDelta
+from .mamba2 import Mamba2
 from .short_conv import ShortConv
 from .state_spec import StateKind
 
 _KINDS: dict[StateKind, Callable[[ModelSpec, int, StateWeights], Mixer]] = {
     StateKind.SHORT_CONV: ShortConv,
+    StateKind.GATED_DELTA: GatedDelta,
+    StateKind.MAMBA2: Mamba2,
 }
 
 

@@ -14,11 +14,22 @@ from stratakv.engine.models.checkpoint.tensor_shapes import expected_tensors, na
 from stratakv.engine.models.families import FAMILIES
 from stratakv.engine.models.model_spec import resolve_max_model_len
 from stratakv.engine.models.spec.expert_spec import COUNT_KEYS
+from stratakv.engine.models.spec.rope_spec import STILL
 from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.tiers.settings.values import ConfigError
 
 SHAPE = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 24, "num_hidden_layers": 2,
          "num_attention_heads": 32}  # fmt: skip
+# A layer that carries a state beside one with attention, in families that have both.
+MIXED = ["linear_attention", "full_attention"]
+HYBRID = {
+    "qwen3_next": {"layer_types": MIXED},
+    "qwen3_5_text": {"layer_types": MIXED},
+    "qwen3_5_moe_text": {"layer_types": MIXED},
+    "granitemoehybrid": {"layer_types": MIXED},
+    "bamba": {"attn_layer_indices": [1], "head_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+}
 NAMES = {family.model_type: name for name, family in FAMILIES.items()}
 SLIDING = "sliding_attention"
 # A Llama must give its positions, and a Ministral how it stretches them.
@@ -28,7 +39,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0,
 
 
 def spec_of(directory, model_type, **config):
-    text = json.dumps({"model_type": model_type} | SHAPE | config)
+    text = json.dumps({"model_type": model_type} | SHAPE | HYBRID.get(model_type, {}) | config)
     (directory.path / "config.json").write_text(text)
     return load_model_spec(directory.path)
 
@@ -47,7 +58,7 @@ def test_silence_means_what_it_means_to_transformers(model_type, directory):
     assert spec.max_positions == config.max_position_embeddings
     assert spec.rms_norm_eps == getattr(config, spec.family.eps_key)
     assert spec.tied_embeddings == config.tie_word_embeddings
-    thetas = [rope.theta for rope in spec.ropes]
+    thetas = [rope.theta for rope in spec.ropes if rope is not STILL]
     ropes = config.rope_parameters
     kinds = [ropes] if "rope_theta" in ropes else [ropes["full_attention"], ropes[SLIDING]]
     # Both of its layers have a window, so one rotation is all that they need; the other is read.
@@ -59,7 +70,7 @@ def test_silence_means_what_it_means_to_transformers(model_type, directory):
         assert spec.experts.num_experts in counts
         assert spec.experts.num_per_token == config.num_experts_per_tok
         assert spec.experts.size == getattr(config, spec.family.experts.size_key)
-        shared = getattr(config, "shared_expert_intermediate_size", 0)
+        shared = getattr(config, spec.family.experts.shared_size_key, 0)
         assert spec.experts.shared_size == shared
 
 
@@ -280,7 +291,7 @@ def test_refusals_name_the_key(model_type, changes, words, directory):
 
 def test_the_fingerprint_separates_families_and_windows(directory):
     directory.write_single()
-    shape = {"num_key_value_heads": 32, "head_dim": 2, "max_position_embeddings": 64,
+    shape = {"num_key_value_heads": 32, "head_dim": 8, "max_position_embeddings": 64,
              "sliding_window": None}  # fmt: skip
     specs = [spec_of(directory, name, **shape) for name in SPARSE if "gemma" not in name]
     windows = {"sliding_window": 9, "use_sliding_window": True}

@@ -20,12 +20,81 @@ from tests.tiny_models import VOCAB, load_reference, make_model
 
 # The bounds of the generation are of no meaning here.
 SMALL: dict[str, Any] = {"pad_token_id": 0, "num_hidden_layers": 4}
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
+KINDS: dict[str, Any] = {"layer_types": ["mamba", "mamba", "attention", "mamba"]}
+GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 4.0,
+    "head_dim": 8,
+    "shared_intermediate_size": 40,
+}
 # A name's first word is the model type.
 STATE_MODELS: dict[str, dict[str, Any]] = {
     "lfm2-state-last": {
         "layer_types": ["conv", "full_attention", "conv", "conv"],
         "block_auto_adjust_ff_dim": False,
     },
+    "qwen3_next-experts": DELTA | EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [1]},
+    "qwen3_next-one-group-state-last": DELTA
+    | {
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 3,
+        "layer_types": [
+            "linear_attention",
+            "full_attention",
+            "linear_attention",
+            "linear_attention",
+        ],
+        "num_experts": 0,
+    },
+    "qwen3_5_text-dense-interval": DELTA | {"full_attention_interval": 2, "attention_bias": True},
+    "qwen3_5_moe_text-experts": DELTA | EXPERTS,
+    "granitemoehybrid-dense-still": MAMBA | KINDS | GRANITE | {"num_local_experts": 0},
+    "granitemoehybrid-experts-rope-groups": MAMBA
+    | GRANITE
+    | EXPERTS
+    | {
+        "position_embedding_type": "rope",
+        "mamba_n_groups": 4,
+        "mamba_proj_bias": True,
+        "num_local_experts": 6,
+        "intermediate_size": 24,
+        "time_step_limit": [0.01, 0.6],
+        "layer_types": ["full_attention", "linear_attention"] * 2,
+    },
+    "bamba-biases": MAMBA
+    | {
+        "attn_layer_indices": [0, 2],
+        "mlp_bias": True,
+        "attention_bias": True,
+        "mamba_conv_bias": False,
+        "mamba_n_groups": 2,
+        "intermediate_size": 80,
+    }
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "lfm2-biases-wide": {
         "full_attn_idxs": [0, 3],
         "conv_bias": True,

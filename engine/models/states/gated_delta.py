@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GatedDelta: a layer whose state is a matrix for each head, corrected by each token.
+
+The matrix S of a head maps keys to values. A token lets it decay, reads what it holds for the
+token's key, and writes the difference to the token's value:
+
+    S = exp(decay) * S
+    S = S + key (beta * (value - key S))        out = query S
+
+`take_row` does so. `scan_rows` does it for chunks of rows: within a chunk all corrections come from
+one triangular system, whose solution is linear in the state that the chunk begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checkpoint.state_weights import StateWeights
+from ..layers import Linear
+from ..mixers import MixerStep, Plan
+from ..model_spec import ModelSpec
+from .causal_conv import CausalConv
+from .recurrence import run_recurrence, split_chunks
+from .state_spec import StateSpec
+
+CHUNK_ROWS = 64
+# What squares of a query or a key are added to, before their root is divided by.
+_NORM_EPS = 1e-6
+
+
+class GatedDelta:
+    """The mixer of one layer."""
+
+    __slots__ = ("_conv", "_decay", "_dt_bias", "_eps", "_in", "_layer", "_norm", "_rule", "_state")
+
+    def __init__(self, spec: ModelSpec, layer: int, weights: StateWeights) -> None:
+        assert spec.state is not None
+        assert weights.dt_bias is not None and weights.decay is not None
+        self._state, self._layer, self._eps = spec.state, layer, spec.rms_norm_eps
+        self._in = Linear(weights.in_proj, weights.in_bias)
+        self._conv = CausalConv(weights.conv, weights.conv_bias)
+        self._decay, self._dt_bias, self._norm = weights.decay, weights.dt_bias, weights.norm
+        self._rule = DeltaRule()
+
+    def __call__(self, normed: Tensor, step: MixerStep[Plan], /) -> Tensor:
+        assert step.states is not None
+        plan, running = step.states
+        state, own = self._state, running.layers[self._layer]
+        assert own.recurrent is not None
+        sizes = (state.conv_channels, state.inner_size, state.num_heads, state.num_heads)
+        mixed, gate, beta, time = self._in(normed).split_with_sizes(sizes, -1)
+        mixed = F.silu(self._conv(mixed, plan, own.conv), inplace=True)
+        wide = mixed.dtype
+        rows = (
+            *split_heads(mixed, state),
+            self._decay * F.softplus(time.to(wide) + self._dt_bias),
+            beta.to(wide).sigmoid(),
+        )
+        out = run_recurrence(self._rule, rows, plan, own.recurrent)
+        out = F.rms_norm(out, out.shape[-1:], self._norm, self._eps).flatten(1)
+        return (out * F.silu(gate.to(wide))).to(normed.dtype)
+
+
+def split_heads(mixed: Tensor, state: StateSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys `[rows, groups, state_size]`, normed, and values `[rows, heads, head_dim]`
+    of `[rows, channels]`."""
+    keys = state.num_groups * state.state_size
+    q, k, v = mixed.split_with_sizes((keys, keys, state.inner_size), -1)
+    both = torch.cat((q, k), -1).view(len(mixed), 2, state.num_groups, state.state_size)
+    both = both * torch.rsqrt(both.square().sum(-1, keepdim=True) + _NORM_EPS)
+    q, k = both[:, 0] * state.state_size**-0.5, both[:, 1]
+    return q, k, v.reshape(len(mixed), state.num_heads, state.head_dim)
+
+
+class DeltaRule:
+    """The recurrence. Rows are queries and keys `[rows, groups, state_size]`, values `[rows, heads,
+    head_dim]`, the logarithm of the decay, and beta, both `[rows, heads]`; a state is `[heads,
+    state_size, head_dim]`."""
+
+    def take_row(self, state: Tensor, rows: Sequence[Tensor], /) -> Tensor:
+        q, k, v, decay, beta = rows
+        q, k = (each.repeat_interleave(v.shape[1] // each.shape[1], 1) for each in (q, k))
+        state.mul_(decay.exp()[..., None, None])
+        correction = (v - (k[:, :, None] @ state)[:, :, 0]) * beta[..., None]
+        state.addcmul_(k[..., None], correction[:, :, None])
+        return (q[:, :, None] @ state)[:, :, 0]
+
+    def scan_rows(self, state: Tensor, rows: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
+        count, (heads, size) = len(rows[0]), rows[2].shape[1:]
+        length = min(CHUNK_ROWS, count)
+        # Rows that a last chunk lacks are zeros: they neither decay nor correct anything.
+        q, k, v = (split_chunks(each, length) for each in rows[:3])
+        decay, beta = (split_chunks(each[..., None], length)[..., 0] for each in rows[3:])
+        repeats = heads // len(k)
+        decay = decay.cumsum(-1)  # since the beginning of the chunk
+        grown = decay.exp()[..., None]
+        later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
+        between = decay[..., :, None] - decay[..., None, :]
+        between = between.masked_fill_(later, -torch.inf).exp_()
+        system = (k @ k.mT).repeat_interleave(repeats, 0) * between * beta[..., None]
+        seen = (q @ k.mT).repeat_interleave(repeats, 0) * between
+        q, k = (each.repeat_interleave(repeats, 0) for each in (q, k))
+        wanted = torch.cat((v, k * grown), -1) * beta[..., None]
+        solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        corrections, reads = solved.split_with_sizes((size, k.shape[-1]), -1)
+        q = q * grown
+        k = k * (decay[..., -1:] - decay).exp()[..., None]
+        left = grown[..., -1:, :]
+        out = torch.empty_like(v)
+        for chunk in range(v.shape[1]):
+            written = corrections[:, chunk] - reads[:, chunk] @ state
+            out[:, chunk] = q[:, chunk] @ state + seen[:, chunk] @ written
+            state = state * left[:, chunk] + k[:, chunk].mT @ written
+        return out.flatten(1, 2)[:, :count].transpose(0, 1), state

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba2: a layer whose state is a matrix for each head, to which each token adds an outer product.
+
+    S = exp(decay) * S + x B        out = S C + D * x
+
+x is a head's part of the token times its time step, and B and C are the same for the heads of a
+group. `take_row` does so. `scan_rows` does it for chunks of rows: what the rows of a chunk add to each other
+is one product of a triangular matrix, and the state is read once a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checkpoint.state_weights import StateWeights
+from ..layers import Linear
+from ..mixers import MixerStep, Plan
+from ..model_spec import ModelSpec
+from .causal_conv import CausalConv
+from .recurrence import run_recurrence, split_chunks
+
+CHUNK_ROWS = 64
+
+
+class Mamba2:
+    """The mixer of one layer."""
+
+    __slots__ = (
+        "_conv", "_decay", "_dt_bias", "_eps", "_in", "_layer", "_norm", "_rule", "_skip", "_state"
+    )  # fmt: skip
+
+    def __init__(self, spec: ModelSpec, layer: int, weights: StateWeights) -> None:
+        assert spec.state is not None and weights.norm is not None
+        assert weights.dt_bias is not None and weights.decay is not None
+        assert weights.skip is not None
+        self._state, self._layer, self._eps = spec.state, layer, spec.rms_norm_eps
+        self._in = Linear(weights.in_proj, weights.in_bias)
+        self._conv = CausalConv(weights.conv, weights.conv_bias)
+        self._decay, self._dt_bias = weights.decay, weights.dt_bias
+        self._skip, self._norm = weights.skip[:, None], weights.norm
+        self._rule = OuterProducts()
+
+    def __call__(self, normed: Tensor, step: MixerStep[Plan], /) -> Tensor:
+        assert step.states is not None
+        plan, running = step.states
+        state, own = self._state, running.layers[self._layer]
+        assert own.recurrent is not None
+        count, inner = len(normed), state.inner_size
+        sizes = (inner, state.conv_channels, state.num_heads)
+        gate, mixed, time = self._in(normed).split_with_sizes(sizes, -1)
+        mixed = F.silu(self._conv(mixed, plan, own.conv), inplace=True)
+        wide = mixed.dtype
+        time = F.softplus(time.to(wide) + self._dt_bias)
+        if state.time_steps is not None:
+            time = time.clamp(*state.time_steps)
+        x, *others = mixed.split_with_sizes(
+            (inner, *(2 * [state.num_groups * state.state_size])), -1
+        )
+        x = x.reshape(count, state.num_heads, state.head_dim)
+        b, c = (each.reshape(count, state.num_groups, state.state_size) for each in others)
+        rows = (x * time[..., None], time * self._decay, b, c)
+        out = run_recurrence(self._rule, rows, plan, own.recurrent).addcmul(x, self._skip)
+        out = out.reshape(count, inner) * F.silu(gate.to(wide))
+        groups = out.view(count, state.num_groups, -1)
+        normed_groups = F.rms_norm(groups, groups.shape[-1:], None, self._eps)
+        return (normed_groups.flatten(1) * self._norm).to(normed.dtype)
+
+
+class OuterProducts:
+    """The recurrence. Rows are x `[rows, heads, head_dim]`, the logarithm of the decay `[rows,
+    heads]`, and B and C, `[rows, groups, state_size]`; a state is `[heads, head_dim,
+    state_size]`."""
+
+    def take_row(self, state: Tensor, rows: Sequence[Tensor], /) -> Tensor:
+        x, decay, b, c = rows
+        state.mul_(decay.exp()[..., None, None])
+        # The heads of a group are one matrix.
+        groups = state.view(len(state), b.shape[1], -1, b.shape[2])
+        groups += x.reshape(*groups.shape[:3], 1) * b[:, :, None]
+        return (groups @ c[..., None]).view(x.shape)
+
+    def scan_rows(self, state: Tensor, rows: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
+        count, heads, size = rows[0].shape
+        length = min(CHUNK_ROWS, count)
+        # Rows that a last chunk lacks are zeros: they neither decay nor add anything.
+        x, b, c = (split_chunks(each, length) for each in (rows[0], *rows[2:]))
+        decay = split_chunks(rows[1][..., None], length)[..., 0].cumsum(-1)
+        num_groups, repeats = len(b), heads // len(b)
+        later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu_(1)
+        between = decay[..., :, None] - decay[..., None, :]
+        between = between.masked_fill_(later, -torch.inf).exp_()
+        out = ((c @ b.mT).repeat_interleave(repeats, 0) * between) @ x
+        grown = decay.exp()[..., None]
+        x = x * (decay[..., -1:] - decay).exp()[..., None]
+        left = grown[..., -1:, :]
+        # From here on the heads of a group are one matrix: [groups, heads of one * size, ...].
+        x = x.view(num_groups, repeats, *x.shape[1:]).permute(0, 2, 1, 4, 3).flatten(2, 3)
+        for chunk in range(out.shape[1]):
+            known = state.view(num_groups, -1, state.shape[-1])
+            read = (c[:, chunk] @ known.mT).view(num_groups, length, repeats, size)
+            read = read.transpose(1, 2).reshape(heads, length, size)
+            out[:, chunk].addcmul_(read, grown[:, chunk])
+            added = (x[:, chunk] @ b[:, chunk]).view(state.shape)
+            state = torch.addcmul(added, state, left[:, chunk])
+        return out.flatten(1, 2)[:, :count].transpose(0, 1), state

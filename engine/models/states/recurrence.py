@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrence: the rule by which the recurrent part of a state moves on, and how a step runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .state_plan import StatePlan
+
+
+class Recurrence(Protocol):
+    """A rule. Rows are what it reads of each token, all in the type of the state."""
+
+    def take_row(self, state: Tensor, rows: Sequence[Tensor], /) -> Tensor:
+        """Move each of `state` `[batch, *shape]` on by one row, in place; the rows' outputs
+        `[batch, heads, head_dim]`."""
+
+    def scan_rows(self, state: Tensor, rows: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
+        """The outputs `[rows, heads, head_dim]` of the rows of one sequence, and the state behind
+        them; `state` `[*shape]`, which they begin with, is left as it is."""
+
+
+def run_recurrence(
+    recurrence: Recurrence, rows: Sequence[Tensor], plan: StatePlan, states: Tensor
+) -> Tensor:
+    """The outputs `[rows, heads, head_dim]` of all rows of a step; rows of no sequence are zeros.
+    States are read from `states` `[slots, *shape]` and written there as the plan says."""
+    out: Tensor | None = None
+    for batch in plan.batches:
+        state = states[batch.sources]
+        if batch.fresh is not None:
+            state[batch.fresh] = 0
+        chosen = rows if batch.rows is None else [each[batch.rows] for each in rows]
+        found = recurrence.take_row(state, chosen)
+        states[batch.slots] = state
+        if batch.rows is None:
+            return found
+        out = _zeros(found, plan) if out is None else out
+        out[batch.rows] = found
+    for sequence in plan.long:
+        if sequence.source is None:
+            state = torch.zeros_like(states[0])
+        else:
+            state = states[sequence.source]
+        for piece in sequence.pieces:
+            own = slice(piece.start, piece.end)
+            found, state = recurrence.scan_rows(state, [each[own] for each in rows])
+            if piece.slot is not None:
+                states[piece.slot] = state
+            out = _zeros(found, plan) if out is None else out
+            out[own] = found
+    assert out is not None, "a step has a sequence"
+    return out
+
+
+def split_chunks(rows: Tensor, length: int) -> Tensor:
+    """`[heads, chunks, length, size]` of `[rows, heads, size]`, with zeros behind the last row."""
+    padded = F.pad(rows, (0, 0, 0, 0, 0, -len(rows) % length))
+    return padded.reshape(-1, length, *rows.shape[1:]).permute(2, 0, 1, 3)
+
+
+def _zeros(found: Tensor, plan: StatePlan) -> Tensor:
+    return found.new_zeros((plan.num_rows, *found.shape[1:]))
