@@ -258,7 +258,7 @@ def _state_tensors(
     if projections is Projections.ONE:
         shapes[STATE_IN] = (state.in_size, hidden)
     else:
-        sizes = (state.conv_channels, inner, heads, heads)
+        sizes: tuple[int, ...] = (state.conv_channels, inner, heads, heads)
         if projections is Projections.BY_GROUP:
             sizes = (state.conv_channels + inner, 2 * heads)
         names = STATE_IN_PARTS[projections]

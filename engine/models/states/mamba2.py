@@ -4,8 +4,8 @@
     S = exp(decay) * S + x B        out = S C + D * x
 
 x is a head's part of the token times its time step, and B and C are the same for the heads of a
-group. `take_row` does so. `scan_rows` does it for chunks of rows: what the rows of a chunk add to each other
-is one product of a triangular matrix, and the state is read once a chunk.
+group. `take_row` does so. `scan_rows` does it for chunks of rows: what the rows of a chunk add to
+each other is one product of a triangular matrix, and the state is read once a chunk.
 """
 
 from __future__ import annotations
@@ -57,9 +57,8 @@ class Mamba2:
         time = F.softplus(time.to(wide) + self._dt_bias)
         if state.time_steps is not None:
             time = time.clamp(*state.time_steps)
-        x, *others = mixed.split_with_sizes(
-            (inner, *(2 * [state.num_groups * state.state_size])), -1
-        )
+        shared = state.num_groups * state.state_size
+        x, *others = mixed.split_with_sizes((inner, shared, shared), -1)
         x = x.reshape(count, state.num_heads, state.head_dim)
         b, c = (each.reshape(count, state.num_groups, state.state_size) for each in others)
         rows = (x * time[..., None], time * self._decay, b, c)
