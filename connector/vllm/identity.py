@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import cbor2
 
@@ -60,10 +61,15 @@ class ChunkIdentity:
     parallel: tuple[int, ...]  # world, tensor, pipeline, prefill and decode context
     is_replicated: bool
     is_canonical: bool
+    # Of each layer with a state: group, name, kind, and the shapes and dtypes of its tensors.
+    states: tuple[tuple[Any, ...], ...] = ()
 
     def root(self) -> bytes:
         """The 32 bytes that bind keys and stores to all of it."""
-        return hashlib.sha256(cbor2.dumps(asdict(self), canonical=True)).digest()
+        fields = asdict(self)
+        if not self.states:  # as names were before there were any
+            del fields["states"]
+        return hashlib.sha256(cbor2.dumps(fields, canonical=True)).digest()
 
     def namespace(self) -> bytes:
         """What a store of these chunks is bound to."""

@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .groups import Columns
+
 # How often the slab is looked through for what it has lost.
 LOOK_SECONDS = 1.0
-HASH_END = -4  # behind the hash, vLLM's key has the cache group
+HASH_END = -4  # behind the hash, a name has the column
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +34,19 @@ class _Content:
 class TierEvents:
     """Collects events. `most_blocks`: the slab's slots, and vLLM's blocks."""
 
-    def __init__(self, block_tokens: int, most_blocks: int) -> None:
-        self._block_tokens = block_tokens
+    def __init__(self, columns: Columns, most_blocks: int) -> None:
+        self._columns = columns
+        self._block_tokens = columns.position_tokens
         self._most = 2 * most_blocks
         self._contents: OrderedDict[bytes, _Content] = OrderedDict()  # by vLLM's hash
         self._announced: dict[bytes, bytes] = {}  # vLLM's key of each of ours
         self._events: list[Any] = []
         self._look_at = 0.0
 
-    def named(self, request: Any, first: int, end: int) -> None:
-        """The blocks of a request from one position to another have got names."""
-        hashes, size, lora = request.block_hashes, self._block_tokens, request.lora_request
+    def named(self, request: Any, hashes: Sequence[bytes], first: int, end: int) -> None:
+        """The blocks of a request, which has a hash for each position, have got names from one
+        position to another."""
+        size, lora = self._block_tokens, request.lora_request
         for index in range(first, min(end, len(hashes))):
             self._contents[hashes[index]] = _Content(
                 hashes[index - 1] if index else None,
@@ -74,7 +78,7 @@ class TierEvents:
                     lora_id=None if content is None else content.lora_id,
                     medium=MEDIUM_CPU,
                     lora_name=None if content is None else content.lora_name,
-                    group_idx=int.from_bytes(host_key[HASH_END:], "big"),
+                    group_idx=self._group_of(host_key),
                 )
             )
 
@@ -87,6 +91,9 @@ class TierEvents:
         events, self._events = self._events, []
         return events
 
+    def _group_of(self, host_key: bytes) -> int:
+        return self._columns.all[int.from_bytes(host_key[HASH_END:], "big")].group
+
     def _find_lost(self, slab_keys: Callable[[], Sequence[bytes]]) -> None:
         lost = self._announced.keys() - set(slab_keys())
         if not lost:
@@ -97,7 +104,7 @@ class TierEvents:
         by_group: dict[int, list[Any]] = {}
         for key in lost:
             host_key = self._announced.pop(key)
-            group = int.from_bytes(host_key[HASH_END:], "big")
+            group = self._group_of(host_key)
             name = maybe_convert_block_hash(host_key[:HASH_END])
             by_group.setdefault(group, []).append(name)
         for group, names in by_group.items():

@@ -1,60 +1,119 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of vLLM's cache groups a connector has to know: the tokens of a block, and which blocks of a
-group the next token still attends to.
+"""What of vLLM's cache groups a connector has to know: how their blocks make up the positions of a
+request, and which of them the next token still needs.
+
+A position has as many tokens as whole blocks of every group have. A group with smaller blocks has
+several in a position, and their places in it are columns, as cache groups are to the tiers:
+
+    position              0       1       2       3
+    full attention        x       x       x       x
+    windows, half as many     x x     x x     x x     x x     two columns
+    states                0       0       0       x
 
 vLLM has no use for blocks of a windowed group that nothing attends to any more: their places in a
-request's table hold its null block, 0. A load brings the others and no fewer, so a kind of group
-whose rule is not known here is refused.
+request's table hold its null block, 0. A block of a state group holds the state behind its last
+token, so a hit needs the last one and no other. A load brings what a hit needs and nothing else, so
+a kind of group whose rule is not known is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ....tiers.settings.values import ConfigError
 from ...parts import FirstSeen, Parts
 
 NULL_BLOCK = 0
 
-_FULL = ("FullAttentionSpec", "MLAAttentionSpec")
+# Blocks with the keys of attention sinks are vLLM's own and in no request's table.
+_FULL = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec")
 _WINDOW = ("SlidingWindowSpec", "SlidingWindowMLASpec")
 _CHUNK = ("ChunkedLocalAttentionSpec",)
+_STATE = ("MambaSpec",)
 INSTEAD = "use StrataSpec (stratakv config vllm, without --connector) for it"
 
 
-def block_tokens_of(kv_cache_config: Any) -> int:
-    """The tokens of a block. Raises ConfigError where groups differ in it."""
-    sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
-    if len(sizes) != 1:
-        raise ConfigError(
-            f"vLLM's cache groups have blocks of {', '.join(map(str, sorted(sizes)))} tokens for "
-            f"this model, and StrataConnector needs one size; {INSTEAD}"
+class Column(NamedTuple):
+    """The blocks of a cache group at one place of every position."""
+
+    group: int
+    block_tokens: int
+    place: int
+    blocks_per_position: int
+    first_seen: FirstSeen | None
+
+    def blocks_of(self, table: Sequence[int], first: int, num_positions: int) -> list[int]:
+        """Its blocks at these positions, in the group's table of a request."""
+        start, step = first * self.blocks_per_position + self.place, self.blocks_per_position
+        return list(table[start : start + num_positions * step : step])
+
+
+class Columns:
+    """The columns of vLLM's KV cache. Raises ConfigError for a kind of group that is not known."""
+
+    def __init__(self, kv_cache_config: Any) -> None:
+        groups = kv_cache_config.kv_cache_groups
+        seen = [_first_seen(group, number) for number, group in enumerate(groups)]
+        self.block_tokens = sizes = [group.kv_cache_spec.block_size for group in groups]
+        self.position_tokens = math.lcm(*sizes)
+        self.num_groups = len(groups)
+        self.all = tuple(
+            Column(number, size, place, self.position_tokens // size, seen[number])
+            for number, size in enumerate(sizes)
+            for place in range(self.position_tokens // size)
         )
-    tokens: int = sizes.pop()
-    return tokens
+        self._first_of = [
+            next(i for i, each in enumerate(self.all) if each.group == number)
+            for number in range(self.num_groups)
+        ]
+
+    def blocks_per_position(self, group: int) -> int:
+        return self.position_tokens // self.block_tokens[group]
+
+    def number_of(self, group: int, index: int) -> int:
+        """The column of the block at that index of a group's table."""
+        return self._first_of[group] + index % self.blocks_per_position(group)
+
+    def parts(self, num_ranks: int) -> Parts:
+        """The parts of a position, on all ranks."""
+        return Parts(
+            self.position_tokens,
+            [_seen_in_column(column) for column in self.all],
+            ranks=range(num_ranks),
+            num_ranks=num_ranks,
+            # vLLM can tell which blocks of a load did not come only where there is one group.
+            whole_only=self.num_groups > 1,
+        )
 
 
-def parts_of_groups(kv_cache_config: Any, num_ranks: int) -> Parts:
-    """The parts of a position, on all ranks. Raises ConfigError for a kind of group that is not
-    known."""
-    groups = kv_cache_config.kv_cache_groups
-    seen = [_first_seen(group, number) for number, group in enumerate(groups)]
-    return Parts(
-        block_tokens_of(kv_cache_config),
-        seen,
-        ranks=range(num_ranks),
-        num_ranks=num_ranks,
-        # vLLM can tell which blocks of a load did not come only where there is one group.
-        whole_only=len(groups) > 1,
+def state_names(kv_cache_config: Any) -> tuple[tuple[Any, ...], ...]:
+    """What decides the bytes of a state beside the group's layers and the tokens of a block: the
+    kind, the shapes and the dtypes of its tensors, of each layer of each state group."""
+    return tuple(
+        (
+            number,
+            layer,
+            str(getattr(spec.mamba_type, "name", spec.mamba_type)),
+            [list(shape) for shape in spec.shapes],
+            [str(dtype) for dtype in spec.dtypes],
+        )
+        for number, group in enumerate(kv_cache_config.kv_cache_groups)
+        for layer in group.layer_names
+        for spec in [spec_of_layer(group.kv_cache_spec, layer)]
+        if type(spec).__name__ in _STATE
     )
 
 
-def _first_seen(group: Any, number: int) -> FirstSeen | None:
-    spec = group.kv_cache_spec
+def spec_of_layer(spec: Any, layer: str) -> Any:
+    """The spec of one layer: where layers of a group differ in size, vLLM has one for each."""
     inner: Mapping[str, Any] = getattr(spec, "kv_cache_specs", {})
-    if inner:  # layers that differ in size only
-        spec = next(iter(inner.values()))
+    return inner.get(layer, spec)
+
+
+def _first_seen(group: Any, number: int) -> FirstSeen | None:
+    spec = spec_of_layer(group.kv_cache_spec, group.layer_names[0])
     kind = type(spec).__name__
     is_kept = getattr(spec, "prefix_cacheable", True) and getattr(group, "enable_kv_transfer", True)
     if is_kept and kind in _FULL:
@@ -65,8 +124,44 @@ def _first_seen(group: Any, number: int) -> FirstSeen | None:
     if is_kept and kind in _CHUNK:
         size = spec.attention_chunk_size
         return lambda position: position - position % size
+    if is_kept and kind in _STATE:
+        _check_states(spec, _shown(group, number))
+        return lambda position: max(0, position - 1)
     raise ConfigError(
-        f"StrataConnector knows full, sliding-window and chunked attention, and vLLM's cache group "
-        f"{number} ({', '.join(group.layer_names[:2])}, …) is a {kind}; {INSTEAD}, or start vLLM "
-        "with --disable-hybrid-kv-cache-manager where that is possible"
+        "StrataConnector knows full, sliding-window and chunked attention and state-space layers, "
+        f"and vLLM's {_shown(group, number)} is a {kind}; {INSTEAD}, or start vLLM with "
+        "--disable-hybrid-kv-cache-manager where that is possible"
     )
+
+
+def _seen_in_column(column: Column) -> FirstSeen | None:
+    """The first token of the first position whose block in the column is needed."""
+    seen, step = column.first_seen, column.blocks_per_position
+    if seen is None or step == 1:
+        return seen
+    tokens = column.block_tokens
+
+    def first_token(position: int) -> int:
+        first_block = seen(position) // tokens
+        return -(-max(0, first_block - column.place) // step) * step * tokens
+
+    return first_token
+
+
+def _check_states(spec: Any, shown: str) -> None:
+    if spec.mamba_cache_mode != "align":
+        raise ConfigError(
+            f"vLLM keeps the states of its {shown} in mode {spec.mamba_cache_mode}, in which no "
+            "block holds the state where it ends; start vLLM with --enable-prefix-caching "
+            "--mamba-cache-mode align"
+        )
+    if spec.num_speculative_blocks:
+        raise ConfigError(
+            f"vLLM's {shown} has {spec.num_speculative_blocks} blocks for proposed tokens, and a "
+            "state that has seen a refused one is wrong (vllm#47194); start vLLM without "
+            "--speculative-config"
+        )
+
+
+def _shown(group: Any, number: int) -> str:
+    return f"cache group {number} ({', '.join(group.layer_names[:2])}, …)"

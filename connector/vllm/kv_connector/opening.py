@@ -19,7 +19,7 @@ from ..host_model import names_of
 from ..identity import LAYOUTS, ChunkIdentity, ChunkKeys, chunk_layout
 from ..settings import HOST, SECTION, VllmSettings
 from .events import TierEvents
-from .groups import block_tokens_of, parts_of_groups
+from .groups import Columns, state_names
 from .pages import PagePlan, plan_pages
 from .scheduler_role import SchedulerRole
 
@@ -55,9 +55,9 @@ def open_scheduler_role(vllm_config: Any, kv_cache_config: Any) -> SchedulerRole
     cannot work; nothing stays open then."""
     settings = settings_in(vllm_config)
     plan = plan_pages(kv_cache_config)
-    parts = parts_of_groups(kv_cache_config, vllm_config.parallel_config.world_size)
-    block_tokens = block_tokens_of(kv_cache_config)
-    identity = identity_of(vllm_config, kv_cache_config, plan, settings)
+    columns = Columns(kv_cache_config)
+    parts = columns.parts(vllm_config.parallel_config.world_size)
+    identity = identity_of(vllm_config, kv_cache_config, plan, columns, settings)
     layout = chunk_layout(plan.block_bytes, identity.kv_dtype)
     root = identity.root()
     if not vllm_config.cache_config.enable_prefix_caching:
@@ -75,7 +75,7 @@ def open_scheduler_role(vllm_config: Any, kv_cache_config: Any) -> SchedulerRole
     )
     events = None
     if getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False):
-        events = TierEvents(block_tokens, built.description.num_slots + plan.num_blocks)
+        events = TierEvents(columns, built.description.num_slots + plan.num_blocks)
     _slab, *below = built.side.tiers
     log.info(
         "StrataKV beside vLLM: %s of memory, %s; %d blocks of %s, %d tokens each, in %d cache "
@@ -84,15 +84,15 @@ def open_scheduler_role(vllm_config: Any, kv_cache_config: Any) -> SchedulerRole
         ", ".join(below) or "nothing below it",
         built.description.num_slots,
         show_size(layout.page_bytes),
-        block_tokens,
-        len(plan.groups),
+        columns.position_tokens,
+        columns.num_groups,
         len(parts.shards),
         root.hex()[:16],
     )
     return SchedulerRole(
         built,
         ChunkKeys(root),
-        block_tokens=block_tokens,
+        columns=columns,
         parts=parts,
         stores_all=settings.has_ssd and settings.write_through,
         prefill=prefill,
@@ -104,7 +104,11 @@ def open_scheduler_role(vllm_config: Any, kv_cache_config: Any) -> SchedulerRole
 
 
 def identity_of(
-    vllm_config: Any, kv_cache_config: Any, plan: PagePlan, settings: VllmSettings
+    vllm_config: Any,
+    kv_cache_config: Any,
+    plan: PagePlan,
+    columns: Columns,
+    settings: VllmSettings,
 ) -> ChunkIdentity:
     """What decides the bytes of this engine's blocks. Raises ConfigError for a layout that is not
     known."""
@@ -117,7 +121,6 @@ def identity_of(
             f"one of {', '.join(LAYOUTS)}"
         )
     dtype = model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
-    block_tokens = block_tokens_of(kv_cache_config)
     names = names_of(vllm_config, settings.revision)
     return ChunkIdentity(
         model=names.model,
@@ -131,9 +134,9 @@ def identity_of(
         host_version=".".join(map(str, versions.host_version())),
         chunk_bytes=plan.block_bytes,
         blocks_per_chunk=1,
-        tokens_per_hash=block_tokens,
+        tokens_per_hash=columns.position_tokens,
         groups=tuple(
-            (number, block_tokens, part.layers)
+            (number, columns.block_tokens[number], part.layers)
             for number, group in enumerate(plan.groups)
             for part in group
         ),
@@ -146,4 +149,5 @@ def identity_of(
         ),
         is_replicated=False,
         is_canonical=False,
+        states=state_names(kv_cache_config),
     )

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from .pool_watch import NamedBlock, PoolWatch
+from .block_names import NamedBlock
+from .pool_watch import PoolWatch
 
 # How far ahead of the evictions blocks are copied that lie in vLLM's free queue.
 NEAR_BLOCKS = 256

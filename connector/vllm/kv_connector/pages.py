@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ....tiers.settings.values import ConfigError
+from .groups import spec_of_layer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -96,7 +97,7 @@ def plan_pages(kv_cache_config: Any) -> PagePlan:
             raise ConfigError("StrataConnector cannot store a KV cache that lies in host memory")
         number = group_of[tensor.layers[0]]
         spec = kv_cache_config.kv_cache_groups[number].kv_cache_spec
-        sizes = {_page_bytes(spec, layer) for layer in tensor.layers}
+        sizes = {spec_of_layer(spec, layer).page_size_bytes for layer in tensor.layers}
         if len(sizes) != 1 or {group_of[layer] for layer in tensor.layers} != {number}:
             raise ConfigError(f"vLLM calls layers equal whose pages are not: {sorted(sizes)} bytes")
         part = PagePart(
@@ -142,26 +143,19 @@ def _overlaid(groups: Sequence[tuple[PagePart, ...]]) -> tuple[PagePart, ...]:
     return largest
 
 
-def _page_bytes(spec: Any, layer: str) -> int:
-    """Of one layer; where layers of a group differ, vLLM has a spec for each."""
-    specs: Mapping[str, Any] = getattr(spec, "kv_cache_specs", {})
-    size: int = specs.get(layer, spec).page_size_bytes
-    return size
-
-
 def buffer_of(plan: PagePlan, kv_caches: Mapping[str, Any]) -> torch.Tensor:
     """The bytes `[size]` of the buffer that vLLM's tensors are views of. Raises ConfigError where
     they do not lie as vLLM has said."""
     import torch
 
-    first = kv_caches[plan.groups[0][0].layers[0]]
+    first = _tensors_of(kv_caches[plan.groups[0][0].layers[0]])[0]
     storage = first.untyped_storage()
     for part in (part for parts in plan.groups for part in parts):
         for layer, (place, page_bytes, block_stride) in zip(
             part.layers, part.places(), strict=True
         ):
-            tensor = kv_caches[layer]
-            where = tensor.data_ptr() - storage.data_ptr()
+            tensors = _tensors_of(kv_caches[layer])
+            where = min(tensor.data_ptr() for tensor in tensors) - storage.data_ptr()
             end = place + (plan.num_blocks - 1) * block_stride + page_bytes
             if where != place or end > storage.nbytes():
                 raise ConfigError(
@@ -171,6 +165,11 @@ def buffer_of(plan: PagePlan, kv_caches: Mapping[str, Any]) -> torch.Tensor:
                 )
     whole = torch.empty(0, dtype=torch.uint8, device=first.device)
     return whole.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _tensors_of(registered: Any) -> Sequence[torch.Tensor]:
+    """A layer's tensors: one of attention, and of a state one or several, in one page."""
+    return registered if isinstance(registered, list | tuple) else [registered]
 
 
 def parts_of(plan: PagePlan, buffer: torch.Tensor) -> Sequence[np.ndarray[Any, Any]]:

@@ -17,17 +17,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from .block_names import BlockNames, NamedBlock
+
 log = logging.getLogger(__name__)
-
-
-class NamedBlock(NamedTuple):
-    """A block with vLLM's key of it: hash and cache group."""
-
-    block_id: int
-    host_key: bytes
 
 
 class Naming(NamedTuple):
@@ -38,18 +33,21 @@ class Naming(NamedTuple):
 
 
 class PoolWatch:
-    """Listens to one pool. `named` is called with the request and the position of the first of the
-    blocks that got names; `dropped` with blocks that lost them without being evicted. Neither may
-    raise. Everything happens on the thread of vLLM's scheduler."""
+    """Listens to one pool, whose blocks have these `names`. `named` is called with the request, the
+    first position whose blocks got names, and the tokens up to the last; `dropped` with blocks that
+    lost them without being evicted. Neither may raise. Everything happens on the thread of vLLM's
+    scheduler."""
 
     def __init__(
         self,
         pool: Any,
+        names: BlockNames,
         named: Callable[[Any, int, int], None],
         dropped: Callable[[Sequence[NamedBlock], bool], None],
     ) -> None:
         """`dropped` is also told whether the blocks may be wrong."""
         self._pool = pool
+        self._names = names
         self._named = named
         self._dropped = dropped
         self._evicted: list[NamedBlock] = []
@@ -85,16 +83,11 @@ class PoolWatch:
         return namings
 
     def has(self, block: NamedBlock) -> bool:
-        return bool(self._pool.blocks[block.block_id].block_hash == block.host_key)
+        return self._names.name_of(self._pool.blocks[block.block_id]) == block.host_key
 
     def coldest(self, most: int) -> list[NamedBlock]:
         """The blocks with names among the next `most` to be evicted, in that order."""
-        free = itertools.islice(self._free(), most)
-        return [
-            NamedBlock(each.block_id, each.block_hash)
-            for each in free
-            if each.block_hash is not None
-        ]
+        return self._with_names(itertools.islice(self._free(), most))
 
     def num_blocks(self) -> int:
         return len(self._pool.blocks)
@@ -117,39 +110,45 @@ class PoolWatch:
         blocks: Sequence[Any],
         num_cached_blocks: int,
         num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
         *rest: Any,
         **more: Any,
     ) -> Any:
         result = self._originals["cache_full_blocks"](
-            request, blocks, num_cached_blocks, num_full_blocks, *rest, **more
+            request,
+            blocks,
+            num_cached_blocks,
+            num_full_blocks,
+            block_size,
+            kv_cache_group_id,
+            *rest,
+            **more,
         )
-        new = [
-            NamedBlock(each.block_id, each.block_hash)
-            for each in blocks[num_cached_blocks:num_full_blocks]
-            if each.block_hash is not None
-        ]
+        first, new = self._names.name_blocks(
+            request, blocks, num_cached_blocks, num_full_blocks, kv_cache_group_id
+        )
         if new:
             self._namings.append(Naming(request.request_id, new))
-            self._named(request, num_cached_blocks, num_full_blocks)
+            self._named(request, first, num_full_blocks * block_size)
         return result
 
     def _evict_blocks(self, block_ids: Collection[int]) -> Any:
-        lost = self._with_names(block_ids)
+        lost = self._with_names(self._pool.blocks[number] for number in block_ids)
         result = self._originals["evict_blocks"](block_ids)
         self._remove_lost_blocks(lost, may_be_wrong=True)
         return result
 
     def _reset_prefix_cache(self) -> Any:
-        lost = self._with_names(range(self.num_blocks()))
+        lost = self._with_names(self._pool.blocks)
         result = self._originals["reset_prefix_cache"]()
         if result:
             self._remove_lost_blocks(lost, may_be_wrong=False)
         return result
 
-    def _with_names(self, block_ids: Collection[int]) -> list[NamedBlock]:
-        blocks = self._pool.blocks
-        found = ((number, blocks[number].block_hash) for number in block_ids)
-        return [NamedBlock(number, key) for number, key in found if key is not None]
+    def _with_names(self, blocks: Iterable[Any]) -> list[NamedBlock]:
+        found = ((each.block_id, self._names.name_of(each)) for each in blocks)
+        return [NamedBlock(number, name) for number, name in found if name is not None]
 
     def _remove_lost_blocks(self, lost: Sequence[NamedBlock], *, may_be_wrong: bool) -> None:
         gone = set(lost)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...costs.rates import PrefillRate
 from ..identity import ChunkKeys
+from .block_names import BlockNames
 
 # vLLM's key of a block of its first cache group, behind the hash; digests are those of all groups.
 _FIRST_GROUP = bytes(4)
@@ -22,9 +23,10 @@ class HostRequest:
 
     tail_hash = None
 
-    def __init__(self, request: Any, keys: ChunkKeys) -> None:
+    def __init__(self, request: Any, keys: ChunkKeys, names: BlockNames) -> None:
         self._request = request
         self._keys = keys
+        self._names = names
         self._digests: list[bytes] = []
 
     @property
@@ -39,7 +41,7 @@ class HostRequest:
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        hashes, known = self._request.block_hashes, self._digests
+        hashes, known = self._names.hashes_of(self._request), self._digests
         for index in range(len(known), len(hashes)):
             known.append(self._keys.derive_chunk_key(hashes[index] + _FIRST_GROUP)[:32])
         return known

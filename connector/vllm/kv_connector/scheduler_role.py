@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from ....tiers.base import Answer
-from ....tiers.settings.values import ConfigError
 from ...build import BuiltSide
 from ...costs.rates import PrefillRate
 from ...messages import (
@@ -41,10 +40,11 @@ from ...messages import (
 from ...page_names import NAME_BYTES
 from ...parts import Parts
 from ..identity import ChunkKeys
+from .block_names import BlockNames, NamedBlock
 from .events import TierEvents
-from .groups import NULL_BLOCK
+from .groups import NULL_BLOCK, Columns
 from .outgoing_blocks import OutgoingBlocks
-from .pool_watch import NamedBlock, PoolWatch
+from .pool_watch import PoolWatch
 from .requests import HostRequest, StepTimes, asks_for, params_for_decode
 from .steps import PartLoad, RequestLoad, SlabPlace, StepPlan, StepReport
 
@@ -63,7 +63,7 @@ NOTHING: tuple[int | None, bool] = (0, False)
 class _Load:
     """A request's load, until vLLM has been told of its end."""
 
-    block_ids: list[list[int]]  # of each group, those behind what vLLM has itself
+    block_ids: list[list[int]]  # of each column, those behind what vLLM has itself
     num_near_blocks: int = 0  # positions that were in the slab when it began
     # The key of each block that is to come, by its id and the rank.
     keys: dict[tuple[int, int], bytes] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class SchedulerRole:
         built: BuiltSide,
         keys: ChunkKeys,
         *,
-        block_tokens: int,
+        columns: Columns,
         parts: Parts,
         stores_all: bool,
         prefill: PrefillRate,
@@ -97,9 +97,11 @@ class SchedulerRole:
     ) -> None:
         self._side, self._slab = built.side, built.slab
         self._keys = keys
-        self._block_tokens = block_tokens
+        self._columns = columns
+        self._names = BlockNames(columns)
+        self._block_tokens = columns.position_tokens
         self._parts = parts
-        self.num_groups = parts.num_groups
+        self.num_groups = columns.num_groups
         self._outgoing = OutgoingBlocks(stores_all=stores_all or built.side.wants_all)
         self._shutdown_seconds = shutdown_seconds
         self._may_load = loads
@@ -136,13 +138,9 @@ class SchedulerRole:
     def bind_pool(self, pool: Any) -> None:
         """vLLM's block pool exists from now on. Raises ConfigError where it names blocks in a way
         that is not known; nothing has run yet."""
-        if pool.hash_block_size != self._block_tokens:
-            raise ConfigError(
-                f"vLLM names every {pool.hash_block_size} tokens and stores {self._block_tokens} "
-                "in a block; StrataConnector needs one name for each block"
-            )
+        self._names.bind_hash_tokens(pool.hash_block_size)
         if self._watch is None:
-            self._watch = PoolWatch(pool, self._note_named, self._drop_names)
+            self._watch = PoolWatch(pool, self._names, self._note_named, self._drop_names)
 
     def on_new_request(self, request: Any) -> None:
         self._safely(self._on_new_request, None, request)
@@ -159,7 +157,12 @@ class SchedulerRole:
             return
         first = self._offers.pop(request.request_id, 0)
         num_blocks = -(-num_tokens // self._block_tokens)
-        load = _Load([list(ids[first : first + num_blocks]) for ids in block_ids])
+        load = _Load(
+            [
+                column.blocks_of(block_ids[column.group], first, num_blocks)
+                for column in self._columns.all
+            ]
+        )
         self._loads[request.request_id] = load  # whatever happens, its end will be told
         self._safely(self._begin_load, None, request, load, first, num_tokens)
 
@@ -409,9 +412,10 @@ class SchedulerRole:
 
     # Of the pool, on vLLM's thread and outside the lock
 
-    def _note_named(self, request: Any, first: int, end: int) -> None:
+    def _note_named(self, request: Any, first: int, num_tokens: int) -> None:
         if self._events is not None:
-            self._safely(self._events.named, None, request, first, end)
+            hashes, end = self._names.hashes_of(request), num_tokens // self._block_tokens
+            self._safely(self._events.named, None, request, hashes, first, end)
 
     def _drop_names(self, blocks: Sequence[NamedBlock], may_be_wrong: bool) -> None:
         self._safely(self._forget_names, None, blocks, may_be_wrong)
@@ -431,7 +435,9 @@ class SchedulerRole:
     def _view(self, request: Any) -> HostRequest:
         view = self._requests.get(request.request_id)
         if view is None:
-            view = self._requests[request.request_id] = HostRequest(request, self._keys)
+            view = self._requests[request.request_id] = HostRequest(
+                request, self._keys, self._names
+            )
         return view
 
     def _safely(self, call: Callable[..., T], otherwise: T, *args: Any) -> T:

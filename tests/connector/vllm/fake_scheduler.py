@@ -4,7 +4,8 @@ classes of `fake_connector_host.py`. It keeps vLLM's rules and asserts where vLL
 
 Computing a token writes bytes that follow from all tokens up to it, in every cache group and on
 every rank, after those that it attends to have been compared: a block that holds anything else
-fails the test in the step that would have used it.
+fails the test in the step that would have used it. A state is the bytes of its whole block, made
+new by each step from the one behind the token before.
 """
 
 from __future__ import annotations
@@ -29,16 +30,23 @@ from .fake_connector_host import (
     kv_cache_config,
     vllm_config,
 )
-from .fake_pool import BLOCK, Block, FullAttentionSpec, Pool
+from .fake_pool import BLOCK, Block, FullAttentionSpec, MambaSpec, Pool
 
 
 class Request:
     """One of vLLM's, as far as a connector looks."""
 
     def __init__(
-        self, name: str, tokens: list[int], max_tokens: int, params: dict[str, Any] | None = None
+        self,
+        name: str,
+        tokens: list[int],
+        max_tokens: int,
+        params: dict[str, Any] | None = None,
+        hash_tokens: int = BLOCK,
     ) -> None:
         self.request_id = name
+        self.num_prompt_tokens = len(tokens)
+        self._hash_tokens = hash_tokens
         self.all_token_ids = list(tokens)
         self.max_tokens = len(tokens) + max_tokens
         self.kv_transfer_params = params
@@ -47,7 +55,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_preemptions = 0
         self.tables: list[list[Block]] = []  # a list of blocks for each cache group
-        self.num_named = 0
+        self.num_named: dict[int, int] = {}  # blocks, by group
         self.is_loading = False
         self.is_finished = False
         self.num_external = 0  # tokens that came from outside, in all
@@ -58,15 +66,10 @@ class Request:
         return len(self.all_token_ids)
 
     @property
-    def num_blocks(self) -> int:
-        """In each group, null ones included."""
-        return len(self.tables[0]) if self.tables else 0
-
-    @property
     def block_hashes(self) -> list[bytes]:
-        names, parent = [], b"root"
-        for start in range(0, self.num_tokens - BLOCK + 1, BLOCK):
-            tokens = self.all_token_ids[start : start + BLOCK]
+        names, parent, size = [], b"root", self._hash_tokens
+        for start in range(0, self.num_tokens - size + 1, size):
+            tokens = self.all_token_ids[start : start + size]
             parent = hashlib.sha256(parent + bytes(tokens)).digest()
             names.append(parent)
         return names
@@ -84,12 +87,20 @@ class Vllm:
         specs: Sequence[FullAttentionSpec] | None = None,
         num_ranks: int = 1,
         is_packed: bool = False,
+        retention: int | None = None,
+        hash_tokens: int | None = None,
     ) -> None:
-        """`specs`: a cache group for each. `is_packed`: blocks are outermost in memory."""
+        """`specs`: a cache group for each. `is_packed`: blocks are outermost in memory.
+        `retention`: which windows and states vLLM keeps. `hash_tokens`: of a hash, where that is
+        less than the smallest block."""
         from stratakv.connector.vllm import StrataConnector
 
         self.host = host
         self.specs = [FullAttentionSpec(PAGE_BYTES)] if specs is None else list(specs)
+        sizes = [spec.block_size for spec in self.specs]
+        self.position = math.lcm(*sizes)  # where hits end
+        self.hash_tokens = hash_tokens or math.gcd(*sizes)
+        self.has_states = any(isinstance(spec, MambaSpec) for spec in self.specs)
         self.config = vllm_config(settings, world_size=num_ranks)
         cache_config = kv_cache_config(num_blocks, specs=self.specs, is_packed=is_packed)
         roles = host.classes["KVConnectorRole"]
@@ -103,16 +114,26 @@ class Vllm:
             if is_packed:
                 views = buffer.view(num_blocks, LAYERS, 1, BLOCK, TOKEN_BYTES).transpose(0, 1)
             self.memory.append(views[:, :, 0].numpy())
-            groups = cache_config.kv_cache_groups
             worker.register_kv_caches(
-                {name: views[i] for group in groups for i, name in enumerate(group.layer_names)}
+                {
+                    # A state of several tensors comes as a list.
+                    name: [views[i], views[i]] if isinstance(spec, MambaSpec) else views[i]
+                    for group, spec in zip(cache_config.kv_cache_groups, self.specs, strict=True)
+                    for i, name in enumerate(group.layer_names)
+                }
             )
             self.workers.append(worker)
         self.worker = self.workers[0]
         self.connector = StrataConnector(self.config, roles.SCHEDULER, cache_config)
         self._num_finished: collections.Counter[str] = collections.Counter()  # ranks, by request
         self._failed_on_some: set[str] = set()
-        self.pool = Pool(num_blocks, host.record)
+        self.pool = Pool(
+            num_blocks,
+            host.record,
+            hash_block_size=self.hash_tokens,
+            position=self.position,
+            retention=retention,
+        )
         self.connector.bind_gpu_block_pool(self.pool)
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
@@ -127,7 +148,7 @@ class Vllm:
     # A user
 
     def add(self, name: str, tokens: Sequence[int], max_tokens: int = 1, **params: Any) -> Request:
-        request = Request(name, list(tokens), max_tokens, params or None)
+        request = Request(name, list(tokens), max_tokens, params or None, self.hash_tokens)
         self.requests[name] = request
         self.waiting.append(request)
         self.connector.on_new_request(request)
@@ -199,9 +220,13 @@ class Vllm:
 
     def _schedule(self) -> dict[str, int]:
         scheduled: dict[str, int] = {}
+        self.pool.named_in_step.clear()
         for request in [*self.running]:
-            if request in self.running and self._allocate(request, 1, scheduled):
-                scheduled[request.request_id] = 1
+            if request not in self.running:
+                continue
+            count = self._chunk(request, request.num_computed_tokens)
+            if self._allocate(request, count, scheduled):
+                scheduled[request.request_id] = count
         for request in [*self.waiting]:
             if request.is_loading:
                 if request.request_id not in self._received:
@@ -210,38 +235,41 @@ class Vllm:
                 self._loaded(request)
             num_external = 0
             if not request.num_computed_tokens:
-                most = (request.num_tokens - 1) // BLOCK
+                most = (request.num_tokens - 1) // self.position
                 local = self.pool.find(request.block_hashes, most, self.specs)
-                num_local = len(local[0]) * BLOCK
+                num_local = len(local[0]) * self.specs[0].block_size
                 answer, is_async = self.connector.get_num_new_matched_tokens(request, num_local)
                 if answer is None:
                     continue
                 num_external = answer
                 assert is_async == bool(num_external)
                 assert num_local + num_external < request.num_tokens
+                assert num_external % self.position == 0
             else:
                 local, num_local = [[] for _ in self.specs], request.num_computed_tokens
-            num_tokens = num_local + num_external if num_external else request.num_tokens
-            tables = self._tables(request, local, num_local + num_external)
-            num_blocks = math.ceil(num_tokens / BLOCK)
-            needed = sum(num_blocks - len(table) for table in tables)
+            if self._uses_new_state(local):
+                break
+            start = num_local + num_external
+            end = start if num_external else start + self._chunk(request, start)
+            tables = self._tables(request, local, start)
             adopted = [block for table in local for block in table]
             self.pool.touch(adopted)
             # A request that waits for a load cannot be preempted: it has to fit, and others of its
             # kind beside it.
             others = [each for each in self.waiting if each.tables and each is not request]
-            reserved = sum(self._missing(each) for each in others) if num_external else 0
-            most = math.ceil(request.max_tokens / BLOCK)
-            full = sum(most - len(table) for table in tables) if num_external else needed
-            if full + reserved > self.pool.num_free:
+            reserved = sum(self._missing(each.tables, each) for each in others)
+            needed = self._num_new(tables, end)
+            if num_external:
+                needed = max(needed, self._missing(tables, request)) + reserved
+            if needed > self.pool.num_free:
                 self.pool.free(reversed(adopted))
                 break
             kept = {block.block_id for table in tables for block in table}
             self.pool.free(block for block in adopted if block.block_id not in kept)
-            request.tables = [
-                table + self.pool.get_new_blocks(num_blocks - len(table)) for table in tables
-            ]
-            request.num_named = max(request.num_named, len(local[0]))
+            request.tables = tables
+            self._grow(request, end)
+            if not request.num_named:
+                request.num_named = {i: len(table) for i, table in enumerate(local)}
             blocks = types.SimpleNamespace(get_block_ids=lambda request=request: _ids_of(request))
             self.connector.update_state_after_alloc(request, blocks, num_external)
             if num_external:
@@ -250,15 +278,30 @@ class Vllm:
                     assert sum(hits.values()) == num_external
                     self.hits.append(hits)
                 request.num_external += num_external
-                request.num_computed_tokens = num_local + num_external
+                request.num_computed_tokens = start
                 request.is_loading = True
                 continue
             request.num_computed_tokens = num_local
             self.waiting.remove(request)
             self.running.append(request)
-            self._name(request, request.num_tokens)
-            scheduled[request.request_id] = request.num_tokens - num_local
+            self._name(request, end)
+            scheduled[request.request_id] = end - num_local
         return scheduled
+
+    def _chunk(self, request: Request, start: int) -> int:
+        """How many tokens the next step computes: all of them, but where there are states it ends
+        at the last boundary before the last token, so that the state there can be kept."""
+        end = request.num_tokens
+        boundary = (end - 1) // self.position * self.position
+        return boundary - start if self.has_states and start < boundary else end - start
+
+    def _uses_new_state(self, local: list[list[Block]]) -> bool:
+        """Whether a hit ends with a state that this step computes: vLLM waits for the next one."""
+        return any(
+            isinstance(spec, MambaSpec) and bool(table)
+            and table[-1].block_hash in self.pool.named_in_step
+            for spec, table in zip(self.specs, local, strict=True)
+        )  # fmt: skip
 
     def _tables(
         self, request: Request, local: list[list[Block]], num_computed: int
@@ -268,50 +311,66 @@ class Vllm:
         tables = [[*own] for own in request.tables] or [[] for _ in self.specs]
         for table, more, spec in zip(tables, local, self.specs, strict=True):
             table += more
-            for index in range(spec.num_skipped(num_computed) // BLOCK):
+            for index in range(spec.num_skipped(num_computed) // spec.block_size):
                 table[index : index + 1] = [self.pool.null_block]
         return tables
 
+    def _num_new(self, tables: list[list[Block]], num_tokens: int) -> int:
+        """Blocks that these tables lack for so many tokens: of states the last one only."""
+        num_new = 0
+        for table, spec in zip(tables, self.specs, strict=True):
+            lacks = max(0, math.ceil(num_tokens / spec.block_size) - len(table))
+            num_new += min(1, lacks) if isinstance(spec, MambaSpec) else lacks
+        return num_new
+
+    def _grow(self, request: Request, num_tokens: int) -> None:
+        for table, spec in zip(request.tables, self.specs, strict=True):
+            lacks = max(0, math.ceil(num_tokens / spec.block_size) - len(table))
+            if isinstance(spec, MambaSpec):
+                table += [self.pool.null_block] * (lacks - 1)
+                lacks = min(1, lacks)
+            table += self.pool.get_new_blocks(lacks)
+
     def _forget_skipped(self, request: Request) -> None:
         for table, spec in zip(request.tables, self.specs, strict=True):
-            num_skipped = spec.num_skipped(request.num_computed_tokens) // BLOCK
+            num_skipped = spec.num_skipped(request.num_computed_tokens) // spec.block_size
             self.pool.free(reversed(table[:num_skipped]))
             table[:num_skipped] = [self.pool.null_block] * num_skipped
 
-    def _missing(self, request: Request) -> int:
+    def _missing(self, tables: list[list[Block]], request: Request) -> int:
         """Blocks that a request will need by its end."""
-        num_missing = math.ceil(request.max_tokens / BLOCK) - request.num_blocks
-        return len(self.specs) * num_missing
+        num_states = sum(isinstance(spec, MambaSpec) for spec in self.specs)
+        return self._num_new(tables, request.max_tokens) + num_states
 
     def _allocate(self, request: Request, count: int, scheduled: dict[str, int]) -> bool:
         self._forget_skipped(request)
-        more = math.ceil((request.num_computed_tokens + count) / BLOCK) - request.num_blocks
-        needed = max(0, more) * len(self.specs)
-        while needed > self.pool.num_free:
+        end = request.num_computed_tokens + count
+        while self._num_new(request.tables, end) > self.pool.num_free:
             last = self.running[-1]
             scheduled.pop(last.request_id, None)
             self.preempt(last)
             if last is request:
                 return False
-        if needed > 0:
-            for table in request.tables:
-                table += self.pool.get_new_blocks(more)
-        self._name(request, request.num_computed_tokens + count)
+        self._grow(request, end)
+        self._name(request, end)
         return True
 
     def _name(self, request: Request, num_tokens: int) -> None:
-        end = min(num_tokens, request.num_tokens) // BLOCK
-        if end > request.num_named:
-            for group, table in enumerate(request.tables):
+        """Names whole positions, and of these the blocks that are kept."""
+        tokens = min(num_tokens, request.num_tokens) // self.position * self.position
+        for group, (table, spec) in enumerate(zip(request.tables, self.specs, strict=True)):
+            first, end = request.num_named.get(group, 0), tokens // spec.block_size
+            if end > first:
                 self.pool.cache_full_blocks(
                     request=request,
                     blocks=table,
-                    num_cached_blocks=request.num_named,
+                    num_cached_blocks=first,
                     num_full_blocks=end,
-                    block_size=BLOCK,
+                    block_size=spec.block_size,
                     kv_cache_group_id=group,
+                    block_mask=self.pool.kept(spec, first, end, request.num_prompt_tokens),
                 )
-            request.num_named = end
+                request.num_named[group] = end
 
     def _loaded(self, request: Request) -> None:
         request.is_loading = False
@@ -373,19 +432,48 @@ class Vllm:
         end = start + count
         wanted = token_bytes(request.all_token_ids)
         for group, (table, spec) in enumerate(zip(request.tables, self.specs, strict=True)):
-            salt = np.uint8(16 * rank + group)
+            size, salt = spec.block_size, np.uint8(16 * rank + group)
+            pages = self.memory[rank].reshape(LAYERS, -1, size, PAGE_BYTES // size)
+            assert np.shares_memory(pages, self.memory[rank])
+            if isinstance(spec, MambaSpec):
+                self._compute_state(pages, table, spec, wanted ^ salt, start, end, request)
+                continue
             for position in range(spec.num_skipped(start), end):
-                block = table[position // BLOCK]
+                block = table[position // size]
                 assert not block.is_null, f"{request.request_id}: token {position} of {group}"
-                place = (slice(None), block.block_id, position % BLOCK)
-                bytes_here = wanted[position] ^ salt
+                place = (slice(None), block.block_id, position % size)
+                bytes_here = np.resize(wanted[position] ^ salt, PAGE_BYTES // size)
                 if position >= start:
-                    self.memory[rank][place] = bytes_here
-                elif not (self.memory[rank][place] == bytes_here).all():
+                    pages[place] = bytes_here
+                elif not (pages[place] == bytes_here).all():
                     raise AssertionError(
                         f"{request.request_id}: token {position} has other bytes in group {group} "
                         f"on rank {rank}"
                     )
+
+    def _compute_state(
+        self,
+        pages: np.ndarray[Any, Any],
+        table: list[Block],
+        spec: MambaSpec,
+        wanted: np.ndarray[Any, Any],
+        start: int,
+        end: int,
+        request: Request,
+    ) -> None:
+        """The state behind the token before `start` becomes the one behind `end`, in the block that
+        this ends in."""
+        if start:
+            before = table[(start - 1) // spec.block_size]
+            assert not before.is_null, f"{request.request_id}: no state behind {start} tokens"
+            state = np.resize(wanted[start - 1], pages.shape[2:])
+            assert (pages[:, before.block_id] == state).all(), (
+                f"{request.request_id}: another state behind {start} tokens"
+            )
+        after = table[(end - 1) // spec.block_size]
+        assert not after.is_null and after.ref_cnt == 1
+        assert after.block_hash is None or end % spec.block_size == 0
+        pages[:, after.block_id] = np.resize(wanted[end - 1], pages.shape[2:])
 
     def _update(self, output: Any, scheduled: dict[str, int]) -> None:
         results = output
@@ -399,7 +487,7 @@ class Vllm:
             [ids] = _ids_of(request)
             bad = [i for i, each in enumerate(ids) if each in output.invalid_block_ids]
             if request.is_loading and bad:
-                request.num_computed_tokens = bad[0] * BLOCK
+                request.num_computed_tokens = bad[0] * self.specs[0].block_size
                 self._failed.add(request.request_id)
         self.connector.update_connector_output(output)
         for name in results.finished_recving:
@@ -413,6 +501,8 @@ class Vllm:
         for name, count in scheduled.items():
             request = self.requests[name]
             request.num_computed_tokens += count
+            if request.num_computed_tokens < request.num_tokens:
+                continue
             request.all_token_ids.append(next_token(request.all_token_ids))
             if request.num_tokens >= request.max_tokens:
                 self.running.remove(request)
@@ -433,7 +523,7 @@ class Vllm:
     def _let_go(self, request: Request) -> None:
         for table in request.tables:
             self.pool.free(reversed(table))
-        request.tables, request.num_named = [], 0
+        request.tables, request.num_named = [], {}
 
 
 def _ids_of(request: Request) -> tuple[list[int], ...]:

@@ -461,8 +461,8 @@ def test_what_is_refused(newest: ConnectorHost) -> None:
     with pytest.raises(ConfigError, match="pipelines and context parallelism"):
         open_one(newest, world_size=4, pipeline=2)
     vllm = Vllm(newest, SLAB)
-    vllm.pool.hash_block_size = 2
-    with pytest.raises(ConfigError, match="names every 2 tokens"):
+    vllm.pool.hash_block_size = 3
+    with pytest.raises(ConfigError, match="names every 3 tokens"):
         vllm.connector.bind_gpu_block_pool(vllm.pool)
     vllm.stop()
     with pytest.raises(ConfigError, match="did you mean cpu_bytes"):

@@ -10,14 +10,21 @@ from unittest import mock
 
 import pytest
 
-from stratakv.connector.vllm.kv_connector.groups import parts_of_groups
+from stratakv.connector.vllm.kv_connector.groups import Columns
 from stratakv.connector.vllm.kv_connector.pages import plan_pages
 from stratakv.tiers.block import pack_key
 from stratakv.tiers.settings.values import ConfigError
 
 from ...tiers.cache_server.rig import server_process
 from .fake_connector_host import PAGE_BYTES, ConnectorHost, kv_cache_config, newest
-from .fake_pool import BLOCK, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from .fake_pool import (
+    BLOCK,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+)
 from .fake_scheduler import Vllm
 from .test_connector import open_one, prompt, push_out, stats_of, wait_for, with_ssd
 
@@ -29,12 +36,34 @@ WINDOW = 6  # of its tokens the next one sees five, which lie in two blocks
 FULL = FullAttentionSpec(PAGE_BYTES)
 SLIDING = SlidingWindowSpec(PAGE_BYTES, WINDOW)
 CHUNKED = ChunkedLocalAttentionSpec(PAGE_BYTES, 3 * BLOCK)
+STATES = MambaSpec(PAGE_BYTES)
+# Mamba-2, whose backend can keep a state within a step's tokens.
+MAMBA_2 = MambaSpec(
+    PAGE_BYTES,
+    shapes=((64, 3), (8, 16, 16)),
+    dtypes=("float16", "float16"),
+    mamba_type="MAMBA2",
+    num_prefill_checkpoint_blocks=1,
+    prefill_checkpoint_alignment=1,
+)
 MODELS = {
     "full": [FULL],
     "windowed": [SLIDING],
     "full and windowed": [FULL, SLIDING],
     "two windows first": [SLIDING, SlidingWindowSpec(PAGE_BYTES, 11), FULL],
     "full and chunked": [FULL, CHUNKED],
+    "sinks": [SinkFullAttentionSpec(PAGE_BYTES)],
+    "states and full": [STATES, FULL],
+    "states alone": [STATES],
+    "full and three of Mamba-2": [FULL, MAMBA_2, MAMBA_2, MAMBA_2],
+    "states and windows": [STATES, SLIDING, FULL],
+    "windows of half a block": [FULL, SlidingWindowSpec(PAGE_BYTES, WINDOW, BLOCK // 2)],
+    "halves first": [FullAttentionSpec(PAGE_BYTES, BLOCK // 2), SLIDING],
+    "halves, quarters and states": [
+        FullAttentionSpec(PAGE_BYTES, BLOCK // 2),
+        SlidingWindowSpec(PAGE_BYTES, 3, 1),
+        STATES,
+    ],
 }
 
 
@@ -45,8 +74,13 @@ def num_ranks(request: pytest.FixtureRequest) -> int:
 
 def make(host: ConnectorHost, specs: list[Any], num_ranks: int = 1, **more: Any) -> Vllm:
     settings = more.pop("settings", SLAB)
-    num_blocks = more.pop("num_blocks", 1 + 11 * len(specs))
+    num_blocks = more.pop("num_blocks", 1 + sum(blocks_for(spec, 11) for spec in specs))
     return Vllm(host, settings, num_blocks, specs=specs, num_ranks=num_ranks, **more)
+
+
+def blocks_for(spec: Any, num_blocks: int) -> int:
+    """As many tokens of this group as in so many blocks; of states a request has two."""
+    return 4 if isinstance(spec, MambaSpec) else num_blocks * BLOCK // spec.block_size
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -133,7 +167,7 @@ def test_many_requests_at_once_and_few_blocks(newest: ConnectorHost, model: str)
     """They load, compute, evict and put each other off."""
     specs = MODELS[model]
     numbers = random.Random(model)
-    vllm = make(newest, specs, 2, num_blocks=1 + 14 * len(specs))
+    vllm = make(newest, specs, 2, num_blocks=1 + sum(blocks_for(spec, 14) for spec in specs))
     requests = []
     for i in range(30):
         tokens = prompt(numbers.randrange(5), 9 + 4 * numbers.randrange(4))
@@ -212,27 +246,34 @@ def test_groups_that_share_no_layout_are_refused() -> None:
 # What is refused
 
 
-class MambaSpec(FullAttentionSpec):
-    """A kind that is not known."""
+class CircularBufferSpec(FullAttentionSpec):
+    """A kind that no hit can restore."""
 
 
-def test_kinds_of_groups_that_are_refused(newest: ConnectorHost) -> None:
-    states = kv_cache_config(8, specs=[FULL, MambaSpec(PAGE_BYTES)])
-    with pytest.raises(ConfigError, match=r"group 1 \(group1.layer0, .*is a MambaSpec"):
-        open_one(newest, states)
-    small = SlidingWindowSpec(PAGE_BYTES, WINDOW)
-    small.block_size = 2
-    with pytest.raises(ConfigError, match=r"blocks of 2, 4 tokens"):
-        open_one(newest, kv_cache_config(8, specs=[FULL, small]))
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (CircularBufferSpec(PAGE_BYTES), r"group 1 \(group1.layer0, .*is a CircularBufferSpec"),
+        (MambaSpec(PAGE_BYTES, mamba_cache_mode="none"), r"in mode none.*--mamba-cache-mode align"),
+        (MambaSpec(PAGE_BYTES, num_speculative_blocks=2), r"2 blocks for proposed.*vllm#47194"),
+    ],
+    ids=["circular", "no states kept", "speculation"],
+)
+def test_kinds_of_groups_that_are_refused(newest: ConnectorHost, spec: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_one(newest, kv_cache_config(8, specs=[FULL, spec]))
+
+
+def test_groups_that_vllm_does_not_transfer_are_refused(newest: ConnectorHost) -> None:
     kept = kv_cache_config(8, specs=[FULL, SLIDING])
     kept.kv_cache_groups[1].enable_kv_transfer = False
     with pytest.raises(ConfigError, match="cache group 1"):
         open_one(newest, kept)
 
 
-@pytest.mark.parametrize("spec", [SLIDING, CHUNKED], ids=["window", "chunk"])
+@pytest.mark.parametrize("spec", [SLIDING, CHUNKED, STATES], ids=["window", "chunk", "state"])
 def test_what_a_hit_needs_is_what_vllm_keeps(spec: Any) -> None:
-    parts = parts_of_groups(kv_cache_config(8, specs=[FULL, spec]), 1)
+    parts = Columns(kv_cache_config(8, specs=[FULL, spec])).parts(1)
     for first in range(6):
         for length in range(1, 30):
             places = parts.needed(first, length)

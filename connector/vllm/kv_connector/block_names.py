@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of vLLM's blocks, as the tiers know them: the hash at the end of a position, and the
+column of the block.
+
+vLLM names a block by the hash at its own end. Where every block is a position by itself and has one
+hash, that is the same name. Where groups have blocks of unlike sizes, or vLLM hashes in smaller
+steps than blocks, a block gets its name here when the position that it lies in is whole: vLLM names
+blocks in steps of positions, and what it names beyond them waits for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ....tiers.settings.values import ConfigError
+from ..identity import GROUP_BYTES
+from .groups import Columns
+
+
+class NamedBlock(NamedTuple):
+    """A block with its name: hash and column, as vLLM's key has hash and cache group."""
+
+    block_id: int
+    host_key: bytes
+
+
+class _Names(NamedTuple):
+    """vLLM's name of a block when ours was made, and ours."""
+
+    of_host: bytes
+    ours: bytes
+
+
+class BlockNames:
+    """Names the blocks of one pool whose groups have these `columns`."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+        self._hashes_per_position = 1
+        # Empty where vLLM's names are ours.
+        self._made: dict[int, _Names] = {}
+        self._is_made_here = len(columns.all) > columns.num_groups
+
+    def bind_hash_tokens(self, hash_tokens: int) -> None:
+        """vLLM makes a hash of so many tokens. Raises ConfigError where no hash ends with a
+        position."""
+        tokens = self._columns.position_tokens
+        if tokens % hash_tokens:
+            raise ConfigError(
+                f"vLLM names every {hash_tokens} tokens, and its blocks end every {tokens}; "
+                "StrataConnector needs a name there: leave --prefix-match-unit out"
+            )
+        self._hashes_per_position = tokens // hash_tokens
+        self._is_made_here |= self._hashes_per_position > 1
+
+    def hashes_of(self, request: Any) -> Sequence[bytes]:
+        """The hash at the end of each whole position of one of vLLM's requests."""
+        hashes: Sequence[bytes] = request.block_hashes
+        step = self._hashes_per_position
+        return hashes if step == 1 else hashes[step - 1 :: step]
+
+    def name_of(self, block: Any) -> bytes | None:
+        """The name of one of vLLM's blocks; None where it has none."""
+        host_name: bytes | None = block.block_hash
+        if not self._is_made_here or host_name is None:
+            return host_name
+        made = self._made.get(block.block_id)
+        return made.ours if made is not None and made.of_host == host_name else None
+
+    def name_blocks(
+        self, request: Any, blocks: Sequence[Any], num_named: int, num_full: int, group: int
+    ) -> tuple[int, list[NamedBlock]]:
+        """vLLM has named `blocks[num_named:num_full]` of a group. The first position that these or
+        blocks before them make whole, and its blocks and all behind it that have names now."""
+        step = self._columns.blocks_per_position(group)
+        start = num_named // step * step
+        end = num_full // step * step
+        if self._is_made_here:
+            self._make_names(request, blocks[:end], start, group)
+        pairs = ((each.block_id, self.name_of(each)) for each in blocks[start:end])
+        return start // step, [NamedBlock(i, name) for i, name in pairs if name is not None]
+
+    def _make_names(self, request: Any, blocks: Sequence[Any], start: int, group: int) -> None:
+        hashes = self.hashes_of(request)
+        step = self._columns.blocks_per_position(group)
+        for index in range(start, min(len(blocks), len(hashes) * step)):
+            block = blocks[index]
+            if block.block_hash is not None:
+                column = self._columns.number_of(group, index)
+                name = hashes[index // step] + column.to_bytes(GROUP_BYTES, "big")
+                self._made[block.block_id] = _Names(block.block_hash, name)
