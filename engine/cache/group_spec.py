@@ -208,7 +208,7 @@ def plan_groups(
     num_attending = sum(not kind.is_state for kind in attention)
     if num_attending != layout.num_layers:
         raise ConfigError(
-            f"{layout.num_layers} layers with K and V need as many kinds of attention, and "
+            f"a model of {layout.num_layers} layers needs as many kinds of attention, and "
             f"{num_attending} were given"
         )
     kinds: dict[LayerAttention, list[int]] = {}

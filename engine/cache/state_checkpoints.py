@@ -28,7 +28,9 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from ...connector.page_names import group_suffix
+from ...connector.messages import EvictedBlock
+from ...connector.page_names import group_of, group_suffix
+from ...tiers.block import DIGEST_BYTES
 from ..request.request import Request
 from .block_pool import BlockPool
 from .kv_block import KVCacheBlock
@@ -74,6 +76,8 @@ class StateCheckpoints:
         # By request, until the step that it starts in is made.
         self._hits: dict[str, list[KVCacheBlock]] = {}
         self._loads: dict[str, list[KVCacheBlock]] = {}  # held
+        # The checkpoint of each request that a later one will want: the last that it made or read.
+        self._newest: dict[str, bytes] = {}
         # Of tokens that are not known yet, by request: held, and named when they are.
         self._unnamed: dict[str, tuple[int, list[KVCacheBlock]]] = {}
         self.num_saved = 0
@@ -101,6 +105,7 @@ class StateCheckpoints:
 
     def note_hit(self, request_id: str, digest: bytes) -> None:
         """A request starts behind this checkpoint, which there is."""
+        self._newest[request_id] = digest
         self._hits[request_id] = [self._pool.named(digest + suffix) for suffix in self._suffixes]
 
     def drop_hit(self, request_id: str) -> None:
@@ -129,12 +134,7 @@ class StateCheckpoints:
         if held is not None:
             self._pool.free_blocks(held)
             return [block.block_id for block in held]
-        hit = self._hits.pop(request_id, [])
-        # Read as if they were held: they are the last to be reused.
-        still = [block for block in hit if block.ref_cnt == 0 and block.block_hash is not None]
-        self._pool.touch(still)
-        self._pool.free_blocks(still)
-        return [block.block_id for block in hit]
+        return [block.block_id for block in self._hits.pop(request_id, [])]
 
     def positions(self, request: Request, computed: int, end: int) -> list[int]:
         """Where checkpoints are to be made of a request whose tokens `computed` to `end` a step
@@ -216,8 +216,32 @@ class StateCheckpoints:
         """One name of each checkpoint, without which there is none."""
         return [digest + self._suffixes[0] for digest in digests]
 
+    def offer_beside(self, evicted: Iterable[EvictedBlock]) -> None:
+        """Have checkpoints stored that the pool still has, whole or in part, where the block in
+        front of them or a piece of them is evicted: a tier is of use only with all of it."""
+        first, has = self._suffixes[0], self._pool.has
+        digests = {}
+        for block in evicted:
+            digest = block.key[:DIGEST_BYTES]
+            if group_of(block.key) in self._groups or has(digest + first):
+                digests[digest] = None
+        for digest in digests:
+            keys = [key for key in self.keys(digest) if has(key)]
+            self._pool.offer([self._pool.named(key) for key in keys])
+
     def free(self, request_id: str) -> None:
-        """A request holds nothing any more, and starts nowhere."""
+        """A request holds nothing any more, and starts nowhere. Its blocks are about to be free,
+        and its checkpoint is reused with them, not before."""
+        self._drop_hold(request_id)
+        digest = self._newest.pop(request_id, None)
+        if digest is not None:
+            keys = self.keys(digest)
+            blocks = [self._pool.named(key) for key in keys if self._pool.has(key)]
+            free = [block for block in blocks if block.ref_cnt == 0]
+            self._pool.touch(free)
+            self._pool.free_blocks(free)
+
+    def _drop_hold(self, request_id: str) -> None:
         self._hits.pop(request_id, None)
         self._drop_unnamed(request_id)
         held = self._loads.pop(request_id, None)
@@ -243,6 +267,7 @@ class StateCheckpoints:
         digest = self._digest(request, position)
         if digest is None:
             return False
+        self._newest[request.request_id] = digest
         index, rest = divmod(position, self._block_size)
         observer = self._pool.observer
         for group_id, block in zip(self._groups, blocks, strict=True):

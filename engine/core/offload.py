@@ -31,6 +31,7 @@ Progress = Callable[[str], None]
 
 _PROGRESS_STEPS = 10
 NONE = "none"
+FP8 = "fp8"  # a codec that rounds
 # Of a secret: two that differ are told apart in 255 of 256 cases, and no guess can be confirmed.
 _CHECK_BYTES = 1
 
@@ -60,6 +61,11 @@ def open_tiers(
     worker side where that lives in another process. Raises ConfigError, and nothing stays open
     then. `progress` hears what this is busy with; `prefill` is what computing costs; `parts` says
     how the cache groups attend, whose pages have this layout."""
+    if parts is not None and parts.num_state_keys and offload.ssd.codec == FP8:
+        raise ConfigError(
+            f"--kv-offload-ssd-codec {FP8} rounds K and V, and would spoil the states that layers "
+            "of this model carry, whose bytes are no such numbers; take lossless, or none"
+        )
     progress(f"preparing the tiers: {describe_tiers(offload)}")
     if (drill := offload.drill) is not None:
         logger.warning(

@@ -325,7 +325,10 @@ class Scheduler:
                 if self.speculation.looks_ahead:
                     self._running.add_room(step)
         step.save_states()
-        meta = self._exchange.build_meta(pool.take_evicted())
+        evicted = pool.take_evicted()
+        if evicted and self.manager.states is not None and self.connector.has_tiers:
+            self.manager.states.offer_beside(evicted)
+        meta = self._exchange.build_meta(evicted)
         output = step.build_output(
             states.finished_ids, states.preempted_ids, meta, self._last_failed_id
         )

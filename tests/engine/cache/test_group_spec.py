@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from stratakv.engine.cache.group_spec import CacheGroups, plan_groups
-from stratakv.engine.models.layer_attention import (
-    AttentionKind,
-    LayerAttention,
-    chunk,
-    full,
-    window,
+from stratakv.engine.cache.group_spec import (
+    NO_PLACE,
+    CacheGroups,
+    LayerPlace,
+    StateBytes,
+    plan_groups,
 )
+from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, state, window
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.settings.values import ConfigError
 
@@ -152,11 +152,6 @@ def test_a_plan_is_named_by_its_draft_model_too() -> None:
             2,
             r"2 cache groups .* full attention in layers 0, 3, sliding window of 8 in layers 1-2",
         ),
-        (
-            [full(), LayerAttention(AttentionKind.STATE)] * 2,
-            1,
-            r"layers 1, 3 carry a state, .* cannot be as large",
-        ),
     ],
 )
 def test_plans_that_cannot_be(attention: list[LayerAttention], num_groups: int, words: str) -> None:
@@ -174,3 +169,59 @@ def test_windows_without_tokens(size: int) -> None:
     for make in (window, chunk):
         with pytest.raises(ValueError, match=f"takes at least 1 token, not {size}"):
             make(size)
+
+
+STATES = StateBytes(5000, "conv 2 x 3")
+
+
+def test_layers_with_states_are_in_no_group() -> None:
+    """Of six layers two attend: their pages have 2 x 1024 bytes, so states of 5000 have three
+    pieces, which are named behind the group."""
+    layout = BlockLayout(2, 16, 2, 4, "float32")
+    assert layout.page_bytes == 2048
+    attention = [state(), state(), full(), state(), full(), state()]
+    groups = plan_groups(layout, 1, attention, states=STATES)
+    [group] = groups.groups
+    assert (group.layers, group.attention) == ((2, 4), full())
+    assert groups.layout == layout
+    assert groups.state is not None
+    assert (groups.state.num_pages, groups.state.first_group) == (3, 1)
+    assert groups.places() == [
+        NO_PLACE, NO_PLACE, LayerPlace(0, 0), NO_PLACE, LayerPlace(0, 1), NO_PLACE
+    ]  # fmt: skip
+    # A request may load a checkpoint beside its blocks.
+    assert groups.most_pages(40, 16) == 3 + 3
+    assert groups.num_pages(10) == 10
+
+
+def test_states_beside_windows_and_a_draft_model() -> None:
+    layout = BlockLayout(3, 16, 2, 4, "float32")
+    groups = plan_groups(layout, 1, [full(), state(), window(8), window(8)], states=STATES)
+    assert groups.state is not None
+    assert groups.state.first_group == len(groups) == 3
+    draft = plan_groups(
+        BlockLayout(1, 16, 2, 4, "float32"), 1, [full(), state()], BlockLayout(2, 16, 2, 4, "float32"),
+        STATES,
+    )  # fmt: skip
+    assert draft.draft is not None
+    assert draft.state is not None
+    assert draft.layout.num_layers == 3
+    assert draft.state.num_pages == 2
+
+
+def test_states_of_another_plan_have_other_names() -> None:
+    layout = BlockLayout(1, 16, 2, 4, "float32")
+    names = {
+        plan_groups(layout, 1, attention, states=states).bound(FINGERPRINT)
+        for attention, states in (
+            ([full(), state()], STATES),
+            ([full(), state()], StateBytes(5000, "conv 3 x 2")),
+            ([full(), state()], StateBytes(6000, "conv 2 x 3")),
+        )
+    }
+    assert len(names) == 3
+    assert FINGERPRINT not in names
+    with pytest.raises(ValueError, match="states belong to layers that carry one"):
+        plan_groups(layout, 1, [full()], states=STATES)
+    with pytest.raises(ValueError, match="states belong to layers that carry one"):
+        plan_groups(layout, 1, [full(), state()])

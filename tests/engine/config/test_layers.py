@@ -39,6 +39,7 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
     "kv_cache_dtype": (("fp8", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("auto", "auto")),
     "enable_prefix_caching": (("true", True), ("no", False), ("ON", True)),
     "block_hash": (("sha256", "sha256"), ("sha256_cbor", "sha256_cbor"), ("sha256", "sha256")),
+    "state_checkpoint_interval": (("64", 64), ("0", 0), ("1024", 1024)),
     "max_num_batched_tokens": (("64", 64), ("32", 32), ("16", 16)),
     "max_num_seqs": (("64", 64), ("32", 32), ("16", 16)),
     "long_prefill_token_threshold": (("64", 64), ("32", 32), ("16", 16)),
