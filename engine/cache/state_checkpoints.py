@@ -161,9 +161,7 @@ class StateCheckpoints:
             return num_tokens, len(within)
         return within[num_spare] - computed, num_spare
 
-    def save(
-        self, request: Request, computed: int, end: int, num_spare: int
-    ) -> list[StateSave]:
+    def save(self, request: Request, computed: int, end: int, num_spare: int) -> list[StateSave]:
         """The checkpoints that the step being made, which has all its blocks, makes of a request;
         fewer where the pool has no room for them, and at most `num_spare` in front of the end."""
         saves: list[StateSave] = []

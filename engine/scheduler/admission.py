@@ -359,9 +359,7 @@ class Admission:
             self._commit_reserved()
         return None
 
-    def _may_reserve(
-        self, request: Request, hits: GroupBlocks | None, num_more: int = 0
-    ) -> bool:
+    def _may_reserve(self, request: Request, hits: GroupBlocks | None, num_more: int = 0) -> bool:
         reservations = self._reservations
         return reservations is None or reservations.has_room_for(request, hits, num_more)
 

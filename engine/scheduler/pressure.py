@@ -95,8 +95,8 @@ class Reservations:
 
     def has_room_for(self, request: Request, hits: GroupBlocks | None, num_more: int = 0) -> bool:
         """Whether a request that waits may have blocks; `hits` are those it has found. It or their
-        holder takes `num_more`: copies of some, or pages for the states of a load. A request that holds blocks has its reservation, and
-        the only one has room."""
+        holder takes `num_more`: copies of some, or pages for the states of a load. A request that
+        holds blocks has its reservation, and the only one has room."""
         states = self._states
         if request.num_computed_tokens > 0:
             return True

@@ -199,10 +199,8 @@ def test_states_beside_windows_and_a_draft_model() -> None:
     groups = plan_groups(layout, 1, [full(), state(), window(8), window(8)], states=STATES)
     assert groups.state is not None
     assert groups.state.first_group == len(groups) == 3
-    draft = plan_groups(
-        BlockLayout(1, 16, 2, 4, "float32"), 1, [full(), state()], BlockLayout(2, 16, 2, 4, "float32"),
-        STATES,
-    )  # fmt: skip
+    one, two = (BlockLayout(count, 16, 2, 4, "float32") for count in (1, 2))
+    draft = plan_groups(one, 1, [full(), state()], two, STATES)
     assert draft.draft is not None
     assert draft.state is not None
     assert draft.layout.num_layers == 3

@@ -287,9 +287,7 @@ def check_life(
     num_state_pages = rng.choice([0, 0, 1, 3])
     engine = make_engine(
         # A third more than one request may hold: it has 44 tokens at most.
-        1
-        + 4 * sum(kind.most_blocks(44, SIZE, 16) for kind in attention) // 3
-        + num_state_pages,
+        1 + 4 * sum(kind.most_blocks(44, SIZE, 16) for kind in attention) // 3 + num_state_pages,
         tiers=tiers,
         attention=attention,
         max_steps_in_flight=DEPTH,
