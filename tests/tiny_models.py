@@ -83,6 +83,13 @@ def make_model(
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **(BASE | changes))
     model = AutoModelForCausalLM.from_config(config)
+    draw_weights(model, model_type)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return directory
+
+
+def draw_weights(model: PreTrainedModel, model_type: str) -> None:
+    """Make the weights of a new model large, and its norms different from each other."""
     # A Gemma multiplies its embeddings, and adds to them what norms have bounded.
     is_gemma = model_type in ("gemma2", "gemma3_text")
     with torch.no_grad():
@@ -98,8 +105,6 @@ def make_model(
                 # Norms, which start as ones, or as zeros where one is added.
                 is_centred = model_type in CENTRED and "linear_attn" not in name
                 parameter.normal_(0.0 if is_centred else 1.0, 0.1)
-    model.save_pretrained(directory, max_shard_size=max_shard_size)
-    return directory
 
 
 @lru_cache(maxsize=4)

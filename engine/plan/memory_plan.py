@@ -22,6 +22,7 @@ from ...tiers.settings.sizes import rough_size
 from ...tiers.settings.values import MIB, ConfigError
 from ..cache.group_spec import CacheGroups
 from ..config.engine_config import SchedulerConfig
+from ..models.checkpoint.tensor_shapes import EXPERTS_DOWN, EXPERTS_GATE_UP
 from ..models.model_spec import ModelSpec
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -214,10 +215,10 @@ def prefill_of(shapes: Shapes, spec: ModelSpec, operations_per_second: float) ->
         if not name.startswith(_LAYER_PREFIX) or len(shape) < 2:
             continue
         share = 1.0
-        if len(shape) > 2 and spec.experts is not None:
+        if name.endswith((EXPERTS_GATE_UP, EXPERTS_DOWN)) and spec.experts is not None:
             share = spec.experts.num_per_token / spec.experts.num_experts
         matrices += share * math.prod(shape)
-    attention = 2.0 * spec.num_layers * spec.num_heads * spec.head_dim
+    attention = 2.0 * spec.num_kv_layers * spec.num_heads * spec.head_dim
     return Prefill(2.0 * matrices / operations_per_second, attention / operations_per_second)
 
 

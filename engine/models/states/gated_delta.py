@@ -60,7 +60,8 @@ class GatedDelta:
             self._decay * F.softplus(time.to(wide) + self._dt_bias),
             beta.to(wide).sigmoid(),
         )
-        out = run_recurrence(self._rule, rows, plan, own.recurrent)
+        shape = (state.num_heads, state.head_dim)
+        out = run_recurrence(self._rule, rows, plan, own.recurrent, shape)
         out = F.rms_norm(out, out.shape[-1:], self._norm, self._eps).flatten(1)
         return (out * F.silu(gate.to(wide))).to(normed.dtype)
 

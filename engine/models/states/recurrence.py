@@ -26,11 +26,15 @@ class Recurrence(Protocol):
 
 
 def run_recurrence(
-    recurrence: Recurrence, rows: Sequence[Tensor], plan: StatePlan, states: Tensor
+    recurrence: Recurrence,
+    rows: Sequence[Tensor],
+    plan: StatePlan,
+    states: Tensor,
+    shape: tuple[int, int],
 ) -> Tensor:
-    """The outputs `[rows, heads, head_dim]` of all rows of a step; rows of no sequence are zeros.
-    States are read from `states` `[slots, *shape]` and written there as the plan says."""
-    out: Tensor | None = None
+    """The outputs `[rows, *shape]` of all rows of a step; rows of no sequence are zeros. States are
+    read from `states` `[slots, *state]` and written there as the plan says."""
+    out = states.new_zeros((plan.num_rows, *shape))
     for batch in plan.batches:
         state = states[batch.sources]
         if batch.fresh is not None:
@@ -40,7 +44,6 @@ def run_recurrence(
         states[batch.slots] = state
         if batch.rows is None:
             return found
-        out = _zeros(found, plan) if out is None else out
         out[batch.rows] = found
     for sequence in plan.long:
         if sequence.source is None:
@@ -49,12 +52,9 @@ def run_recurrence(
             state = states[sequence.source]
         for piece in sequence.pieces:
             own = slice(piece.start, piece.end)
-            found, state = recurrence.scan_rows(state, [each[own] for each in rows])
+            out[own], state = recurrence.scan_rows(state, [each[own] for each in rows])
             if piece.slot is not None:
                 states[piece.slot] = state
-            out = _zeros(found, plan) if out is None else out
-            out[own] = found
-    assert out is not None, "a step has a sequence"
     return out
 
 
@@ -62,7 +62,3 @@ def split_chunks(rows: Tensor, length: int) -> Tensor:
     """`[heads, chunks, length, size]` of `[rows, heads, size]`, with zeros behind the last row."""
     padded = F.pad(rows, (0, 0, 0, 0, 0, -len(rows) % length))
     return padded.reshape(-1, length, *rows.shape[1:]).permute(2, 0, 1, 3)
-
-
-def _zeros(found: Tensor, plan: StatePlan) -> Tensor:
-    return found.new_zeros((plan.num_rows, *found.shape[1:]))

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stratakv.engine.models.decoder import AuxStates, Decoder
+from stratakv.engine.models.decoder import PLAIN, AuxStates, Decoder
+from stratakv.engine.models.layers import Elementwise
 from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.engine.models.states.running_states import RunningStates
 from stratakv.engine.models.states.state_plan import StatePlan, StateSequence, StateStep
@@ -82,9 +83,18 @@ class GrowingAttention:
 class StateDriver:
     """A decoder, its states, and steps over any mixture of sequences."""
 
-    def __init__(self, path: Path, dtype: torch.dtype = torch.float64) -> None:
-        self.spec = load_model_spec(path)
-        self.decoder = Decoder.load(path, self.spec, 512, dtype)
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype = torch.float64,
+        elementwise: Elementwise = PLAIN,
+        *,
+        is_random: bool = False,
+    ) -> None:
+        self.path, self.spec = path, load_model_spec(path)
+        self.decoder = Decoder.load(
+            path, self.spec, 512, dtype, CPU, elementwise, is_random=is_random
+        )
         assert self.spec.state is not None
         self.running = RunningStates(self.spec.state, NUM_SLOTS, dtype, CPU)
         # Slots hold what other requests have left; not a number is what shows most.

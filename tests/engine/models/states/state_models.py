@@ -139,7 +139,7 @@ def exact_logits(directory: Path, token_ids: list[int]) -> Tensor:
     """transformers' logits `[tokens, vocab]` of one pass over a whole sequence."""
     model = load_reference(directory)
     module = sys.modules[type(model).__module__]
-    rotary = getattr(model.model, "rotary_emb", None)
+    rotary = getattr(getattr(model.model, "language_model", model.model), "rotary_emb", None)
     if rotary is not None and not hasattr(rotary, "of_class"):
         rotary.of_class = rotary.forward
 

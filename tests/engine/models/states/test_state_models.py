@@ -7,14 +7,17 @@ where its state lies, or on what lay there before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from stratakv.engine.models.decoder import AuxStates
+from stratakv.engine.models.layers import Elementwise, norm
+from stratakv.engine.models.rope import rotate
+from tests.tiny_models import reference_logits
 
-from .state_driver import NUM_SLOTS, Part, Request, StateDriver
+from .state_driver import NUM_SLOTS, GrowingAttention, Part, Request, StateDriver
 from .state_models import STATE_MODELS, exact_logits, make_state_model, random_tokens
 
 # Longer than two chunks of a recurrence and a half.
@@ -23,12 +26,8 @@ EXACT, CLOSE = 1e-9, 1e-11
 
 
 @pytest.fixture(scope="module", params=STATE_MODELS)
-def driver(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[StateDriver]:
-    driver = StateDriver(path := make_state_model(tmp_path_factory.mktemp("model"), request.param))
-    driver.path = path
-    return driver
+def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StateDriver:
+    return StateDriver(make_state_model(tmp_path_factory.mktemp("model"), request.param))
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -188,6 +187,55 @@ def test_rows_without_a_save_leave_no_state(driver):
     found = driver.step([Part(Request(0), tokens, [])])
     assert torch.equal(driver.running.raw, before)
     assert distance(found, driver.step([Part(Request(0), tokens)])) < CLOSE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_logits_in_smaller_types(driver, dtype):
+    """They are as near to the exact ones as those of transformers in that type are: of a prompt in
+    two parts and a decode."""
+    tokens, smaller, request = random_tokens(12, 90), StateDriver(driver.path, dtype), Request(0)
+    parts = [tokens[:50], tokens[50:89], tokens[89:]]
+    found = torch.cat([smaller.step([Part(request, part)]) for part in parts])
+    exact = exact_logits(driver.path, tokens)
+    error = (found - exact).abs().mean()
+    assert error < 1.5 * (reference_logits(driver.path, tokens, dtype) - exact).abs().mean()
+    assert error < (1e-5 if dtype is torch.float32 else 0.1) * exact.abs().max()
+
+
+class RotatingAttention(GrowingAttention):
+    """An attention that norms and rotates by itself, as kernels do."""
+
+    def of_qkv(self, qkv, rotary, layer, plan):
+        positions, cos, sin, norms, eps = rotary
+        kv_heads = (qkv.shape[1] - self.num_heads) // 2
+        turning = qkv.shape[1] - kv_heads
+        turned = qkv[:, :turning]
+        if norms is not None:
+            turned = norm(turned, norms, eps)
+        turned = rotate(turned, cos[positions][:, None], sin[positions][:, None])
+        q, k = turned[:, : self.num_heads], turned[:, self.num_heads :]
+        return self(q, k, qkv[:, turning:], layer, plan)
+
+
+def test_kernels_have_the_same_numbers(driver):
+    """Functions in the place of kernels: layers then add in place, and attention rotates."""
+    kernels = replace(Elementwise(), is_kernels=True)
+    other = StateDriver(driver.path, torch.float64, kernels)
+    other.attention = RotatingAttention(driver.spec.attention_scale)
+    other.attention.num_heads = driver.spec.num_heads
+    prompt, drafts = random_tokens(13, 20), random_tokens(14, 3)
+    found, aux = [], [AuxStates([0, 2, 4]) for _ in range(2)]
+    for number, each in enumerate((driver, other)):
+        request = Request(0)
+        each.step([Part(request, prompt)])
+        saves = [(1, 1), (2, 2), (3, 3)]
+        wanted = torch.tensor([2, 0])
+        found.append(each.step([Part(request, drafts, saves)], wanted, aux[number]))
+    assert distance(found[1], found[0]) < CLOSE
+    for layer in (0, 2, 4):
+        assert distance(aux[1].found[layer], aux[0].found[layer]) < CLOSE
+    for slot in range(4):
+        assert_same_state(driver, slot, other.state(slot))
 
 
 def test_layers_with_a_state_are_not_the_librarys(driver):

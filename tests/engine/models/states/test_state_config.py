@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What config.json says of layers with a state: its spellings, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratakv.engine.models.checkpoint.fingerprint import fingerprint
+from stratakv.engine.models.model_spec import ModelSpec
+from stratakv.engine.models.spec.spec_parser import load_model_spec
+from stratakv.tiers.settings.values import ConfigError
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 64,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 8,
+}
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+def spec_of(directory: Path, model_type: str, **config: Any) -> ModelSpec:
+    given = {"model_type": model_type} | SHAPE | config
+    text = json.dumps({name: value for name, value in given.items() if value is not None})
+    (directory / "config.json").write_text(text)
+    return load_model_spec(directory)
+
+
+def layers_of(directory: Path, model_type: str, **config: Any) -> tuple[int, ...]:
+    spec = spec_of(directory, model_type, **config)
+    return () if spec.state is None else spec.state.layers
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "layers"),
+    [
+        ("lfm2", {"layer_types": ["conv", FULL]}, (0,)),
+        ("lfm2", {"full_attn_idxs": [0]}, (1,)),
+        ("lfm2", {}, ()),
+        ("qwen3_next", {"num_hidden_layers": 5}, (0, 1, 2, 4)),
+        ("qwen3_next", {"full_attention_interval": 2}, (0,)),
+        ("qwen3_5_text", {"layer_types": [FULL, LINEAR], "full_attention_interval": 2}, (1,)),
+        ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}, (0,)),
+        ("granitemoehybrid", {"layers_block_type": ["attention", "mamba"]}, (1,)),
+        ("granitemoehybrid", {"layer_types": [FULL, LINEAR]}, (1,)),
+        ("bamba", {"attn_layer_indices": [1]}, (0,)),
+    ],
+)
+def test_layers_with_a_state(model_type, config, layers, tmp_path):
+    assert layers_of(tmp_path, model_type, **config) == layers
+
+
+def test_both_spellings_make_one_specification(tmp_path):
+    old = spec_of(tmp_path, "granitemoehybrid", layer_types=["mamba", "attention"])
+    new = spec_of(tmp_path, "granitemoehybrid", layer_types=[LINEAR, FULL])
+    assert old == new
+
+
+def test_the_older_keys_of_lfm2(tmp_path):
+    mixed = {"layer_types": ["conv", FULL]}
+    spec = spec_of(tmp_path, "lfm2", **mixed, block_ff_dim=12288, tie_embedding=False)
+    assert (spec.intermediate_size, spec.tied_embeddings) == (8192, False)
+    spec = spec_of(tmp_path, "lfm2", **mixed, block_ffn_dim_multiplier=1.5, block_multiple_of=7)
+    assert spec.intermediate_size == 28, "int(1.5 * int(2 / 3 * 24)) is 24, up to a multiple of 7"
+
+
+def test_layers_of_granite_have_positions_only_where_it_says_so(tmp_path):
+    mixed = {"layer_types": ["mamba", "attention"]}
+    assert spec_of(tmp_path, "granitemoehybrid", **mixed).still_layers == (0, 1)
+    named = spec_of(tmp_path, "granitemoehybrid", **mixed, position_embedding_type="nope")
+    assert named.still_layers == (0, 1)
+    named = spec_of(tmp_path, "granitemoehybrid", **mixed, position_embedding_type="rope")
+    assert named.still_layers is None
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (None, None),
+        ([0.0, {"__float__": "Infinity"}], None),
+        ([0, float("inf")], None),
+        ([0.001, 0.1], (0.001, 0.1)),
+    ],
+)
+def test_bounds_of_time_steps(given, kept, tmp_path):
+    spec = spec_of(tmp_path, "bamba", attn_layer_indices=[1], time_step_limit=given)
+    assert spec.state is not None and spec.state.time_steps == kept
+
+
+def test_the_fingerprint_separates_states(tmp_path):
+    mixed = {"layer_types": [LINEAR, FULL]}
+    specs = [
+        spec_of(tmp_path, name, **mixed | changes)
+        for name in ("qwen3_next", "qwen3_5_moe_text")
+        for changes in ({}, {"linear_num_value_heads": 16}, {"linear_conv_kernel_dim": 3})
+    ]
+    specs.append(spec_of(tmp_path, "qwen3_next", layer_types=[FULL, LINEAR]))
+    specs += [
+        spec_of(tmp_path, "bamba", attn_layer_indices=[1], **changes)
+        for changes in ({}, {"time_step_limit": [0.0, 0.1]}, {"mamba_conv_bias": False})
+    ]
+    assert len({fingerprint(tmp_path, each, random_for="cpu") for each in specs}) == len(specs)
+
+
+QWEN = {"layer_types": [LINEAR, FULL]}
+GRANITE = {"layer_types": ["mamba", "attention"]}
+BAMBA = {"attn_layer_indices": [1]}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "words"),
+    [
+        # Layers.
+        ("lfm2", {"layer_types": ["conv", "conv"]}, "layer_types must be full_attention for at l"),
+        ("lfm2", {"layer_types": ["conv", "mamba"]}, "layer_types must be a list of conv or full"),
+        ("lfm2", {"layer_types": ["conv"]}, "for each of the 2 layers"),
+        ("lfm2", {"full_attn_idxs": [2]}, "full_attn_idxs must be a list of layers below 2"),
+        ("lfm2", {"full_attn_idxs": []}, "layer_types must be full_attention for at least one"),
+        ("qwen3_next", {}, "layer_types must be full_attention for at least one of the layers"),
+        ("qwen3_next", {"layer_types": [FULL, "sliding_attention"]}, "layer_types must be a list"),
+        ("qwen3_next", {"full_attention_interval": 0}, "full_attention_interval must be a whole"),
+        ("granitemoehybrid", {}, "layer_types must be attention or full_attention for at least"),
+        ("granitemoehybrid", {"layers_block_type": ["mamba", "conv"]}, "layers_block_type must be"),
+        ("bamba", {"attn_layer_indices": [True]}, "attn_layer_indices must be a list of layers"),
+        # Sizes.
+        ("lfm2", {"full_attn_idxs": [1], "conv_L_cache": 1}, "conv_L_cache must be a whole number"),
+        ("lfm2", {"full_attn_idxs": [1], "conv_dim": 32}, r"conv_dim must be hidden_size \(64\)"),
+        ("lfm2", {"full_attn_idxs": [1], "block_multiple_of": 0}, "block_multiple_of must be a wh"),
+        ("qwen3_next", QWEN | {"linear_num_value_heads": 24}, "linear_num_value_heads must be a m"),
+        ("qwen3_next", QWEN | {"linear_conv_kernel_dim": 65}, "linear_conv_kernel_dim must be a w"),
+        ("qwen3_5_text", QWEN | {"linear_key_head_dim": 0}, "linear_key_head_dim must be a whole"),
+        ("bamba", BAMBA | {"mamba_n_heads": 24}, r"mamba_n_heads must be a divisor of .*\(128\)"),
+        ("bamba", BAMBA | {"mamba_d_head": 8}, "mamba_d_head must be 16, which is mamba_expand"),
+        ("granitemoehybrid", GRANITE | {"mamba_n_groups": 3}, "mamba_n_groups must be a divisor"),
+        ("granitemoehybrid", GRANITE | {"mamba_d_state": "x"}, "mamba_d_state must be a whole"),
+        ("bamba", BAMBA | {"time_step_limit": [0.1]}, "time_step_limit must be a list of two num"),
+        ("bamba", BAMBA | {"time_step_limit": [0.2, 0.1]}, "time_step_limit must be two numbers f"),
+        ("bamba", BAMBA | {"time_step_limit": ["0", 1]}, "time_step_limit must be a list of two"),
+        # Keys that change numbers.
+        ("lfm2", {"full_attn_idxs": [1], "block_use_swiglu": False}, "block_use_swiglu must be Tr"),
+        ("lfm2", {"full_attn_idxs": [1], "use_pos_enc": False}, "use_pos_enc must be True"),
+        ("lfm2", {"full_attn_idxs": [1], "conv_bias": 1}, "conv_bias must be true or false"),
+        ("qwen3_5_text", QWEN | {"attn_output_gate": False}, "attn_output_gate must be True"),
+        ("llama", {"max_position_embeddings": 64, "attn_output_gate": True}, "attn_output_gate mu"),
+        ("qwen3_next", QWEN | {"sliding_window": 8}, "sliding_window must be absent"),
+        ("qwen3_next", QWEN | {"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+        ("qwen3_5_text", QWEN | {"num_experts": 4}, "num_experts must be absent or 0"),
+        ("granitemoehybrid", GRANITE | {"position_embedding_type": "alibi"}, "position_embedding"),
+        ("granitemoehybrid", GRANITE | {"normalization_function": "layernorm"}, "normalization_f"),
+        ("granitemoehybrid", GRANITE | {"num_local_experts": -1}, "num_local_experts must be a w"),
+        ("bamba", BAMBA | {"embedding_multiplier": 2.0}, "embedding_multiplier must be 1"),
+        ("qwen3_next", QWEN | {"quantization_config": {"bits": 4}}, "quantization_config must be"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_key(model_type, config, words, tmp_path):
+    with pytest.raises(ConfigError, match=words) as refusal:
+        spec_of(tmp_path, model_type, **config)
+    assert "config.json" in str(refusal.value) and "\n" not in str(refusal.value)

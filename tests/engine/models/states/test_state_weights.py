@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of layers with a state: their names in each family, faults in them, random ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from stratakv.engine.models.checkpoint.state_weights import StateWeights
+from stratakv.engine.models.checkpoint.weights import load_weights, random_weights
+from stratakv.engine.models.spec.spec_parser import load_model_spec
+from stratakv.tiers.settings.values import ConfigError
+from tests.tiny_models import BASE, draw_weights
+
+from .state_driver import Part, Request, StateDriver
+from .state_models import (
+    DELTA,
+    EXPERTS,
+    SMALL,
+    exact_logits,
+    make_state_model,
+    random_tokens,
+)
+
+SHARD = "model.safetensors"
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 16,
+}
+WHOLE = {
+    "qwen3_5": {"model_type": "qwen3_5_text"} | DELTA,
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text"} | DELTA | EXPERTS,
+}
+
+
+def make_whole(directory: Path, model_type: str) -> Path:
+    """A checkpoint of text and images, with the tensors of a head that drafts."""
+    text = BASE | SMALL | WHOLE[model_type]
+    text["rope_parameters"] = text["rope_parameters"] | {
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    }
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(model_type, text_config=text, vision_config=VISION)
+    model = AutoModelForImageTextToText.from_config(config)
+    draw_weights(model, "qwen3_5_text")
+    model.save_pretrained(directory)
+    tensors = load_file(directory / SHARD)
+    tensors["mtp.fc.weight"] = torch.zeros(48, 96)
+    save_file(tensors, directory / SHARD, {"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize("model_type", WHOLE)
+def test_the_text_part_is_that_of_transformers(model_type, tmp_path):
+    directory = make_whole(tmp_path, model_type)
+    tensors = load_file(directory / SHARD)
+    assert any(name.startswith("model.visual.") for name in tensors)
+    driver = StateDriver(directory)
+    assert driver.spec.is_text_part
+    tokens = random_tokens(1, 70)
+    found = driver.step([Part(Request(0), tokens)])
+    expected = exact_logits(directory, tokens)
+    assert (found - expected).abs().max() < 1e-9 * expected.abs().max()
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_state_model(tmp_path_factory.mktemp("model"), "qwen3_next-experts")
+
+
+def damaged(stored: Path, directory: Path, change: Any) -> Path:
+    """A copy whose tensors `change` has had in its hands."""
+    shutil.copy(stored / "config.json", directory)
+    tensors = load_file(stored / SHARD)
+    change(tensors)
+    save_file(tensors, directory / SHARD, {"format": "pt"})
+    return directory
+
+
+QKVZ = "model.layers.0.linear_attn.in_proj_qkvz.weight"
+DECAY = "model.layers.2.linear_attn.A_log"
+OF_ATTENTION = "model.layers.3.linear_attn.dt_bias"
+APART = "model.layers.0.linear_attn.in_proj_z.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop(DECAY), "lacks the tensor model.layers.2.mixer.A_log"),
+        (lambda t: t.update({QKVZ: t[QKVZ][1:].clone()}), "in_proj_qkvz.weight must have shape"),
+        (lambda t: t.update({DECAY: torch.zeros(3)}), r"A_log must have shape \[4\] by config"),
+        (lambda t: t.update({DECAY: torch.arange(4)}), "A_log must be one of F64"),
+        (
+            lambda t: t.update({OF_ATTENTION: torch.zeros(4)}),
+            "holds the tensor model.layers.3.mixer.dt_bias that config.json does not describe",
+        ),
+        (
+            lambda t: t.update({APART: torch.zeros(48, 48)}),
+            "holds the tensor model.layers.0.mixer.in_proj_z.weight that config.json does not",
+        ),
+    ],
+)
+def test_faults_are_named(change, words, stored, tmp_path):
+    directory = damaged(stored, tmp_path, change)
+    with pytest.raises(ConfigError, match=words):
+        load_weights(directory, load_model_spec(directory), torch.float32)
+
+
+def test_tensors_of_a_head_that_drafts_are_left_alone(stored, tmp_path):
+    directory = damaged(stored, tmp_path, lambda t: t.update({"mtp.norm.weight": torch.ones(48)}))
+    weights = load_weights(directory, load_model_spec(directory), torch.float32)
+    assert len(weights.layers) == 4
+
+
+def test_vectors_of_a_recurrence_are_wide(stored):
+    mixer = load_weights(stored, load_model_spec(stored), torch.bfloat16).layers[0].mixer
+    assert isinstance(mixer, StateWeights)
+    assert mixer.in_proj.dtype is mixer.conv.dtype is torch.bfloat16
+    for vector in (mixer.decay, mixer.dt_bias, mixer.norm):
+        assert vector is not None and vector.dtype is torch.float32
+
+
+RANDOM = ("lfm2-state-last", "qwen3_next-experts", "granitemoehybrid-dense-still")
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_weights_are_those_of_a_model_before_its_training(name, tmp_path):
+    """Heads forget within a few to some thousands of tokens, and a step's numbers are finite."""
+    make_state_model(tmp_path, name)
+    spec = load_model_spec(tmp_path)
+    assert spec.state is not None
+    one, other = (random_weights(spec, torch.float32) for _ in range(2))
+    for layer in spec.state.layers:
+        mixer, again = one.layers[layer].mixer, other.layers[layer].mixer
+        assert isinstance(mixer, StateWeights) and isinstance(again, StateWeights)
+        assert torch.equal(mixer.in_proj, again.in_proj) and torch.equal(mixer.conv, again.conv)
+        assert mixer.conv.abs().max() <= spec.state.conv_width**-0.5
+        if mixer.decay is not None and mixer.dt_bias is not None and mixer.norm is not None:
+            assert torch.all((mixer.decay <= -1) & (mixer.decay >= -16.001))
+            times = torch.nn.functional.softplus(mixer.dt_bias)
+            assert torch.all((times > 0.00099) & (times < 0.101)) and times.std() > 0
+            assert bool((mixer.norm == 1).all())
+        if mixer.skip is not None:
+            assert bool((mixer.skip == 1).all())
+    driver = StateDriver(tmp_path, torch.float32, is_random=True)
+    logits = driver.step([Part(Request(0), random_tokens(2, 70))])
+    assert logits.isfinite().all() and logits.std() > 0
+
+
+def test_a_config_alone_is_a_model(tmp_path):
+    """Also one in the published spelling, whose names of layers transformers no longer writes."""
+    make_state_model(tmp_path, "granitemoehybrid-dense-still")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["layer_types"] = ["mamba", "mamba", "attention", "mamba"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / SHARD).unlink()
+    spec = load_model_spec(tmp_path)
+    assert spec.state is not None and spec.state.layers == (0, 1, 3)
+    assert len(random_weights(spec, torch.bfloat16).layers) == 4
