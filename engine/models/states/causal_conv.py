@@ -29,6 +29,8 @@ class CausalConv:
     def __call__(self, x: Tensor, plan: StatePlan, states: Tensor) -> Tensor:
         """`[rows, channels]` of `x` `[rows, channels]`, in float32 at least; rows of no sequence
         are zeros. The new states are written to `states` `[slots, channels, width - 1]`."""
+        if len(plan.long) == 1 and plan.long[0].rows == slice(0, len(x)):
+            return self._sequence(x, plan.long[0], states)
         out = x.new_zeros(x.shape, dtype=self._columns.dtype)
         for batch in plan.batches:
             if batch.rows is None:
@@ -40,7 +42,7 @@ class CausalConv:
 
     def _batch(self, x: Tensor, batch: RowBatch, states: Tensor) -> Tensor:
         """Compute a batch's rows, `[batch, channels]`."""
-        before = states[batch.sources]
+        before = states.index_select(0, batch.sources)
         if batch.fresh is not None:
             before[batch.fresh] = 0
         window = torch.cat((before, x[:, :, None]), 2)

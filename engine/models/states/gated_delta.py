@@ -68,13 +68,15 @@ class GatedDelta:
 
 def split_heads(mixed: Tensor, state: StateSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys `[rows, groups, state_size]`, normed, and values `[rows, heads, head_dim]`
-    of `[rows, channels]`."""
+    of `mixed` `[rows, channels]`, which is overwritten."""
     keys = state.num_groups * state.state_size
     q, k, v = mixed.split_with_sizes((keys, keys, state.inner_size), -1)
-    both = torch.cat((q, k), -1).view(len(mixed), 2, state.num_groups, state.state_size)
-    both = both * torch.rsqrt(both.square().sum(-1, keepdim=True) + _NORM_EPS)
-    q, k = both[:, 0] * state.state_size**-0.5, both[:, 1]
-    return q, k, v.reshape(len(mixed), state.num_heads, state.head_dim)
+    heads = (len(mixed), state.num_groups, state.state_size)
+    q, k = (
+        each.mul_(torch.rsqrt(each.square().sum(-1, keepdim=True) + _NORM_EPS))
+        for each in (q.view(heads), k.view(heads))
+    )
+    return q.mul_(state.state_size**-0.5), k, v.view(len(mixed), state.num_heads, state.head_dim)
 
 
 class DeltaRule:
@@ -102,14 +104,14 @@ class DeltaRule:
         later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
         between = decay[..., :, None] - decay[..., None, :]
         between = between.masked_fill_(later, -torch.inf).exp_()
-        system = (k @ k.mT).repeat_interleave(repeats, 0) * between * beta[..., None]
-        seen = (q @ k.mT).repeat_interleave(repeats, 0) * between
+        seen = (q @ k.mT).repeat_interleave(repeats, 0).mul_(between)
+        system = (k @ k.mT).repeat_interleave(repeats, 0).mul_(between).mul_(beta[..., None])
         q, k = (each.repeat_interleave(repeats, 0) for each in (q, k))
-        wanted = torch.cat((v, k * grown), -1) * beta[..., None]
+        wanted = torch.cat((v, k * grown), -1).mul_(beta[..., None])
         solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
         corrections, reads = solved.split_with_sizes((size, k.shape[-1]), -1)
-        q = q * grown
-        k = k * (decay[..., -1:] - decay).exp()[..., None]
+        q.mul_(grown)
+        k.mul_((decay[..., -1:] - decay).exp_()[..., None])
         left = grown[..., -1:, :]
         out = torch.empty_like(v)
         for chunk in range(v.shape[1]):

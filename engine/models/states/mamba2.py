@@ -93,9 +93,9 @@ class OuterProducts:
         later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu_(1)
         between = decay[..., :, None] - decay[..., None, :]
         between = between.masked_fill_(later, -torch.inf).exp_()
-        out = ((c @ b.mT).repeat_interleave(repeats, 0) * between) @ x
+        out = between.mul_((c @ b.mT).repeat_interleave(repeats, 0)) @ x
         grown = decay.exp()[..., None]
-        x = x * (decay[..., -1:] - decay).exp()[..., None]
+        x.mul_((decay[..., -1:] - decay).exp_()[..., None])
         left = grown[..., -1:, :]
         # From here on the heads of a group are one matrix: [groups, heads of one * size, ...].
         x = x.view(num_groups, repeats, *x.shape[1:]).permute(0, 2, 1, 4, 3).flatten(2, 3)

@@ -22,7 +22,8 @@ class Recurrence(Protocol):
 
     def scan_rows(self, state: Tensor, rows: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
         """The outputs `[rows, heads, head_dim]` of the rows of one sequence, and the state behind
-        them; `state` `[*shape]`, which they begin with, is left as it is."""
+        them; `state` `[*shape]`, which they begin with, is left as it is, and `rows` may be
+        overwritten."""
 
 
 def run_recurrence(
@@ -36,7 +37,7 @@ def run_recurrence(
     read from `states` `[slots, *state]` and written there as the plan says."""
     out = states.new_zeros((plan.num_rows, *shape))
     for batch in plan.batches:
-        state = states[batch.sources]
+        state = states.index_select(0, batch.sources)
         if batch.fresh is not None:
             state[batch.fresh] = 0
         chosen = rows if batch.rows is None else [each[batch.rows] for each in rows]
@@ -60,5 +61,8 @@ def run_recurrence(
 
 def split_chunks(rows: Tensor, length: int) -> Tensor:
     """`[heads, chunks, length, size]` of `[rows, heads, size]`, with zeros behind the last row."""
-    padded = F.pad(rows, (0, 0, 0, 0, 0, -len(rows) % length))
-    return padded.reshape(-1, length, *rows.shape[1:]).permute(2, 0, 1, 3)
+    if missing := -len(rows) % length:
+        rows = F.pad(rows, (0, 0, 0, 0, 0, missing))
+    chunks = rows.reshape(-1, length, *rows.shape[1:])
+    # Products would copy each chunk's rows of a head time and again, as long as they lie apart.
+    return chunks.permute(2, 0, 1, 3).contiguous()
