@@ -81,6 +81,8 @@ class RunnerLook:
 def look_at_runner(runner: ModelRunner) -> RunnerLook:
     """Where it lives."""
     held = [*runner._steps.requests, *runner.batch.row_of]
+    if (slots := runner._states) is not None:
+        held += slots._requests
     side: Any = runner._connector
     if not isinstance(side, NullConnectorWorker):
         kinds = {"stores": side._stores, "loads": side._loads, "ahead": side._ahead}
@@ -108,6 +110,8 @@ def check_ended(scheduler: Scheduler, side: Any) -> None:
     states, manager = scheduler._states, scheduler.manager
     assert manager.pool.is_idle
     assert manager._tables == {}
+    if (kept := manager.states) is not None:
+        assert not (kept._hits or kept._loads or kept._unnamed or kept._newest)
     named = {block for block in manager.pool.blocks if block.block_hash is not None}
     for key, found in manager.pool._named.items():
         blocks = set(found.values()) if isinstance(found, dict) else {found}

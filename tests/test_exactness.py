@@ -23,6 +23,7 @@ from stratakv.engine.config.engine_config import (
     ModelConfig,
     SchedulerConfig,
 )
+from stratakv.engine.config.speculative_config import SpeculativeConfig
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.request.core_messages import AddRequest, TokenOutput
 from stratakv.engine.request.sampling_params import SamplingParams
@@ -52,6 +53,7 @@ def running_core(
     scheduler: dict[str, Any] | None = None,
     offload: dict[str, Any] | None = None,
     model_options: dict[str, Any] | None = None,
+    speculative: dict[str, Any] | None = None,
     executor: str = "uni",
 ) -> Iterator[EngineCore]:
     """A core on `model` in float64, shut down in an orderly way at the end."""
@@ -67,6 +69,7 @@ def running_core(
             **({"max_num_batched_tokens": 64, "max_num_seqs": 8} | (scheduler or {}))
         ),
         offload=offload_config(**(offload or {})),
+        speculative=SpeculativeConfig(**(speculative or {})),
         num_threads=1,
         executor=executor,
     )
