@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from ..tiers.block import DIGEST_BYTES
 from .base import RequestView
@@ -277,7 +278,14 @@ class Lookups:
             return known
         else:
             keys = known.keys
-        prefix = self._parts.find_longest_hit(self._hierarchy, first, keys, most_tokens, num_kept)
+        prefix = self._parts.find_longest_hit(
+            self._hierarchy,
+            first,
+            keys,
+            most_tokens,
+            num_kept,
+            partial(self._ask_for_states, offload),
+        )
         # Blocks read ahead were counted when and where they were found.
         is_counted = offload.read_ahead is not None or (
             known is not None and known.keys is keys and known.is_counted
@@ -288,6 +296,15 @@ class Lookups:
         lookup.is_decided = known is not None and known.keys is keys and known.is_decided
         self._keep(offload, lookup)
         return lookup
+
+    def _ask_for_states(self, offload: RequestOffload, keys: Sequence[bytes]) -> bool:
+        """Have stores that are far away asked for pieces of states, once for each request; whether
+        one will answer."""
+        digest = keys[0][:DIGEST_BYTES]
+        if digest in offload.asked_states:
+            return False
+        offload.asked_states.add(digest)
+        return self._hierarchy.prefetch_lookup(keys, offload.context)
 
     def _plan_of(self, offload: RequestOffload, lookup: Lookup, num_queued_tokens: int) -> Plan:
         """The plan for what a look-up found; the same until something changes."""

@@ -30,6 +30,8 @@ from .page_names import GROUP_BYTES
 
 # The first position that the token at a position attends to, or any token after it.
 FirstSeen = Callable[[int], int]
+# Has stores that are far away asked for blocks, and says whether one will answer.
+AskFor = Callable[[Sequence[bytes]], bool]
 
 # Windowed blocks are looked up from the end on, so many positions at a time.
 FIND_POSITIONS = 64
@@ -135,9 +137,11 @@ class Parts:
         keys: Sequence[bytes],
         most_tokens: int | None = None,
         num_kept: int = 0,
+        ask: AskFor | None = None,
     ) -> Prefix:
         """The longest hit among the positions from `first` on, which have these keys: the tier of
-        each position, which is the one furthest down that one of its blocks is in."""
+        each position, which is the one furthest down that one of its blocks is in. `ask`: for the
+        pieces of states of which the ends were found, and others were not."""
         width = self.width
         if not self.is_windowed:
             prefix = hierarchy.find_prefix(keys)
@@ -150,7 +154,7 @@ class Parts:
             full = hierarchy.find_prefix([keys[place + i] for place in places for i in self._full])
             tiers = whole_positions(full.tiers, len(self._full), hierarchy.tiers)
             prefix = full._replace(tiers=[*hierarchy.tiers[:1] * num_kept, *tiers])
-        search = _Search(self, hierarchy, first, keys, most_tokens, num_kept)
+        search = _Search(self, hierarchy, first, keys, most_tokens, num_kept, ask)
         num_positions = search.longest(len(prefix.tiers))
         return Prefix(
             search.slowest_tiers(prefix.tiers[:num_positions]),
@@ -206,6 +210,7 @@ class _Search:
     keys: Sequence[bytes]
     most_tokens: int | None
     num_kept: int = 0
+    ask: AskFor | None = None
     there: dict[int, bool] = field(default_factory=dict)  # by place
     state_answers: dict[int, bool] = field(default_factory=dict)  # by position
     pending: bool = False
@@ -255,16 +260,30 @@ class _Search:
         return self.keys[position * self.parts.width][:DIGEST_BYTES]
 
     def _has_states(self, position: int) -> bool:
-        """Whether the states behind a position can be had. Only their ends are looked for: where a
-        piece between them is lost, the load is that of a shorter hit."""
+        """Whether the states behind a position can be had."""
         if not self.parts.num_state_keys:
             return True
         if position not in self.state_answers:
-            self._ask_for_states(position)
+            self._find_state_ends(position)
+        if self.state_answers[position] and self.parts.num_state_keys > 2:
+            self.state_answers[position] = self._has_all_pieces(self._digest(position))
         return self.state_answers[position]
 
-    def _ask_for_states(self, last: int) -> None:
-        """Ask about a position and those before it, of which few have any."""
+    def _has_all_pieces(self, digest: bytes) -> bool:
+        """Whether states whose ends can be had can be had whole. A store that is far away may not
+        have been asked for all of them."""
+        keys = self.parts.state_keys(digest)
+        answers = self.hierarchy.lookup(keys)
+        if answers.count(Answer.HIT) == len(keys):
+            return True
+        self.pending |= Answer.PENDING in answers
+        unknown = [key for key, each in zip(keys, answers, strict=True) if each is Answer.MISS]
+        if unknown and self.ask is not None:
+            self.asked |= self.ask(unknown)
+        return False
+
+    def _find_state_ends(self, last: int) -> None:
+        """Look for the states of a position and of those before it, of which few have any."""
         first, width = max(0, last + 1 - FIND_POSITIONS), self.parts.width
         keys = self.parts.state_ends(self.keys[first * width : (last + 1) * width])
         answers = self.hierarchy.lookup(keys)

@@ -44,6 +44,7 @@ class RequestOffload:
     is_observed: bool = False  # the tiers have learned of its prompt
     lookup: Lookup | None = None  # the last one; older ones of many requests are forgotten
     unanswered: RequestView | None = None  # what stores that are far away are asked about
+    asked_states: set[bytes] = field(default_factory=set)  # digests of positions; few have any
     read_ahead: LoadTicket | None = None  # blocks read while it waits for its turn
     most_blocks: int | None = None  # of a hit, since a longer one was found to lack a block
     elsewhere: Elsewhere = Elsewhere.NO  # until it is decided whether it waits for that

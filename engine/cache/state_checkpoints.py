@@ -218,12 +218,12 @@ class StateCheckpoints:
         """Have checkpoints stored that the pool still has, whole or in part, where the block in
         front of them or a piece of them is evicted: a tier is of use only with all of it."""
         first, has = self._suffixes[0], self._pool.has
-        digests = {}
-        for block in evicted:
-            digest = block.key[:DIGEST_BYTES]
-            if group_of(block.key) in self._groups or has(digest + first):
-                digests[digest] = None
-        for digest in digests:
+        digests = [
+            block.key[:DIGEST_BYTES]
+            for block in evicted
+            if group_of(block.key) in self._groups or has(block.key[:DIGEST_BYTES] + first)
+        ]
+        for digest in dict.fromkeys(digests):
             keys = [key for key in self.keys(digest) if has(key)]
             self._pool.offer([self._pool.named(key) for key in keys])
 
