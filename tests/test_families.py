@@ -57,6 +57,9 @@ GEMMA = {"rope_parameters": None, "tie_word_embeddings": True, "head_dim": 16, "
          "query_pre_attn_scalar": 24, "pad_token_id": 0}  # fmt: skip
 
 
+ATTENTION_ALONE = {"layer_types": ["full_attention"] * 3}
+
+
 def rope(parameters: dict[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": dict(parameters)}
 
@@ -117,6 +120,15 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
        "use_sliding_window": True, "sliding_window": 37},
     "olmoe-grouped": EXPERTS | OWN_HEADS | {"pad_token_id": 0},
     "granitemoe-grouped": EXPERTS | GRANITE,
+    # Families of hybrids, without a layer that carries a state.
+    "granitemoehybrid-attention-alone": GRANITE | OWN_HEADS | ATTENTION_ALONE
+    | {"num_local_experts": 0, "shared_intermediate_size": 40, "mamba_n_heads": 6,
+       "position_embedding_type": "rope"},
+    "granitemoehybrid-experts-still": EXPERTS | GRANITE | OWN_HEADS | ATTENTION_ALONE
+    | {"mamba_n_heads": 6, "shared_intermediate_size": 40, "seed": 5},
+    "qwen3_next-attention-alone": EXPERTS | ATTENTION_ALONE
+    | rope({"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5})
+    | {"shared_expert_intermediate_size": 40},
 }  # fmt: skip
 
 

@@ -350,7 +350,7 @@ class Decoder:
         """All layers as one piece of work of the library of `kernels/cpu/`, which computes what
         `run` computes, or None where it cannot. `pools` and `views` are those of the layers, as
         `Layer.in_library` takes them."""
-        if self._last_norm is None:
+        if self._last_norm is None or self.spec.state is not None:
             return None
         layers: list[NetworkLayer] = []
         for index, layer in enumerate(self._layers):

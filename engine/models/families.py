@@ -90,6 +90,7 @@ class Family:
     default_mlp_size: int | None = None  # None: config.json must say
     turns_partly: bool = False  # whether config.json's partial_rotary_factor is heeded
     default_turning: float = 1.0  # that factor where config.json is silent
+    fixes_turning: bool = False  # whether any other factor beside rotary positions is ignored
     # Whether rotary positions may have sections, which are the same for all text.
     has_sections: bool = False
     # Each layer without rotary positions where config.json's no_rope_layers is silent: the n-th.
@@ -382,6 +383,7 @@ FAMILIES: Mapping[str, Family] = {
         mlp_bias=True,
         turns_partly=True,
         default_turning=0.5,
+        fixes_turning=True,
         states=StateFamily(
             StateKind.MAMBA2,
             ("mamba", "linear_attention"),

@@ -170,6 +170,8 @@ def refuse_unsupported(config: JsonFields, family: Family) -> None:
         family.activation_key: family.activation.value,
         "attn_output_gate": (family.gates_attention,),
     }
+    if family.fixes_turning:
+        known[PARTIAL] = (family.default_turning,)
     for name, neutral in known.items():
         if name not in heeded and config.has(name) and config.values[name] not in neutral:
             expected = " or ".join(repr(value) for value in neutral) or "absent"

@@ -23,7 +23,7 @@ def test_they_have_the_shapes_of_a_checkpoint_and_are_the_same_every_time():
     assert len(first.layers) == len(real.layers)
     layers = zip(first.layers, second.layers, real.layers, strict=True)
     parts = [(one, other, real) for layer in layers for one, other, real in (
-        layer, [each.mlp for each in layer])]  # fmt: skip
+        layer, [each.mixer for each in layer], [each.mlp for each in layer])]  # fmt: skip
     for mine, again, theirs in parts:
         for name in type(mine).__slots__:
             one, other = getattr(mine, name), getattr(theirs, name)

@@ -155,6 +155,7 @@ BAMBA = {"attn_layer_indices": [1]}
         ("granitemoehybrid", GRANITE | {"position_embedding_type": "alibi"}, "position_embedding"),
         ("granitemoehybrid", GRANITE | {"normalization_function": "layernorm"}, "normalization_f"),
         ("granitemoehybrid", GRANITE | {"num_local_experts": -1}, "num_local_experts must be a w"),
+        ("bamba", BAMBA | {"partial_rotary_factor": 0.25}, "partial_rotary_factor must be 0.5"),
         ("bamba", BAMBA | {"embedding_multiplier": 2.0}, "embedding_multiplier must be 1"),
         ("qwen3_next", QWEN | {"quantization_config": {"bits": 4}}, "quantization_config must be"),
     ],

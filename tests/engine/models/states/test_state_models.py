@@ -15,7 +15,7 @@ import torch
 from stratakv.engine.models.decoder import AuxStates
 from stratakv.engine.models.layers import Elementwise, norm
 from stratakv.engine.models.rope import rotate
-from tests.tiny_models import reference_logits
+from tests.tiny_models import load_reference, reference_logits
 
 from .state_driver import NUM_SLOTS, GrowingAttention, Part, Request, StateDriver
 from .state_models import STATE_MODELS, exact_logits, make_state_model, random_tokens
@@ -200,6 +200,28 @@ def test_logits_in_smaller_types(driver, dtype):
     error = (found - exact).abs().mean()
     assert error < 1.5 * (reference_logits(driver.path, tokens, dtype) - exact).abs().mean()
     assert error < (1e-5 if dtype is torch.float32 else 0.1) * exact.abs().max()
+
+
+def test_chosen_experts_are_those_of_transformers(driver):
+    experts = driver.spec.experts
+    if experts is None:
+        pytest.skip("a model without experts")
+    decoder, count, tokens = driver.decoder, experts.num_per_token, random_tokens(15, 70)
+    decoder.record_experts(len(tokens))
+    driver.step([Part(Request(0), tokens)])
+    assert decoder.chosen_experts is not None
+    found = decoder.chosen_experts.sort(-1).values
+    scores: list[torch.Tensor] = []
+    hooks = [
+        module.register_forward_hook(lambda *args: scores.append(args[2][0]))
+        for name, module in load_reference(driver.path).named_modules()
+        if name.endswith((".mlp.gate", ".block_sparse_moe.router"))
+    ]
+    exact_logits(driver.path, tokens)
+    for hook in hooks:
+        hook.remove()
+    expected = torch.stack([each.topk(count, -1).indices.sort(-1).values for each in scores])
+    assert len(expected) == len(experts.layers) and torch.equal(found, expected.int())
 
 
 class RotatingAttention(GrowingAttention):
