@@ -275,7 +275,7 @@ def test_what_cannot_be(lfm2: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words), running_core(lfm2, **options):
             raise AssertionError("it started")
     with (
-        pytest.raises(ConfigError, match="draft model .* has layers that carry a state"),
+        pytest.raises(ConfigError, match=r"draft model .* has layers that carry a state"),
         running_core(
             make_llama(tmp_path / "llama"),
             speculative={"method": "draft_model", "model": lfm2},

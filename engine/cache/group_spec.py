@@ -73,6 +73,21 @@ class LayerPlace(NamedTuple):
 
 NO_PLACE = LayerPlace(-1, -1)  # of a layer that carries a state
 
+# States in the middle of a chunk that a worker keeps for one step, beside those of requests. Of
+# more such checkpoints in a step the chunk ends at the next one.
+NUM_SPARE_STATES = 4
+
+
+def states_of_request(most_drafts: int) -> int:
+    """How many states of a request are kept that may have so many drafts in a step: those before
+    the step, and those behind each of its rows."""
+    return most_drafts + 2 if most_drafts else 1
+
+
+def num_state_slots(num_requests: int, most_drafts: int = 0) -> int:
+    """The states that a worker keeps for so many requests that run at once."""
+    return num_requests * states_of_request(most_drafts) + NUM_SPARE_STATES
+
 
 @dataclass(frozen=True, slots=True)
 class DraftPages:
@@ -132,6 +147,11 @@ class CacheGroups:
     def forgets(self) -> bool:
         """Whether some group does not keep all blocks of a sequence."""
         return not all(group.attention.is_full for group in self.groups)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the pages of a checkpoint of states; 0 where no layer carries one."""
+        return 0 if self.state is None else self.state.num_pages * self.layout.page_bytes
 
     def bound(self, fingerprint: str, draft_fingerprint: str = "") -> str:
         """The fingerprint of a model whose blocks lie as here, 64 hexadecimal digits. Where some

@@ -35,10 +35,6 @@ from ..request.request import Request
 from .block_pool import BlockPool
 from .kv_block import KVCacheBlock
 
-# States in the middle of a chunk that the worker keeps for one step, beside those of requests. Of
-# more such checkpoints in a step the chunk ends at the next one.
-NUM_SPARE_STATES = 4
-
 
 class StateSave(NamedTuple):
     """A checkpoint that a step makes of a request: its states behind `position` tokens."""

@@ -25,7 +25,7 @@ from ...tiers.settings.values import MIB, ConfigError
 from ...tiers.slab.host_memory import available_memory_bytes
 from ...tiers.ssd.disk.space import plan_space
 from ..cache.group_spec import CacheGroups, plan_groups, state_bytes
-from ..config.engine_config import CacheConfig, ModelConfig
+from ..config.engine_config import CacheConfig, ModelConfig, SchedulerConfig
 from ..config.engine_options import model_directory
 from ..models.checkpoint.shards import find_shards
 from ..models.checkpoint.tensor_shapes import expected_tensors
@@ -190,14 +190,15 @@ def _subject(path: Path, given: Mapping[str, Any]) -> Subject:
         spec, block_size, dtype if kv_dtype == "auto" else kv_dtype, devices
     )
     shapes = expected_tensors(spec)
+    states = state_bytes(spec.state, dtype)
     memory = plan.Memory(
         total_bytes=_memory_bytes(given),
         weight_bytes=plan.weight_bytes(shapes, dtype, devices),
         reserve_bytes=given.get("reserve", plan.activation_bytes(spec, dtype)),
+        state_bytes=0 if states is None else plan.running_state_bytes(states, devices),
     )
     plan.check_memory(memory, layout)
     typical = _typical_tokens(given, max_model_len)
-    states = state_bytes(spec.state, dtype)
     groups = plan_groups(layout, 1, spec.layer_attention, states=states)
     return Subject(
         path, spec, shapes, dtype, max_model_len, typical, devices, layout, groups, memory
@@ -283,10 +284,15 @@ def _loading(subject: Subject, rates: Mapping[str, Rate]) -> dict[str, Any]:
     ways = {place: rates[place].per_second for place in PLACES if place in rates}
     seconds = plan.block_seconds(layout, ways, devices)
     lengths = plan.prefix_lengths(subject.max_model_len)
+    state = subject.groups.state
+    num_state_blocks = 0 if state is None else state.num_pages
     return {
-        "loads": [asdict(load) for load in plan.loads(lengths, layout, seconds, prefill, devices)],
+        "loads": [
+            asdict(load)
+            for load in plan.loads(lengths, layout, seconds, prefill, devices, num_state_blocks)
+        ],
         "break_even_tokens": {
-            place: plan.break_even_tokens(each, layout.block_size, prefill)
+            place: plan.break_even_tokens(each, layout.block_size, prefill, num_state_blocks)
             for place, each in seconds.items()
         },
     }
@@ -320,6 +326,12 @@ def _notes(
         notes.append(
             "layers with windows hold what these and a step of the default size take, whatever the "
             "length; tiers keep every block, and loads are reckoned with all of them"
+        )
+    if subject.groups.state is not None:
+        notes.append(
+            f"layers carry states: {rough_size(subject.groups.state.states.num_bytes)} of each "
+            f"running request, reckoned for {SchedulerConfig().max_num_seqs} of them, and as much "
+            "of the pool and of a tier for each checkpoint, one of which a prompt leaves"
         )
     if pool.requests_of_max_model_len == 0:
         notes.append(

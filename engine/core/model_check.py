@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...tiers.settings.values import ConfigError
 from ...tiers.slab.host_memory import available_memory_bytes
-from ..cache.group_spec import plan_groups, state_bytes
+from ..cache.group_spec import num_state_slots, plan_groups, state_bytes
 from ..config.engine_config import DEFAULT_POOL_BYTES, EngineConfig
 from ..config.engine_options import has_tier
 from ..config.speculative_config import EAGLE
@@ -117,6 +117,13 @@ def demand_of(
     return PoolDemand(groups, config.scheduler.most_step_tokens)
 
 
+def _running_state_bytes(config: EngineConfig, demand: PoolDemand) -> int:
+    """Bytes of the states of all requests that may run."""
+    most_drafts = config.speculative.most_drafts(has_states=True)
+    slots = num_state_slots(config.scheduler.max_num_seqs, most_drafts)
+    return slots * demand.groups.checkpoint_bytes
+
+
 def blocks_of_pool(
     config: EngineConfig, spec: ModelSpec, demand: PoolDemand, draft: ModelSource | None = None
 ) -> int | None:
@@ -140,6 +147,7 @@ def blocks_of_pool(
         weight_bytes=weight_bytes(expected_tensors(spec), dtype) + of_draft,
         step_bytes=activation_bytes(spec, dtype),
         tier_bytes=offload.cpu.capacity_bytes if has_tier(offload.tiers, "cpu") else 0,
+        state_bytes=_running_state_bytes(config, demand),
     )
     context = resolve_max_model_len(spec, model.max_model_len)
     return host_pool_blocks(

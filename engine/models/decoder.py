@@ -264,6 +264,11 @@ class Decoder:
     def element_bytes(self) -> int:
         return self._element_bytes
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the computation."""
+        return self._tables[0][0].dtype
+
     def forward(
         self,
         token_ids: Tensor,

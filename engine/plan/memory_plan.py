@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from ...tiers.block import DTYPE_BYTES, BlockLayout
 from ...tiers.settings.sizes import rough_size
 from ...tiers.settings.values import MIB, ConfigError
-from ..cache.group_spec import CacheGroups
+from ..cache.group_spec import NO_PLACE, CacheGroups, StateBytes, num_state_slots
 from ..config.engine_config import SchedulerConfig
 from ..models.checkpoint.tensor_shapes import EXPERTS_DOWN, EXPERTS_GATE_UP
 from ..models.model_spec import ModelSpec
@@ -32,6 +32,7 @@ PREFIX_TOKENS = (1024, 8192, 32768)
 NULL_BLOCKS = 1
 MIN_POOL_BLOCKS = 2
 _LAYER_PREFIX = "model.layers."
+STATES = "states"  # in the place of a group's attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,11 @@ class Memory:
     total_bytes: int
     weight_bytes: int
     reserve_bytes: int
+    state_bytes: int = 0  # of running requests, where layers carry states
 
     @property
     def kv_bytes(self) -> int:
-        return self.total_bytes - self.weight_bytes - self.reserve_bytes
+        return self.total_bytes - self.weight_bytes - self.reserve_bytes - self.state_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,11 @@ def activation_bytes(spec: ModelSpec, dtype: str) -> int:
     return step.max_num_batched_tokens * row * DTYPE_BYTES[dtype] + logits
 
 
+def running_state_bytes(states: StateBytes, num_devices: int = 1) -> int:
+    """Bytes of the states of as many requests as run by default, on each device."""
+    return num_state_slots(SchedulerConfig().max_num_seqs) * -(-states.num_bytes // num_devices)
+
+
 def device_layout(
     spec: ModelSpec, block_size: int, kv_dtype: str, num_devices: int = 1
 ) -> BlockLayout:
@@ -138,12 +145,15 @@ def device_layout(
 
 def check_memory(memory: Memory, layout: BlockLayout) -> None:
     """Raise ConfigError unless weights, reserve and the smallest pool fit."""
-    needed = memory.weight_bytes + memory.reserve_bytes + MIN_POOL_BLOCKS * layout.page_bytes
+    needed = memory.total_bytes - memory.kv_bytes + MIN_POOL_BLOCKS * layout.page_bytes
     if memory.total_bytes < needed:
+        states = ""
+        if memory.state_bytes:
+            states = f", the states of requests ({rough_size(memory.state_bytes)})"
         raise ConfigError(
             f"{rough_size(memory.total_bytes)} of memory cannot hold the weights "
             f"({rough_size(memory.weight_bytes)}), the reserve "
-            f"({rough_size(memory.reserve_bytes)}) and {MIN_POOL_BLOCKS} blocks of "
+            f"({rough_size(memory.reserve_bytes)}){states} and {MIN_POOL_BLOCKS} blocks of "
             f"{rough_size(layout.page_bytes)}; give --memory {-(-needed // MIB)}MiB or more, a "
             "--dtype of fewer bytes, or a larger --tensor-parallel-size"
         )
@@ -191,7 +201,7 @@ def pool_capacity(
 
 def group_table(groups: CacheGroups, max_model_len: int) -> list[Group]:
     """What a request of `max_model_len` tokens holds at most of each group, in steps of the default
-    size."""
+    size; and of states a checkpoint."""
     size, step = groups.layout.block_size, SchedulerConfig().most_step_tokens
     rows = []
     for group in groups.groups:
@@ -199,6 +209,11 @@ def group_table(groups: CacheGroups, max_model_len: int) -> list[Group]:
         page_bytes = groups.layout.page_bytes
         row = Group(str(group.attention), group.layers, page_bytes, pages, pages * page_bytes)
         rows.append(row)
+    if groups.state is not None:
+        pages = groups.state.num_pages
+        layers = tuple(i for i, place in enumerate(groups.places()) if place == NO_PLACE)
+        page_bytes = groups.layout.page_bytes
+        rows.append(Group(STATES, layers, page_bytes, pages, pages * page_bytes))
     return rows
 
 
@@ -249,13 +264,16 @@ def loads(
     seconds: Mapping[str, float],
     prefill: Prefill,
     num_devices: int = 1,
+    num_state_blocks: int = 0,
 ) -> list[Load]:
-    """Each prefix, as far as it fills blocks: those that fill none are left out."""
+    """Each prefix, as far as it fills blocks: those that fill none are left out. The states behind
+    it take `num_state_blocks`."""
     rows = []
     for length in lengths:
         blocks = length // layout.block_size
         tokens = blocks * layout.block_size
         if blocks:
+            blocks += num_state_blocks
             rows.append(
                 Load(
                     tokens=tokens,
@@ -268,14 +286,23 @@ def loads(
     return rows
 
 
-def break_even_tokens(seconds_per_block: float, block_size: int, prefill: Prefill) -> int | None:
+def break_even_tokens(
+    seconds_per_block: float, block_size: int, prefill: Prefill, num_state_blocks: int = 0
+) -> int | None:
     """The shortest prefix of whole blocks that is loaded sooner than computed; None if none is.
 
-    Both grow from 0; prefill's square decides where its first token is the cheaper one.
+    Both grow from 0, but for the blocks of states, which every load brings; prefill's square
+    decides where its first token is the cheaper one.
     """
-    dearer = seconds_per_block / block_size - prefill.per_token
-    if dearer < 0:
+    dearer, states = seconds_per_block / block_size - prefill.per_token, 0.0
+    states = num_state_blocks * seconds_per_block
+    if dearer < 0 and not states:
         return block_size
     if prefill.per_square == 0:
-        return None
-    return (math.floor(dearer / prefill.per_square / block_size) + 1) * block_size
+        if dearer >= 0:
+            return None
+        tokens = states / -dearer
+    else:
+        root = math.sqrt(dearer * dearer + 4 * prefill.per_square * states)
+        tokens = (dearer + root) / (2 * prefill.per_square)
+    return (math.floor(tokens / block_size) + 1) * block_size

@@ -115,11 +115,14 @@ def _memory(made: dict[str, Any], show: Show, typed: Mapping[str, str]) -> _Part
         "total_bytes": "memory",
         "weight_bytes": "weights",
         "reserve_bytes": "reserve for activations",
+        "state_bytes": "states of requests",
         "kv_bytes": "KV pool",
     }
     flags = {"total_bytes": "memory", "reserve_bytes": "reserve"}
     rows = []
     for key, name in names.items():
+        if key == "state_bytes" and not memory[key]:
+            continue
         size = typed.get(flags.get(key, ""), show(memory[key]))
         rows.append([name, size, f"{memory[key] / memory['total_bytes']:.1%}"])
     return f"Memory{_on_each(made['model'])}", ("what", "size", "share"), rows

@@ -15,9 +15,10 @@ from functools import partial
 from typing import NamedTuple
 
 from ...connector.messages import ConnectorMetadata
+from ..cache.group_spec import NUM_SPARE_STATES
 from ..cache.kv_block import BlockIds, GroupBlocks
 from ..cache.kv_cache_manager import KVCacheManager
-from ..cache.state_checkpoints import NUM_SPARE_STATES, StateSave
+from ..cache.state_checkpoints import StateSave
 from ..request.request import Request, RequestStatus
 from .output import CachedRequestData, NewRequestData, SchedulerOutput
 from .speculation import Speculation

@@ -153,6 +153,7 @@ class ModelRunner:
                     max_model_len=max_model_len if is_length_asked else MIN_CONTEXT,
                     max_tokens=max_num_batched_tokens,
                     max_requests=max_num_seqs,
+                    most_drafts=most_drafts,
                 )
                 if not is_length_asked:
                     max_model_len = context_that_fits(demand, num_blocks, max_model_len)

@@ -29,7 +29,7 @@ from torch import Tensor
 from ...tiers.settings.sizes import rough_size
 from ...tiers.settings.values import ConfigError
 from ..batch.batch_update import IntArray
-from ..cache.state_checkpoints import NUM_SPARE_STATES
+from ..cache.group_spec import NUM_SPARE_STATES, num_state_slots, states_of_request
 from ..models.states.running_states import RunningStates
 from ..models.states.state_plan import StatePlan, StateSequence, StateStep
 from ..models.states.state_spec import StateSpec
@@ -64,13 +64,13 @@ class StateSlots:
         self, running: RunningStates, pool: Tensor, batch: InputBatch, *, most_drafts: int = 0
     ) -> None:
         """The last NUM_SPARE_STATES slots are for states in the middle of chunks; all others are
-        for requests, each of which has `slots_of_request(most_drafts)`."""
+        for requests, each of which has `states_of_request(most_drafts)`."""
         self._running = running
         self._batch = batch
         self._pages = pool.view(torch.uint8).view(len(pool), -1)
         first_spare = len(running.raw) - NUM_SPARE_STATES
         self._spare = range(first_spare, len(running.raw))
-        each = slots_of_request(most_drafts)
+        each = states_of_request(most_drafts)
         firsts = range(first_spare - each, -1, -each)
         self._free = [list(range(first, first + each)) for first in firsts]
         self._requests: dict[str, _RequestSlots] = {}
@@ -90,7 +90,7 @@ class StateSlots:
     ) -> StateSlots:
         """Slots for so many requests, each of which fills `num_pages` of the pool. Raises
         ConfigError where their memory cannot be had."""
-        num_slots = num_requests * slots_of_request(most_drafts) + NUM_SPARE_STATES
+        num_slots = num_state_slots(num_requests, most_drafts)
         page_bytes = pool[0].numel() * pool.element_size()
         slot_bytes = num_pages * page_bytes
         try:
@@ -178,7 +178,11 @@ class StateSlots:
         return to_device(np.array(page_ids, np.int64), self._pages.device)
 
 
-def slots_of_request(most_drafts: int) -> int:
-    """The slots of a request that may have so many drafts in a step: one for its states before
-    them, and one behind each row."""
-    return most_drafts + 2 if most_drafts else 1
+def trial_step(
+    spec: StateSpec, compute: torch.dtype, device: torch.device, num_rows: int
+) -> StateStep:
+    """The states of a step of one request that has so many rows and nothing before them, in a slot
+    of its own: to measure and to compile with."""
+    running = RunningStates(spec, 1, compute, device)
+    sequence = StateSequence(0, num_rows, None, ((num_rows, 0),))
+    return StateStep(StatePlan([sequence], num_rows, device), running)

@@ -56,7 +56,7 @@ class Columns:
     def __init__(self, kv_cache_config: Any) -> None:
         groups = kv_cache_config.kv_cache_groups
         seen = [_first_seen(group, number) for number, group in enumerate(groups)]
-        self.block_tokens = sizes = [group.kv_cache_spec.block_size for group in groups]
+        self.block_tokens = sizes = [int(group.kv_cache_spec.block_size) for group in groups]
         self.position_tokens = math.lcm(*sizes)
         self.num_groups = len(groups)
         self.all = tuple(

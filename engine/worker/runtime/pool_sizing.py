@@ -45,10 +45,12 @@ class HostMemory:
     weight_bytes: int
     step_bytes: int
     tier_bytes: int  # of the cpu tier
+    state_bytes: int = 0  # of the requests that may run, where layers carry states
 
     @property
     def left_bytes(self) -> int:
-        return self.available_bytes - self.weight_bytes - self.step_bytes - self.tier_bytes
+        taken = self.weight_bytes + self.step_bytes + self.tier_bytes + self.state_bytes
+        return self.available_bytes - taken
 
 
 def host_pool_blocks(
@@ -68,6 +70,11 @@ def host_pool_blocks(
             f"{rough_size(memory.available_bytes)} of memory are free, and the weights take "
             f"{rough_size(memory.weight_bytes)}, steps {rough_size(memory.step_bytes)}"
             + (f", the cpu tier {rough_size(memory.tier_bytes)}" if memory.tier_bytes else "")
+            + (
+                f", the states of requests {rough_size(memory.state_bytes)} (lower --max-num-seqs)"
+                if memory.state_bytes
+                else ""
+            )
             + ", which leaves no room for a KV pool; free memory, take a smaller model, a --dtype "
             "of fewer bytes, or give --kv-cache-memory-bytes"
         )

@@ -20,6 +20,7 @@ from ....kernels.kernel_choice import AUTO as AUTO_KERNEL
 from ....kernels.kernel_choice import TRITON, KernelRefused, probe_hardware, triton_failure
 from ....kernels.layer.elementwise import choose_elementwise
 from ....tiers.settings.values import ConfigError
+from ...cache.group_spec import num_state_slots
 from ...models.checkpoint.tensor_shapes import expected_tensors
 from ...models.decoder import Decoder
 from ...models.dtypes import FP8_KV, dtype_name
@@ -34,6 +35,7 @@ from ..forward.kernel_forward import KernelForward
 from ..forward.prefill_backend import PrefillChoice, library_bytes
 from ..kv_pool import ModelPages
 from ..pool_demand import PoolDemand
+from ..state_slots import trial_step
 from .device_runtime import DeviceRuntime, HostRuntime
 from .placement import AUTO, Placement
 from .pool_sizing import MemoryUse, check_free, check_weights, pool_blocks
@@ -86,12 +88,16 @@ class PoolSizer:
         max_model_len: int,
         max_tokens: int,
         max_requests: int,
+        most_drafts: int = 0,
     ) -> int:
         """The blocks of the pool; raises ConfigError where one request does not fit, or where the
         kernels of a step cannot be compiled."""
         with naming_triton():
             use = self.measure(model, max_tokens, max_requests)
         beside = library_bytes(self._placement, model.spec, demand.groups.layout, max_tokens)
+        if demand.groups.state is not None:
+            slots = num_state_slots(max_requests, most_drafts)
+            beside += slots * demand.groups.checkpoint_bytes
         use = replace(use, peak_bytes=use.peak_bytes + beside)
         blocks = pool_blocks(use, demand, max_model_len, self._placement.memory_share)
         logger.info(
@@ -111,10 +117,14 @@ class PoolSizer:
         meter.reset_peak()
         weight_bytes = meter.held_bytes()
         ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        states = None
+        if model.spec.state is not None:
+            states = trial_step(model.spec.state, model.dtype, device, max_tokens)
         rows = ids[: min(max_requests, max_tokens)]
         waiting: list[Tensor] = []
         for _ in range(2):
-            logits = model.logits(model.forward(ids, ids, _NoAttention(), None, rows))
+            hidden = model.forward(ids, ids, _NoAttention(), None, rows, states=states)
+            logits = model.logits(hidden)
             waiting.append(raw_logprobs(logits.float()))
         return MemoryUse(
             total_bytes=meter.total_bytes(),
@@ -277,6 +287,8 @@ def make_forward(
             progress("the EAGLE head's steps are launched kernel by kernel")
         elif model.chosen_experts is not None:
             progress("steps are launched kernel by kernel, since all rows of the last layer count")
+        elif model.spec.state is not None:
+            progress("steps are launched kernel by kernel, since layers carry states")
         elif not model.can_record:
             progress("steps are launched kernel by kernel: experts are grouped in bfloat16 alone")
         elif placement.record_decodes and attention.kernels.can_record_decodes:

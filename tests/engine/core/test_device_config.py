@@ -74,7 +74,12 @@ def test_a_pools_size_by_settings(monkeypatch: pytest.MonkeyPatch):
 def test_an_engine_takes_the_blocks_that_are_left(monkeypatch: pytest.MonkeyPatch, num_groups: int):
     class Sizer:
         def blocks(self, model: object, demand: PoolDemand, **limits: int) -> int:
-            assert limits == {"max_model_len": 64, "max_tokens": 128, "max_requests": 4}
+            assert limits == {
+                "max_model_len": 64,
+                "max_tokens": 128,
+                "max_requests": 4,
+                "most_drafts": 0,
+            }
             return 37
 
     monkeypatch.setattr(engine_core, "blocks_of_pool", lambda *_: None)

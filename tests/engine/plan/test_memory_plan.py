@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from stratakv.engine.cache.group_spec import StateBytes, plan_groups
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 from stratakv.engine.models.checkpoint.weights import EMBEDDING, HEAD, expected_tensors
+from stratakv.engine.models.layer_attention import full, state
 from stratakv.engine.models.model_spec import ModelSpec
 from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.engine.plan import memory_plan as plan
@@ -165,3 +167,28 @@ def test_the_reserve_grows_with_the_model(spec: ModelSpec) -> None:
     row += 2 * spec.intermediate_size
     expected = step * row * 2 + requests * 2 * spec.vocab_size * 4
     assert plan.activation_bytes(spec, "bfloat16") == expected
+
+
+def test_states_take_memory_and_a_part_of_every_load() -> None:
+    """States of 5,000 bytes take three blocks of 2,048. A load of n blocks brings n + 3: computed
+    at a second a token, of which loading a block takes four, a prefix of 16 tokens is no gain where
+    three blocks more have to come, and one of 32 is."""
+    layout = BlockLayout(2, 16, 2, 4, "float32")
+    states = StateBytes(5000, "conv")
+    groups = plan_groups(layout, 1, [full(), state(), full()], states=states)
+    table = plan.group_table(groups, 64)
+    assert [(row.attention, row.layers, row.pages) for row in table] == [
+        ("full attention", (0, 2), 4), ("states", (1,), 3)
+    ]  # fmt: skip
+    assert plan.running_state_bytes(states) == (256 + 4) * 5000
+    prefill = plan.Prefill(1.0)
+    [load] = plan.loads([40], layout, {"cpu": 4.0}, prefill, num_state_blocks=3)
+    assert (load.tokens, load.blocks, load.load_seconds["cpu"]) == (32, 5, 20.0)
+    assert plan.break_even_tokens(4.0, 16, prefill) == 16
+    assert plan.break_even_tokens(4.0, 16, prefill, 3) == 32
+    assert plan.break_even_tokens(16.0, 16, prefill, 3) is None
+    assert plan.break_even_tokens(16.0, 16, plan.Prefill(1.0, 0.5), 3) == 16
+    memory = plan.Memory(10_000, 3_000, 2_000, 1_500)
+    assert memory.kv_bytes == 3_500
+    with pytest.raises(ConfigError, match=r"the states of requests \(1.46 KiB\) and 2 blocks"):
+        plan.check_memory(memory, layout)

@@ -21,9 +21,9 @@ import pytest
 from stratakv.connector.messages import EvictedBlock
 from stratakv.connector.page_names import pages_of
 from stratakv.engine.cache.block_hash import make_block_hasher
+from stratakv.engine.cache.group_spec import NUM_SPARE_STATES
 from stratakv.engine.cache.kv_block import BlockCopy
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager
-from stratakv.engine.cache.state_checkpoints import NUM_SPARE_STATES
 from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.models.layer_attention import LayerAttention, full
 from stratakv.engine.observer import Observer
