@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .state_plan import StatePlan
+
+# Rows that are scanned at once: they bound the memory of matrices between the rows of chunks.
+MOST_ROWS = 1024
 
 
 class Recurrence(Protocol):
@@ -48,12 +50,13 @@ def run_recurrence(
         out[batch.rows] = found
     for sequence in plan.long:
         if sequence.source is None:
-            state = torch.zeros_like(states[0])
+            state = states.new_zeros(states.shape[1:])
         else:
             state = states[sequence.source]
         for piece in sequence.pieces:
-            own = slice(piece.start, piece.end)
-            out[own], state = recurrence.scan_rows(state, [each[own] for each in rows])
+            for start in range(piece.start, piece.end, MOST_ROWS):
+                own = slice(start, min(start + MOST_ROWS, piece.end))
+                out[own], state = recurrence.scan_rows(state, [each[own] for each in rows])
             if piece.slot is not None:
                 states[piece.slot] = state
     return out

@@ -15,6 +15,7 @@ import torch
 from stratakv.engine.models.decoder import AuxStates
 from stratakv.engine.models.layers import Elementwise, norm
 from stratakv.engine.models.rope import rotate
+from stratakv.engine.models.states import recurrence
 from tests.tiny_models import load_reference, reference_logits
 
 from .state_driver import NUM_SLOTS, GrowingAttention, Part, Request, StateDriver
@@ -70,6 +71,14 @@ def test_a_sequence_cut_anywhere_is_the_same(driver):
         second = driver.step([Part(request, tokens[cut:])])
         assert distance(torch.cat((first, second)), whole) < CLOSE
         assert_same_state(driver, 1, expected)
+
+
+def test_a_long_prompt_is_scanned_in_parts(driver, monkeypatch):
+    tokens = random_tokens(16, LENGTH)
+    whole = driver.step([Part(Request(0), tokens)])
+    monkeypatch.setattr(recurrence, "MOST_ROWS", 64)
+    assert distance(driver.step([Part(Request(1), tokens)]), whole) < CLOSE
+    assert_same_state(driver, 1, driver.state(0))
 
 
 def test_row_by_row_is_the_same(driver):
