@@ -88,6 +88,30 @@ class Lookups:
         num_pool_tokens: int | None = None,
     ) -> Match:
         """See `KVConnectorScheduler.get_matched_tokens`."""
+        match = self._match_tiers(
+            offload, request, num_computed_tokens, num_queued_tokens, num_pool_tokens
+        )
+        lookup = offload.lookup
+        if lookup is None or not self._parts.num_state_keys:
+            return match
+        return match._replace(junction=self._junction(lookup))
+
+    def _junction(self, lookup: Lookup) -> int:
+        """Tokens of a request whose blocks were found, and no states behind them; 0 for none."""
+        prefix = lookup.prefix
+        if prefix.num_found <= len(prefix.tiers) or prefix.num_found <= lookup.num_kept:
+            return 0
+        num_positions = min(prefix.num_found, len(lookup.keys) // self._width)
+        return (lookup.first + num_positions) * self._block_size
+
+    def _match_tiers(
+        self,
+        offload: RequestOffload,
+        request: RequestView,
+        num_computed_tokens: int,
+        num_queued_tokens: int,
+        num_pool_tokens: int | None,
+    ) -> Match:
         first = num_computed_tokens // self._block_size
         num_kept = 0 if num_pool_tokens is None else num_pool_tokens // self._block_size - first
         end = self._end_of(request)

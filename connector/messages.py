@@ -28,6 +28,8 @@ class Match(NamedTuple):
 
     tokens: int
     kind: MatchKind
+    # Leading tokens of the request whose K and V can be had, and the states behind them cannot.
+    junction: int = 0
 
 
 # Nothing to load.

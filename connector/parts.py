@@ -155,11 +155,13 @@ class Parts:
             tiers = whole_positions(full.tiers, len(self._full), hierarchy.tiers)
             prefix = full._replace(tiers=[*hierarchy.tiers[:1] * num_kept, *tiers])
         search = _Search(self, hierarchy, first, keys, most_tokens, num_kept, ask)
-        num_positions = search.longest(len(prefix.tiers))
+        num_found = len(prefix.tiers)
+        num_positions = search.longest(num_found)
         return Prefix(
             search.slowest_tiers(prefix.tiers[:num_positions]),
             prefix.pending or search.pending,
             prefix.asked or search.asked,
+            num_found,
         )
 
     def longest(

@@ -13,7 +13,8 @@ answered from where it should have been is an error, not a figure.
 
 Then, unless it is the quick form, engines without a server around them, with tiers and without in
 alternating pairs, in processor seconds: unique prompts, mixes of hits with a tier that is slow,
-requests behind one prefix, and steps while blocks leave the pool (`sections.py`). Equal
+requests behind one prefix, and steps while blocks leave the pool (`sections.py`); and the time to
+the first token of a model whose layers carry states, which the benchmark makes (`hybrid.py`). Equal
 prompts must give equal tokens.
 """
 

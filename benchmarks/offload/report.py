@@ -12,7 +12,7 @@ from ...engine.models.model_spec import ModelSpec
 from ..harness.load_client import StreamedAnswer
 from ..harness.plots import COLOURS, GATE, MET, MISSED, caption, label_bars, new_figure, save_figure
 from ..harness.report import Report, median, percentile, print_table
-from .scale import CONVOY, GATES, WORST_CASE
+from .scale import CONVOY, GATES, HYBRID, WORST_CASE
 
 PHASES = ("cold", "pool", "cpu", "ssd", "remote")
 WARM_PHASES = PHASES[1:]
@@ -205,12 +205,13 @@ def print_costs(report: Report) -> None:
     for section, what, column in (
         (WORST_CASE, "Worst case: one request at a time", "cell"),
         (CONVOY, "Convoy: requests at once behind one prefix", "prefix from"),
+        (HYBRID, "Hybrid: the first token behind one prefix and its states", "from"),
     ):
         if cells := report.figures.get(section, {}):
             print_table(
                 f"{what}, without tiers over with",
                 [column, "cpu (quartiles)", "wall", "ms/token with", "without", "cached tokens"],
-                [_row(name, cell) for name, cell in cells.items()],
+                [_row(name, cell) for name, cell in cells.items() if "cpu_ratio" in cell],
             )
 
 

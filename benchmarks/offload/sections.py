@@ -9,6 +9,7 @@
                 alone or none; compared are as many neighbouring pairs as have the share
     convoy      requests at once behind one long prefix that the tiers have, and that is nowhere
     streaming   the time of steps while blocks leave the pool ahead of need
+    hybrid      the time to the first token of a model whose layers carry states (`hybrid.py`)
 
 Every section holds an engine with tiers against the same one without, in pairs, in a process of its
 own that computes like a core; no_hit in several, one after the other. The parent sends one order
@@ -35,9 +36,11 @@ from ...tiers.testing.fault_plan import FaultPlan, Rule
 from ...tiers.testing.faulty_store import FaultyStore
 from ..harness.peer import Child, answerer
 from ..harness.report import median
+from .hybrid import hybrid
 from .scale import (
     CONVOY,
     FULL_COSTS,
+    HYBRID,
     MIXES,
     NEAR_WORST_CASE,
     NO_HIT,
@@ -347,6 +350,7 @@ MEASURE: Mapping[str, Callable[[Bench], tuple[Figures, dict[str, float]]]] = {
     WORST_CASE: worst_case,
     CONVOY: convoy,
     STREAMING: streaming,
+    HYBRID: hybrid,
 }
 
 

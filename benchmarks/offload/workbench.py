@@ -378,6 +378,10 @@ class Bench:
         self._rng = np.random.default_rng(_SEED)
         self._numbers = itertools.count()
 
+    def of_model(self, model: Path) -> Bench:
+        """The same place for another model."""
+        return Bench(model, self.scratch, self.scale, self._told)
+
     def tokens(self, count: int) -> list[int]:
         """A text nobody has asked about."""
         drawn: list[int] = self._rng.integers(1, self._vocabulary, count, np.int32).tolist()
@@ -456,10 +460,13 @@ def greedy(output_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
 
 
-def prime(bench: Bench, engine: MeasuredEngine, prefix: int, count: int) -> list[list[int]]:
-    """Prefixes that have left the pool for the tiers."""
+def prime(
+    bench: Bench, engine: MeasuredEngine, prefix: int, count: int, *, questions: int = 1
+) -> list[list[int]]:
+    """Prefixes that have left the pool for the tiers, after so many questions about each."""
     known = [bench.tokens(prefix) for _ in range(count)]
     for text in (*known, *[bench.tokens(prefix) for _ in range(FILLERS)]):
-        engine.run([text + bench.tokens(SUFFIX_TOKENS)], greedy(1))
+        for _ in range(questions):
+            engine.run([text + bench.tokens(SUFFIX_TOKENS)], greedy(1))
         engine.rest()  # a slab that is refilled before the disk has followed loses blocks
     return known

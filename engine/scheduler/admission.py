@@ -210,6 +210,7 @@ class Admission:
                     num_queued_tokens=queued,
                     num_pool_tokens=junction or None,
                 )
+                request.progress.junction = max(request.progress.junction, match.junction)
                 if match.kind is MatchKind.RETRY:
                     self._note_wait(request, Obstacle.LOOKUP)
                     return Verdict.LATER

@@ -25,6 +25,7 @@ class Prefix(NamedTuple):
     tiers: list[str]
     pending: bool
     asked: bool = False
+    num_found: int = 0  # blocks, or more of what they are parts of, before some were passed over
 
 
 class PrefixLookup:

@@ -46,6 +46,7 @@ TINY = dataclasses.replace(
     pairs=2, warm_up=1, slab_blocks=32, requests=3, prompt_tokens=128, output_tokens=4,
     prefixes={96: 1}, mixes=(50,), convoy_requests=2, convoy_prefix=96, convoy_output=2,
     step_tokens=64, long_prompts=3, long_prompt_tokens=192,
+    hybrid_prefix=96,
 )  # fmt: skip
 
 

@@ -79,6 +79,7 @@ def test_the_worked_example_of_a_70b_model(large: Path, planned: Any) -> None:
         "total_bytes": WEIGHTS + 10**9 + kv_bytes,
         "weight_bytes": WEIGHTS,
         "reserve_bytes": 10**9,
+        "state_bytes": 0,
         "kv_bytes": kv_bytes,
     }
     assert made["block"] == {
