@@ -106,8 +106,8 @@ def build_scheduler_side(
     if choice is Choice.OVERLAP and parts is not None and parts.is_windowed:
         raise TierConfigError(
             "a load of this model cannot be overlapped with its computing, because some of its "
-            "layers see only the tokens of a window and their blocks come for one length; take "
-            "--kv-offload-load auto or always"
+            "layers see only the tokens of a window, or carry states, and what they need comes for "
+            "one length; take --kv-offload-load auto or always"
         )
     signal = CopySignal()
     tiers = open_hierarchy(

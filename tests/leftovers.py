@@ -63,6 +63,8 @@ def check_references(core: EngineCore) -> None:
     for tables in manager._tables.values():
         for table in tables:
             references.update(block.block_id for block in table)
+    if manager.states is not None:
+        references.update(block.block_id for block in manager.states.held)
     del references[0]  # the null block
     blocks = manager.pool.blocks
     assert [block.ref_cnt for block in blocks] == [references[b.block_id] for b in blocks]

@@ -118,6 +118,8 @@ class Life:
         # Drawn apart from these, for the same reason.
         if method == DRAFT_MODEL and random.Random(f"head {seed}").random() < 0.5:
             method = EAGLE
+        if method in OF_MODELS and world.has_states:
+            method = "ngram"
         self._has_draft = method in OF_MODELS
         draft = {DRAFT_MODEL: world.model, EAGLE: world.head}.get(method)
         self._speculative = SpeculativeConfig(
@@ -274,7 +276,7 @@ class Life:
 
     def _config(self) -> EngineConfig:
         rng = self._rng
-        size = self._block_size
+        size, has_states = self._block_size, self._world.has_states
         num_seqs = rng.randint(1, 6)
         chunked = rng.random() < 0.8
         budget = num_seqs + rng.choice([0, 1, 5, 30, 150]) if chunked else MAX_MODEL_LEN + 3
@@ -286,7 +288,9 @@ class Life:
             cache=CacheConfig(
                 block_size=size,
                 # From just enough for one request to plenty for all.
-                num_blocks=1 + MAX_MODEL_LEN // size + rng.choice([0, 0, 1, 5, 40]),
+                num_blocks=1 + MAX_MODEL_LEN // size + self._world.state_pages(size)
+                + rng.choice([0, 0, 1, 5, 40]),
+                state_checkpoint_interval=size * self._apart.choice([0, 1, 3]),
                 watermark=rng.choice([0.0, 0.01, 0.2]),
                 block_hash=self._block_hash,
                 num_groups=self._num_groups,
@@ -302,7 +306,7 @@ class Life:
             ),
             offload=offload_config(
                 tiers=self._tiers,
-                load=rng.choice(["auto", "always", "both"]),
+                load=rng.choice(["auto", "always", "always" if has_states else "both"]),
                 ssd_path=self._path,
                 io_threads=2,
             ),

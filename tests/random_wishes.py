@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.engine.request.sampling_params import SamplingParams
 
 from .tiny_models import VOCAB, load_reference
@@ -34,6 +35,18 @@ class World:
     head: Path  # an EAGLE head of the model
     prompts: Sequence[tuple[int, ...]]
     answer: Reference
+
+    @property
+    def has_states(self) -> bool:
+        return load_model_spec(self.model).state is not None
+
+    def state_pages(self, block_size: int) -> int:
+        """The pages of a checkpoint of states, in blocks of so many tokens."""
+        spec = load_model_spec(self.model)
+        if spec.state is None:
+            return 0
+        page_bytes = spec.layout(block_size, "float64").page_bytes
+        return -(-spec.state.slot_bytes("float64") // page_bytes)
 
 
 def draw_params(

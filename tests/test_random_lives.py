@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from .eagle_heads import make_eagle
+from .engine.models.states.state_models import make_state_model
 from .nursery_site.nursery_client import Nursery
 from .other_process import OtherProcess
 from .random_life import ENDS, MAX_MODEL_LEN, Life
@@ -29,6 +30,7 @@ LIVES = 25
 OVERLAPPING_LIVES, LIVES_A_TEST = 300, 15
 LIVES_OF_OTHER_PROCESSES = 12
 GROUPED_LIVES = 8
+STATE_LIVES = 6
 # Some lives are over before the worker was to die in them.
 LIVES_TO_DIE_IN = 8
 
@@ -98,6 +100,31 @@ def test_a_random_life_of_two_cache_groups(
         path = tmp_path / str(turn)
         other = OtherProcess(worker_nursery, path) if has_process else None
         live(world, seed + turn, path, other, num_groups=2)
+
+
+@pytest.fixture(scope="module")
+def world_of_states(
+    tmp_path_factory: pytest.TempPathFactory, one_thread: None, scale: str
+) -> World:
+    model = make_state_model(tmp_path_factory.mktemp("states"), "lfm2-state-last")
+    return make_world(model, 40 if scale == "ci" else 300)
+
+
+@pytest.mark.parametrize("has_process", [False, True], ids=["uni", "mp"])
+@pytest.mark.parametrize("number", range(STATE_LIVES))
+def test_a_random_life_of_layers_with_states(
+    number: int,
+    has_process: bool,
+    world_of_states: World,
+    worker_nursery: Nursery,
+    seed: int,
+    scale: str,
+    tmp_path: Path,
+) -> None:
+    for turn in range(1 if scale == "ci" else 400):
+        path = tmp_path / str(turn)
+        other = OtherProcess(worker_nursery, path) if has_process else None
+        live(world_of_states, seed + turn, path, other, overlaps=turn % 3 == 2)
 
 
 @pytest.mark.parametrize("end", ENDS)

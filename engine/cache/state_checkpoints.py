@@ -17,9 +17,10 @@ checkpoint. These are made, where the pool has room, at
 - each multiple of the interval, if there is one, in answers too;
 - the very end of a prompt that another engine goes on with.
 
-Pages of a checkpoint are named when their step is made, and free at once: the worker writes them
-behind the step's forward pass, and reads those of a hit before everything else that a step does,
-so whichever step takes them comes after that. Only a load holds pages, until its request runs.
+Pages of a checkpoint are named when their step is made, and free once it has been made: the worker
+writes them behind the step's forward pass, and reads those of a hit before everything else that a
+step does, so whichever step takes them comes after that. Only a load holds pages, until its request
+runs.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class StateCheckpoints:
         self._newest: dict[str, bytes] = {}
         # Of tokens that are not known yet, by request: held, and named when they are.
         self._unnamed: dict[str, tuple[int, list[KVCacheBlock]]] = {}
+        self._saved: list[KVCacheBlock] = []  # held while the step is being made
         self.num_saved = 0
 
     @property
@@ -172,9 +174,14 @@ class StateCheckpoints:
                 self._drop_unnamed(request.request_id)
                 self._unnamed[request.request_id] = (position, blocks)
                 continue
-            self._pool.free_blocks(blocks)
+            self._saved += blocks
         self.num_saved += len(saves)
         return saves
+
+    def free_saved(self) -> None:
+        """The step being made takes no more blocks: the pages of its checkpoints are free."""
+        self._pool.free_blocks(self._saved)
+        self._saved.clear()
 
     def name_known(self, request: Request) -> None:
         """Name a checkpoint behind tokens that have become known."""

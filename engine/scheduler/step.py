@@ -175,6 +175,7 @@ class StepBuilder:
                 if saves := states.save(entry.request, computed, end, spare):
                     self.state_saves[entry.request.request_id] = saves
                     spare -= sum(save.position < end for save in saves)
+        states.free_saved()
 
     def start(self, request: Request, num_tokens: int) -> None:
         """A request that the worker has not seen runs, after `num_computed_tokens` found or

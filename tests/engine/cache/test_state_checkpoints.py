@@ -55,7 +55,9 @@ class Rig:
         """The positions of the checkpoints that a step of so many tokens makes."""
         first = request.num_computed_tokens
         request.num_computed_tokens = first + count
-        return [each.position for each in self.states.save(request, first, first + count, 4)]
+        saves = self.states.save(request, first, first + count, 4)
+        self.states.free_saved()
+        return [each.position for each in saves]
 
     def end(self, request: Request) -> None:
         self.manager.free(request)

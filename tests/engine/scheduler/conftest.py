@@ -392,6 +392,10 @@ class Engine:
 
     def _save_states(self, output: SchedulerOutput) -> None:
         busy = self.tiers.busy_blocks if self.tiers else set()
+        written = [
+            page for saves in output.state_saves.values() for _, pages in saves for page in pages
+        ]
+        assert len(written) == len(set(written)), "the order of checkpoints would matter"
         for request_id, saves in output.state_saves.items():
             numbers = self.states[request_id].fingerprint()
             within = 0
