@@ -51,7 +51,10 @@ CONNECTOR_CLASSES = {
     "vllm/v1/core/block_pool.py": ("BlockPool",),
     "vllm/v1/core/kv_cache_utils.py": ("KVCacheBlock", "FreeKVCacheBlockQueue"),
     "vllm/v1/core/sched/output.py": ("SchedulerOutput", "NewRequestData", "CachedRequestData"),
-    "vllm/v1/kv_cache_interface.py": ("KVCacheConfig", "KVCacheGroupSpec", "KVCacheTensor"),
+    "vllm/v1/kv_cache_interface.py": (
+        "KVCacheConfig", "KVCacheGroupSpec", "KVCacheTensor", "KVCacheSpec", "FullAttentionSpec",
+        "SinkFullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec",
+    ),
     "vllm/v1/outputs.py": ("KVConnectorOutput",),
     "vllm/v1/request.py": ("Request",),
     "vllm/config/kv_transfer.py": ("KVTransferConfig",),
@@ -61,7 +64,10 @@ CONNECTOR_CLASSES = {
 # Not in every version.
 NEW = ("vllm/v1/metrics/cache_hit_source.py",)
 # Of these, the adapter looks at fields only.
-READ_ONLY = ("KVCacheConfig", "KVConnectorOutput", "KVTransferConfig", "Request")
+READ_ONLY = (
+    "KVCacheConfig", "KVConnectorOutput", "KVTransferConfig", "Request", "FullAttentionSpec",
+    "SinkFullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec",
+)  # fmt: skip
 INIT = "__init__"
 # Module -> names of it that the adapter reads.
 NAMES = {"vllm/v1/core/kv_cache_utils.py": ("_NONE_HASH_SEED", "DEFAULT_NONE_HASH_SEED")}

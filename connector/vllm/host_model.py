@@ -45,8 +45,8 @@ def names_of_tier(model: str, revision: str | None) -> ModelNames:
         log.info(
             "vLLM tells StrataSpec the model's files and not its own settings: give another "
             "`revision` to engines with other --hf-overrides, --quantization, --load-format, "
-            "--speculative-config, or another --dtype beside an fp8 cache; StrataConnector sees "
-            "them itself"
+            "--speculative-config, --mamba-cache-dtype, or another --dtype beside an fp8 cache; "
+            "StrataConnector sees them itself"
         )
     return ModelNames(_named(HostModel(model), revision), "", "")
 

@@ -56,12 +56,12 @@ class Columns:
     def __init__(self, kv_cache_config: Any) -> None:
         groups = kv_cache_config.kv_cache_groups
         seen = [_first_seen(group, number) for number, group in enumerate(groups)]
-        self.block_tokens = sizes = [int(group.kv_cache_spec.block_size) for group in groups]
-        self.position_tokens = math.lcm(*sizes)
+        self.block_tokens: list[int] = [group.kv_cache_spec.block_size for group in groups]
+        self.position_tokens = math.lcm(*self.block_tokens)
         self.num_groups = len(groups)
         self.all = tuple(
             Column(number, size, place, self.position_tokens // size, seen[number])
-            for number, size in enumerate(sizes)
+            for number, size in enumerate(self.block_tokens)
             for place in range(self.position_tokens // size)
         )
         self._first_of = [

@@ -27,12 +27,11 @@ from stratakv.tiers.wire.rpc import Stub
 
 from ...tiers.cache_server.rig import ServerProcess
 from ...tiers.remote.fault_proxy import Damage, FaultProxy
-from .vllm_engine import CHUNK_BYTES, VllmEngine
+from .vllm_engine import VllmEngine
 
 LOOK_UP, LOAD, STORE = "look-up", "load", "store"
 CALLS = {LOOK_UP: "lookup", LOAD: "load", STORE: "store"}
 PAGE = 4096
-RECORD = PAGE + CHUNK_BYTES
 TOLD_SECONDS = 60.0
 
 
@@ -45,6 +44,7 @@ class Below:
     proxies: list[FaultProxy]
     blocks: Path  # the slot file
     token: Path
+    block_bytes: int  # a record of the slot file is a page and a block
     flags: tuple[str, ...] = ()
 
     def do(self, **command: Any) -> Any:
@@ -221,13 +221,17 @@ SYSTEM_CALLS = [
 # The SSD tier: what lies in its file
 
 
-def on_file(what: str, change: Callable[[bytearray], None]) -> Fault:
+Change = Callable[[bytearray, int], None]  # of the file, whose records have so many bytes
+
+
+def on_file(what: str, change: Change) -> Fault:
     """Its bytes change between a store and the load."""
 
     def begin(below: Below) -> None:
         content = bytearray(below.blocks.read_bytes())
-        assert len(content) % RECORD == 0
-        change(content)
+        record = PAGE + below.block_bytes
+        assert len(content) % record == 0
+        change(content, record)
         with below.blocks.open("r+b") as file:
             file.write(content)
 
@@ -250,43 +254,46 @@ def cut(what: str, share: float) -> Fault:
     return Fault("ssd", LOAD, what, ("ssd.rejected", "ssd.misses"), begin=begin, end=end)
 
 
-def _flip(first: int, step: int) -> Callable[[bytearray], None]:
-    def change(content: bytearray) -> None:
-        for place in range(first, len(content), step):
-            content[place] ^= 1
+def _flip(place: int) -> Change:
+    """A byte of each record; places before 0 are counted from the end."""
+
+    def change(content: bytearray, record: int) -> None:
+        for each in range(place % record, len(content), record):
+            content[each] ^= 1
 
     return change
 
 
-def _zero_payloads(content: bytearray) -> None:
-    for start in range(0, len(content), RECORD):
-        content[start + PAGE : start + RECORD] = bytes(CHUNK_BYTES)
+def _zero_payloads(content: bytearray, record: int) -> None:
+    for start in range(0, len(content), record):
+        content[start + PAGE : start + record] = bytes(record - PAGE)
 
 
-def _zero(content: bytearray) -> None:
+def _zero(content: bytearray, _record: int) -> None:
     content[:] = bytes(len(content))
 
 
-def _noise(content: bytearray) -> None:
+def _noise(content: bytearray, _record: int) -> None:
     content[:] = random.Random(1).randbytes(len(content))
 
 
-def _rotate(content: bytearray) -> None:
-    content[:] = content[-RECORD:] + content[:-RECORD]
+def _rotate(content: bytearray, record: int) -> None:
+    content[:] = content[-record:] + content[:-record]
 
 
-def _exchange_payloads(content: bytearray) -> None:
+def _exchange_payloads(content: bytearray, record: int) -> None:
     """Each header is where it was, over the bytes of the record before."""
-    last = bytes(content[len(content) - CHUNK_BYTES :])
-    for start in range(len(content) - RECORD, 0, -RECORD):
-        content[start + PAGE : start + RECORD] = content[start - CHUNK_BYTES : start]
-    content[PAGE:RECORD] = last
+    payload = record - PAGE
+    last = bytes(content[len(content) - payload :])
+    for start in range(len(content) - record, 0, -record):
+        content[start + PAGE : start + record] = content[start - payload : start]
+    content[PAGE:record] = last
 
 
 FILES = [
-    on_file("a bit of each payload is flipped", _flip(PAGE + 1000, RECORD)),
-    on_file("the last byte of each payload is changed", _flip(RECORD - 1, RECORD)),
-    on_file("a bit of each header is flipped", _flip(20, RECORD)),
+    on_file("a bit of each payload is flipped", _flip(PAGE + 1000)),
+    on_file("the last byte of each payload is changed", _flip(-1)),
+    on_file("a bit of each header is flipped", _flip(20)),
     on_file("payloads are zeroed", _zero_payloads),
     on_file("all is zeroed", _zero),
     on_file("all is noise", _noise),

@@ -23,9 +23,11 @@ from stratakv.tiers.cache_server.access.tenants import token_digest
 from ...tiers.cache_server.rig import ServerProcess, server_process, token_of
 from .vllm_engine import (
     ANSWER_SECONDS,
+    KV_HEADS,
     PYTHON,
     VllmEngine,
     extra_config,
+    make_hybrid_model,
     make_model,
     make_prompts,
     make_windowed_model,
@@ -37,6 +39,16 @@ needs_vllm = [
 ]
 
 WHOLE = 288  # of 300 tokens: nine blocks; vLLM has 39, and six prompts take 60
+# A hybrid's blocks have 544 tokens, so many that attention's page has room for a state. vLLM has 13
+# of them, and a prompt of HYBRID_TOKENS leaves five: four of attention, and the state behind them.
+HYBRID = {
+    "dtype": "bfloat16",
+    "max_model_len": 4096,
+    "max_num_batched_tokens": 4096,
+    "num_gpu_blocks_override": 14,
+}
+HYBRID_TOKENS, HYBRID_WHOLE, HYBRID_BLOCKS = 2200, 2176, 5
+HYBRID_BLOCK_BYTES = 2 * 544 * 2 * KV_HEADS * 64 * 2  # as many in a state's two layers
 # A region that holds one prompt and a half, so that everything else comes from below it.
 REGION_CHUNKS = 14
 CONNECTOR_PROCESS = Path(__file__).with_name("connector_process.py")
@@ -80,6 +92,23 @@ def windowed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hybrid_model(tmp_path_factory.mktemp("model") / "hybrid")
+
+
+@pytest.fixture(scope="module")
+def hybrid_prompts() -> Tokens:
+    return make_prompts(4, HYBRID_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def hybrid_expected(
+    hybrid_model: Path, hybrid_prompts: Tokens, tmp_path_factory: pytest.TempPathFactory
+) -> Tokens:
+    return computed(hybrid_model, hybrid_prompts, tmp_path_factory.mktemp("alone"), **HYBRID)
+
+
+@pytest.fixture(scope="module")
 def prompts() -> Tokens:
     return make_prompts(6)
 
@@ -112,6 +141,14 @@ def wait_for_disk(engine: VllmEngine, blocks: int) -> None:
     """Until so many are on the disk, as a scrape of vLLM shows it; steps bring it figures."""
     deadline = time.monotonic() + ANSWER_SECONDS
     while engine.do({"metrics": True}).get("stratakv:tier_blocks:ssd", 0) < blocks:
+        assert time.monotonic() < deadline
+        engine.generate([[7, 8, 9]])
+
+
+def wait_for_tier(engine: VllmEngine, tier: str, blocks: int) -> None:
+    """The same of any tier of an engine in one process, by its own counters."""
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while engine.do({"stats": True})["tiers"][tier]["blocks"] < blocks:
         assert time.monotonic() < deadline
         engine.generate([[7, 8, 9]])
 

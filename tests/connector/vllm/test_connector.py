@@ -103,6 +103,15 @@ def test_what_is_read_of_the_host_is_there(host: ConnectorHost) -> None:
         "num_scheduled_tokens", "total_num_scheduled_tokens", "preempted_req_ids",
         "scheduled_new_reqs", "scheduled_cached_reqs",
     }  # fmt: skip
+    assert fields("MambaSpec").keys() >= {
+        "shapes", "dtypes", "mamba_type", "mamba_cache_mode", "num_speculative_blocks",
+    }  # fmt: skip
+    assert "block_size" in fields("KVCacheSpec")
+    assert host.record["classes"]["SinkFullAttentionSpec"]["bases"] == ["FullAttentionSpec"]
+    assert "sliding_window" in fields("SlidingWindowSpec")
+    assert "attention_chunk_size" in fields("ChunkedLocalAttentionSpec")
+    for name in ("KVCacheSpec", "MambaSpec"):
+        assert host._methods(name)["page_size_bytes"]["kind"] == "property"
     assert fields("KVConnectorOutput").keys() >= {"kv_connector_worker_meta", "failed_recving"}
     assert fields("KVTransferConfig").keys() >= {"kv_load_failure_policy"}
     request = set(host.record["classes"]["Request"]["attributes"])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults of every tier below a real vLLM, one after the other in the life of one engine of each
-form: no request fails, none hangs, all tokens are those of a vLLM without us, each fault is seen to
-have struck, and each tier is used again when its fault is over.
+form, and of one with a hybrid: no request fails, none hangs, all tokens are those of a vLLM without
+us, each fault is seen to have struck, and each tier is used again when its fault is over.
 
 Needs what test_real_vllm.py needs: `make test-vllm` and docs/vllm.md.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,29 @@ from ...tiers.cache_server.rig import server_process, token_of
 from ...tiers.remote.fault_proxy import FaultProxy
 from .real_faults import FAULTS, LOAD, STORE, Below, Fault
 from .real_vllm import (
+    HYBRID,
+    HYBRID_BLOCK_BYTES,
+    HYBRID_BLOCKS,
     ConnectorEngine,
     SpecEngine,
+    Tokens,
     expected,
+    hybrid_expected,
+    hybrid_model,
+    hybrid_prompts,
     model,
     needs_vllm,
     on_disk,
     prompts,
 )
-from .vllm_engine import VllmEngine
+from .vllm_engine import CHUNK_BYTES, VllmEngine
 
-__all__ = ["expected", "model", "prompts"]
+__all__ = ["expected", "hybrid_expected", "hybrid_model", "hybrid_prompts", "model", "prompts"]
 
 pytestmark = needs_vllm
 
 HOST = "127.0.0.2"  # the proxies', see tiers/remote/test_faults.py
-NUM_PROMPTS, NUM_BLOCKS = 2, 18
+NUM_PROMPTS = 2
 LEAST_FAULTS = 50
 # Of an answer; a fault may cost read_seconds a few times, and the machine does other things.
 ANSWER_SECONDS = 120.0
@@ -45,30 +53,67 @@ SERVER_FLAGS = ("--cpu-bytes", "32MiB", "--no-shared-memory")
 FORMS: dict[str, type[VllmEngine]] = {"StrataSpec": SpecEngine, "StrataConnector": ConnectorEngine}
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_no_fault_of_a_tier_fails_a_request(
-    form: str,
-    model: Path,
-    prompts: list[list[int]],
-    expected: list[list[int]],
-    tmp_path: Path,
-) -> None:
-    with below(FORMS[form], model, tmp_path) as tiers:
-        run = Run(tiers, prompts[:NUM_PROMPTS], expected[:NUM_PROMPTS])
+@dataclass
+class Case:
+    """An engine of one form with one model, what it is asked and what it answers without us."""
+
+    engine_of: type[VllmEngine]
+    model: Path
+    prompts: Tokens
+    expected: Tokens
+    num_blocks: int  # of these prompts
+    block_bytes: int
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@pytest.fixture(params=FORMS)
+def plain(request: pytest.FixtureRequest, model: Path, prompts: Tokens, expected: Tokens) -> Case:
+    kept = slice(NUM_PROMPTS)
+    form = FORMS[request.param]
+    return Case(form, model, prompts[kept], expected[kept], NUM_PROMPTS * 9, CHUNK_BYTES)
+
+
+@pytest.fixture
+def hybrid(hybrid_model: Path, hybrid_prompts: Tokens, hybrid_expected: Tokens) -> Case:
+    kept = slice(NUM_PROMPTS)
+    return Case(
+        ConnectorEngine,
+        hybrid_model,
+        hybrid_prompts[kept],
+        hybrid_expected[kept],
+        NUM_PROMPTS * HYBRID_BLOCKS,
+        HYBRID_BLOCK_BYTES,
+        HYBRID,
+    )
+
+
+def test_no_fault_of_a_tier_fails_a_request(plain: Case, tmp_path: Path) -> None:
+    check_faults(plain, tmp_path)
+
+
+def test_no_fault_of_a_tier_fails_a_request_to_a_hybrid(hybrid: Case, tmp_path: Path) -> None:
+    """A state is a tenth of what each fault strikes, and a hit is nothing without it."""
+    check_faults(hybrid, tmp_path)
+
+
+def check_faults(case: Case, folder: Path) -> None:
+    """All of them, in one life."""
+    with below(case, folder) as tiers:
+        run = Run(tiers, case)
         for tier in ("cpu", "ssd", "remote"):
             run.check_without_fault(tier)
         for fault in FAULTS:
             run.strike(fault)
     print(
-        f"\n{form}: {len(run.struck)} faults struck, {run.answers} requests answered, the slowest "
-        f"in {run.slowest:.1f} s"
+        f"\n{case.engine_of.__name__}, {case.model.name}: {len(run.struck)} faults struck, "
+        f"{run.answers} requests answered, the slowest in {run.slowest:.1f} s"
     )
     assert run.amiss == []
     assert len(run.struck) >= LEAST_FAULTS
 
 
 @contextmanager
-def below(engine_of: type[VllmEngine], model: Path, folder: Path) -> Iterator[Below]:
+def below(case: Case, folder: Path) -> Iterator[Below]:
     """An engine with a slab, a disk and a cache server behind proxies, each in a drill's wrapper
     that does nothing yet."""
     token = folder / "token"
@@ -83,26 +128,27 @@ def below(engine_of: type[VllmEngine], model: Path, folder: Path) -> Iterator[Be
         settings = on_disk(
             folder, cpu_bytes="8MiB", ssd_bytes="16MiB", read_seconds=1,
             servers=[f"grpc://{HOST}:{server.port}"],
-            faults="ssd:lookup:error=0,remote:lookup:error=0",
+            faults="ssd:lookup:error=0,remote:lookup:error=0", arguments=case.arguments,
         )  # fmt: skip
-        if engine_of is SpecEngine:
+        if case.engine_of is SpecEngine:
             settings["region_chunks"] = 40
-        engine = stack.enter_context(engine_of(model, folder, **settings))
+        engine = stack.enter_context(case.engine_of(case.model, folder, **settings))
         (blocks,) = (folder / "ssd").rglob("blocks")
-        yield Below(engine, server, proxies, blocks, token, SERVER_FLAGS)
+        yield Below(engine, server, proxies, blocks, token, case.block_bytes, SERVER_FLAGS)
 
 
 class Run:
     """The faults so far. `amiss`: what went against the promise."""
 
-    def __init__(self, tiers: Below, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    def __init__(self, tiers: Below, case: Case) -> None:
         self.struck: list[str] = []
         self.amiss: list[str] = []
         self.answers = 0
         self.slowest = 0.0
         self._tiers = tiers
-        self._prompts = prompts
-        self._expected = expected
+        self._prompts = case.prompts
+        self._expected = case.expected
+        self._num_blocks = case.num_blocks
 
     def check_without_fault(self, tier: str) -> None:
         """Blocks come from each tier, so that a fault of it has something to strike."""
@@ -110,7 +156,7 @@ class Run:
         self._make_ready(tier, LOAD)
         before = self._figures()[f"{tier}.loaded_blocks"]
         assert self._answers() == ""
-        assert self._figures()[f"{tier}.loaded_blocks"] >= before + NUM_BLOCKS
+        assert self._figures()[f"{tier}.loaded_blocks"] >= before + self._num_blocks
 
     def strike(self, fault: Fault) -> None:
         """One fault."""
@@ -141,7 +187,8 @@ class Run:
                 assert not wrong, wrong
                 again = time.monotonic() + 5.0
             figures = self._step()
-            has_all = all(figures[f"{t}.blocks"] >= NUM_BLOCKS for t in ("cpu", "ssd", "remote"))
+            tiers = ("cpu", "ssd", "remote")
+            has_all = all(figures[f"{tier}.blocks"] >= self._num_blocks for tier in tiers)
             if has_all and figures["well"]:
                 return
             assert time.monotonic() < deadline, f"the tiers do not recover: {figures}"

@@ -26,6 +26,7 @@ ANSWER_SECONDS = 600.0
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 128, 3, 4, 2, 32, 512
 WINDOW_LAYERS, WINDOW = 7, 64
+HYBRID_LAYERS = 4
 BLOCK_TOKENS = 32
 CHUNK_BYTES = LAYERS * 2 * BLOCK_TOKENS * KV_HEADS * HEAD_DIM * 4  # float32
 MAX_TOKENS = 6
@@ -90,6 +91,45 @@ def make_windowed_model(folder: Path, seed: int = 0) -> Path:
         for part in ("post_attention_layernorm", "post_feedforward_layernorm"):
             tensors[f"{name}{part}.weight"] = torch.full((HIDDEN,), 3.0)
     return _write(folder, config, WINDOW_LAYERS, tensors)
+
+
+def make_hybrid_model(folder: Path, seed: int = 0) -> Path:
+    """A Qwen3-Next checkpoint whose layers are in turn of states (gated delta net, heads of the one
+    size that vLLM's CPU build takes) and of attention; the last one has experts, as vLLM wants."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=HYBRID_LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=64,
+        layer_types=["linear_attention", "full_attention"] * (HYBRID_LAYERS // 2),
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=HIDDEN // 2,
+        shared_expert_intermediate_size=HIDDEN // 2,
+        mlp_only_layers=[*range(HYBRID_LAYERS - 1)],
+        max_position_embeddings=8192,
+    )
+    weights = Weights(seed)
+    model = Qwen3NextForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scales = {"embed_tokens": 1.0, "lm_head": 0.3, "proj": 0.1}
+            scale = next((scale for part, scale in scales.items() if part in name), None)
+            if scale is not None:
+                parameter.copy_(weights(*parameter.shape, scale=scale))
+            elif name.endswith("A_log"):
+                parameter.fill_(-6.0)  # a state forgets slowly, so that a wrong one is seen
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
 
 
 class Weights:

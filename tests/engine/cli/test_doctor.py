@@ -218,9 +218,14 @@ def test_a_model_with_several_kinds_of_layers(case: vllm.VllmCase, tmp_path: Pat
     transfer = {"kv_connector": vllm.CONNECTOR, "kv_connector_module_path": vllm.MODULE}
     chosen = replace(case, model=str(folder), transfer=transfer)
     assert any("which StrataConnector refuses" in each.fact for each in said(chosen))
-    kinds = ["full_attention", "sliding_attention"]
-    (folder / "config.json").write_text(json.dumps({"layer_types": kinds}))
-    assert not any("attention" in each.fact for each in said(chosen))
+    for kinds in (["full_attention", "sliding_attention"], ["linear_attention", "full_attention"]):
+        (folder / "config.json").write_text(json.dumps({"layer_types": kinds}))
+        for form in (chosen, replace(case, model=str(folder))):
+            assert not any("attention" in each.fact for each in said(form))
+    (folder / "config.json").write_text(json.dumps({"layer_types": ["mamba", "attention"]}))
+    assert not any("mamba" in each.fact for each in said(chosen))
+    tried = [each.fact for each in said(replace(case, model=str(folder)))]
+    assert any("attention, mamba, which were not tried" in fact for fact in tried)
 
 
 def test_a_model_whose_bytes_are_not_seen(case: vllm.VllmCase) -> None:
