@@ -119,8 +119,9 @@ def make_hybrid_model(folder: Path, seed: int = 0) -> Path:
         max_position_embeddings=8192,
     )
     weights = Weights(seed)
-    model = Qwen3NextForCausalLM(config)
-    with torch.no_grad():
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        model = Qwen3NextForCausalLM(config)
         for name, parameter in model.named_parameters():
             scales = {"embed_tokens": 1.0, "lm_head": 0.3, "proj": 0.1}
             scale = next((scale for part, scale in scales.items() if part in name), None)
