@@ -322,8 +322,8 @@ class Lookups:
         return lookup
 
     def _ask_for_states(self, offload: RequestOffload, keys: Sequence[bytes]) -> bool:
-        """Have stores that are far away asked for pieces of states, once for each request; whether
-        one will answer."""
+        """Stores that are far away are asked for pieces of states, once for each request; True
+        where one will answer."""
         digest = keys[0][:DIGEST_BYTES]
         if digest in offload.asked_states:
             return False

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..tiers.base import Answer
 from ..tiers.block import DIGEST_BYTES, key_suffix
@@ -31,49 +32,56 @@ from .page_names import GROUP_BYTES
 # The first position that the token at a position attends to, or any token after it.
 FirstSeen = Callable[[int], int]
 # Has stores that are far away asked for blocks, and says whether one will answer.
-AskFor = Callable[[Sequence[bytes]], bool]
+Prefetch = Callable[[Sequence[bytes]], bool]
 
 # Windowed blocks are looked up from the end on, so many positions at a time.
 FIND_POSITIONS = 64
 
 
-class Parts:
-    """The parts of a position of `block_size` tokens. `seen` has an entry for each cache group, and
-    None where everything is attended to. Of `num_ranks` ranks those in `ranks` are served here.
+class StatePieces(NamedTuple):
+    """The pieces of a checkpoint of states, which are named as blocks of groups of their own."""
 
-    With `whole_only` a load that cannot bring all that was found brings nothing. States have
-    `num_state_pieces`, 0 where no layer carries one; a part is then never overlapped, as those of
-    windows are not.
+    num_pieces: int
+
+
+class Parts:
+    """The parts of a position of `block_size` tokens. `seen` has an entry for each cache group,
+    None where everything is attended to, and behind those one for states. Of `num_ranks` ranks
+    those in `ranks` are served here.
+
+    With `whole_only` a load that cannot bring all that was found brings nothing. With windows and
+    with states no load is overlapped.
     """
 
     def __init__(
         self,
         block_size: int,
-        seen: Sequence[FirstSeen | None] = (None,),
+        seen: Sequence[FirstSeen | StatePieces | None] = (None,),
         *,
         ranks: Sequence[int] = (0,),
         num_ranks: int = 1,
         whole_only: bool = False,
-        num_state_pieces: int = 0,
     ) -> None:
-        self.all = tuple(Part(group, rank) for group in range(len(seen)) for rank in ranks)
+        states = [each.num_pieces for each in seen if isinstance(each, StatePieces)]
+        groups = [each for each in seen if not isinstance(each, StatePieces)]
+        self.num_groups = num_groups = len(groups)
+        self.all = tuple(Part(group, rank) for group in range(num_groups) for rank in ranks)
         self.suffixes = tuple(key_suffix(part.group, part.rank, num_ranks) for part in self.all)
         self.width = len(self.all)
-        self.num_groups = len(seen)
         # Of the states behind a position, piece by piece.
         self._state_suffixes = [
-            key_suffix(group, rank, num_ranks)
+            key_suffix(num_groups + piece, rank, num_ranks)
             for rank in ranks
-            for group in range(len(seen), len(seen) + num_state_pieces)
+            for piece in range(sum(states))
         ]
         self.num_state_keys = len(self._state_suffixes)
-        self.is_windowed = bool(num_state_pieces) or any(each is not None for each in seen)
+        self.is_windowed = bool(states) or any(each is not None for each in groups)
         # A shorter hit needs other blocks of a window than a longer one.
         self.whole_only = whole_only or self.is_windowed
         # What completes a key of the pool, which carries the group already: one for each rank.
         self.shards = tuple(key_suffix(0, rank, num_ranks)[GROUP_BYTES:] for rank in ranks)
         self.block_size = block_size
-        self._seen = tuple(seen[part.group] for part in self.all)
+        self._seen = tuple(groups[part.group] for part in self.all)
         self._full = [i for i, each in enumerate(self._seen) if each is None]
 
     def keys_of(self, digests: Sequence[bytes]) -> list[bytes]:
@@ -88,9 +96,9 @@ class Parts:
         return [digest + suffix for suffix in self._state_suffixes]
 
     def state_ends(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Of the states behind each position whose parts have these keys the first one's and the
-        last one's: they are stored in order, so others lie in between. The last position comes
-        first."""
+        """The keys of the first piece of states, and of the last one, behind each position whose
+        parts have these keys; pieces are stored in order, so others lie in between. The last
+        position comes first."""
         if not self._state_suffixes:
             return []
         ends = dict.fromkeys((self._state_suffixes[0], self._state_suffixes[-1]))
@@ -137,11 +145,11 @@ class Parts:
         keys: Sequence[bytes],
         most_tokens: int | None = None,
         num_kept: int = 0,
-        ask: AskFor | None = None,
+        prefetch: Prefetch | None = None,
     ) -> Prefix:
         """The longest hit among the positions from `first` on, which have these keys: the tier of
-        each position, which is the one furthest down that one of its blocks is in. `ask`: for the
-        pieces of states of which the ends were found, and others were not."""
+        each position, which is the one furthest down that one of its blocks is in. `prefetch`:
+        for pieces of states whose ends were found, and which were not."""
         width = self.width
         if not self.is_windowed:
             prefix = hierarchy.find_prefix(keys)
@@ -154,7 +162,7 @@ class Parts:
             full = hierarchy.find_prefix([keys[place + i] for place in places for i in self._full])
             tiers = whole_positions(full.tiers, len(self._full), hierarchy.tiers)
             prefix = full._replace(tiers=[*hierarchy.tiers[:1] * num_kept, *tiers])
-        search = _Search(self, hierarchy, first, keys, most_tokens, num_kept, ask)
+        search = _Search(self, hierarchy, first, keys, most_tokens, num_kept, prefetch)
         num_found = len(prefix.tiers)
         num_positions = search.longest(num_found)
         return Prefix(
@@ -212,7 +220,7 @@ class _Search:
     keys: Sequence[bytes]
     most_tokens: int | None
     num_kept: int = 0
-    ask: AskFor | None = None
+    prefetch: Prefetch | None = None
     there: dict[int, bool] = field(default_factory=dict)  # by place
     state_answers: dict[int, bool] = field(default_factory=dict)  # by position
     pending: bool = False
@@ -280,8 +288,8 @@ class _Search:
             return True
         self.pending |= Answer.PENDING in answers
         unknown = [key for key, each in zip(keys, answers, strict=True) if each is Answer.MISS]
-        if unknown and self.ask is not None:
-            self.asked |= self.ask(unknown)
+        if unknown and self.prefetch is not None:
+            self.asked |= self.prefetch(unknown)
         return False
 
     def _find_state_ends(self, last: int) -> None:

@@ -108,8 +108,10 @@ def _first_tokens_from(bench: Bench, tier: str, num_pages: int) -> Figures:
         engine.forget("pool")
         return engine.run(prompts, greedy(1))
 
-    loads = {"kv_offload_load": "always"}
-    with bench.plain(options) as plain, bench.tiered(options, *sizes, **loads) as engine:
+    with (
+        bench.plain(options) as plain,
+        bench.tiered(options, *sizes, kv_offload_load="always") as engine,
+    ):
         # The second question about a prefix shows that it is one: states are kept behind it then.
         known = prime(bench, engine, prefix, num_known, questions=2)
         next_known = itertools.cycle(known)

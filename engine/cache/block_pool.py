@@ -151,7 +151,7 @@ class BlockPool:
         return not uncomputed or not any(block in uncomputed for block in blocks)
 
     def is_due(self, block: KVCacheBlock) -> bool:
-        """Whether the step being scheduled writes this block."""
+        """Whether a block gets its bytes from the step being scheduled, and not from one before."""
         return self._uncomputed.get(block) == self._step_id
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:

@@ -42,6 +42,9 @@ from ..models.states.state_spec import StateSpec
 # The kinds have so many layers for each other's one at the most for pages to be as large as the
 # larger kind: that wastes less than a place in five, and one group fewer is one table fewer.
 _NEARLY_EQUAL = 1.25
+# States in the middle of a chunk that a worker keeps for one step, beside those of requests. Of
+# more such checkpoints in a step the chunk ends at the next one.
+NUM_SPARE_STATES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +76,10 @@ class LayerPlace(NamedTuple):
 
 NO_PLACE = LayerPlace(-1, -1)  # of a layer that carries a state
 
-# States in the middle of a chunk that a worker keeps for one step, beside those of requests. Of
-# more such checkpoints in a step the chunk ends at the next one.
-NUM_SPARE_STATES = 4
-
 
 def states_of_request(most_drafts: int) -> int:
-    """How many states of a request are kept that may have so many drafts in a step: those before
-    the step, and those behind each of its rows."""
+    """The states that a worker keeps of a request which may have so many drafts in a step: those
+    before the step, and those behind each of its rows."""
     return most_drafts + 2 if most_drafts else 1
 
 

@@ -389,12 +389,11 @@ class KVCacheManager:
     def get_block_ids(self, request_id: str) -> BlockIds:
         return self.page_ids(self.tables(request_id))
 
-    def load_page_ids(self, request_id: str, added: GroupBlocks, num_tokens: int) -> BlockIds:
-        """The pages that a load is for, which begins behind `num_tokens`: of the blocks `added` in
-        each cache group. Where layers carry states, those of all blocks from there on, which the
-        pool may have, and behind these the pages of a checkpoint."""
-        if self.states is None:
-            return self.page_ids(added)
+    def load_page_ids(self, request_id: str, num_tokens: int) -> BlockIds:
+        """The pages that a load is for which brings states and begins behind `num_tokens`: of each
+        cache group those of all blocks from there on, some of which the pool may have, and behind
+        these the pages of a checkpoint."""
+        assert self.states is not None
         first = num_tokens // self.block_size
         pages = self.page_ids(tuple([table[first:] for table in self.tables(request_id)]))
         return (*pages, self.states.load_page_ids(request_id))

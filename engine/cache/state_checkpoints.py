@@ -86,7 +86,7 @@ class StateCheckpoints:
         unnamed = [blocks for _, blocks in self._unnamed.values()]
         return list(chain.from_iterable([*self._loads.values(), *unnamed]))
 
-    def has(self, digest: bytes) -> bool:
+    def is_readable(self, digest: bytes) -> bool:
         """Whether a checkpoint of this name can be read by the step being scheduled."""
         pool = self._pool
         keys = [digest + suffix for suffix in self._suffixes]
@@ -97,17 +97,17 @@ class StateCheckpoints:
         for a sequence begins with states of zeros."""
         first, has = self._suffixes[0], self._pool.has
         for length in range(most_blocks, 0, -1):
-            if has(digests[length - 1] + first) and self.has(digests[length - 1]):
+            if has(digests[length - 1] + first) and self.is_readable(digests[length - 1]):
                 return length
         return 0
 
     def note_hit(self, request_id: str, digest: bytes) -> None:
-        """A request starts behind this checkpoint, which there is."""
+        """A request starts behind this checkpoint, which is in the pool. Nothing is held."""
         self._newest[request_id] = digest
         self._hits[request_id] = [self._pool.named(digest + suffix) for suffix in self._suffixes]
 
     def drop_hit(self, request_id: str) -> None:
-        """The request does not start after all."""
+        """A request for which `note_hit` was called has found no room, and does not start."""
         self._hits.pop(request_id, None)
 
     def hold_for_load(self, request_id: str) -> None:
@@ -115,7 +115,7 @@ class StateCheckpoints:
         self._loads[request_id] = self._pool.get_new_blocks(self.num_pages)
 
     def load_page_ids(self, request_id: str) -> list[int]:
-        """The pages that are held for a load."""
+        """The ids of the pages that are held for the load of a request, in the order of pieces."""
         return [block.block_id for block in self._loads[request_id]]
 
     def name_loaded(self, request: Request, position: int) -> None:
@@ -135,8 +135,8 @@ class StateCheckpoints:
         return [block.block_id for block in self._hits.pop(request_id, [])]
 
     def positions(self, request: Request, computed: int, end: int) -> list[int]:
-        """Where checkpoints are to be made of a request whose tokens `computed` to `end` a step
-        computes; ascending."""
+        """The places of the checkpoints to be made of a request whose tokens `computed` to `end` a
+        step computes; ascending."""
         if not self._pool.enable_caching:
             return []
         size, num_prompt = self._block_size, request.num_prompt_tokens
@@ -151,9 +151,9 @@ class StateCheckpoints:
     def most_tokens(
         self, request: Request, computed: int, num_tokens: int, num_spare: int
     ) -> tuple[int, int]:
-        """How many tokens, of `num_tokens` behind `computed` ones, a step may compute of a request,
-        and how many of `num_spare` states it needs: one for each checkpoint in front of their
-        end."""
+        """The tokens that a step may compute of a request, of `num_tokens` behind `computed` ones,
+        and the states that it needs for them, of `num_spare`: one for each checkpoint in front of
+        their end."""
         within = self.positions(request, computed, computed + num_tokens - 1)
         if len(within) <= num_spare:
             return num_tokens, len(within)
@@ -214,12 +214,12 @@ class StateCheckpoints:
         return [digest + suffix for suffix in self._suffixes]
 
     def first_keys(self, digests: Iterable[bytes]) -> list[bytes]:
-        """One name of each checkpoint, without which there is none."""
+        """The name of the first page of each checkpoint, without which it is of no use."""
         return [digest + self._suffixes[0] for digest in digests]
 
     def offer_beside(self, evicted: Iterable[EvictedBlock]) -> None:
-        """Have checkpoints stored that the pool still has, whole or in part, where the block in
-        front of them or a piece of them is evicted: a tier is of use only with all of it."""
+        """Offer the pool's part of a checkpoint to the tiers where the block in front of it, or a
+        piece of it, is evicted: a tier is of use only with all of it."""
         first, has = self._suffixes[0], self._pool.has
         digests = [
             block.key[:DIGEST_BYTES]

@@ -15,7 +15,7 @@ from ...connector.build import (
     build_scheduler_side,
 )
 from ...connector.costs.rates import PrefillRate
-from ...connector.parts import Parts
+from ...connector.parts import Parts, StatePieces
 from ...tiers.block import LAYOUT_VERSION, ROOT_VERSION, BlockLayout, Identity, tenant_salt
 from ...tiers.errors import TierConfigError, TierDown
 from ...tiers.mac_key import MacKey
@@ -95,8 +95,8 @@ def open_tiers(
 def parts_of(groups: CacheGroups) -> Parts:
     """The blocks of a position, one in each cache group, and which of them the group attends to."""
     seen = [None if each.is_full else each.first_seen for each in groups.attention]
-    num_pieces = 0 if groups.state is None else groups.state.num_pages
-    return Parts(groups.layout.block_size, seen, num_state_pieces=num_pieces)
+    states = [] if groups.state is None else [StatePieces(groups.state.num_pages)]
+    return Parts(groups.layout.block_size, [*seen, *states])
 
 
 def describe_tiers(offload: OffloadConfig) -> str:

@@ -266,7 +266,7 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the computation."""
+        """The number type of the computation, in which hidden states are."""
         return self._tables[0][0].dtype
 
     def forward(

@@ -23,7 +23,7 @@ Until then such a request is a running one that gets fewer tokens than it could.
 from __future__ import annotations
 
 from ...connector.messages import LoadReport
-from ..cache.kv_block import GroupBlocks
+from ..cache.kv_block import GroupBlocks, page_tables
 from ..request.request import LoadKind, Request, RequestStatus
 from .context import SchedulerContext
 
@@ -75,7 +75,9 @@ class RequestLoads:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
             request.num_external_computed_tokens = num_external_tokens
             self.add_cancelled(request)
-        block_ids = self._manager.load_page_ids(request.request_id, added, num_local_tokens)
+        block_ids = page_tables(added, self._manager.pool.width)
+        if self._manager.states is not None:
+            block_ids = self._manager.load_page_ids(request.request_id, num_local_tokens)
         self._connector.begin_load(request, block_ids, num_external_tokens, overlapped=overlapped)
         return True
 

@@ -288,7 +288,7 @@ class RequestStates:
         if request.continues is not None:
             self.kept.remove_heir(request)
             request.continues = None
-        # Without its states nobody goes on in its blocks, which are then found by their names.
+        # States are not kept with blocks: what continues it finds blocks and states by name.
         keeps = request.keeps_blocks and context.manager.states is None
         is_pinned = keeps and was_running and status in _ENDED_WELL
         if is_pinned:

@@ -152,8 +152,8 @@ class StepBuilder:
             self._to_tell[request_id] = entry
 
     def most_tokens(self, request: Request, computed: int, num_tokens: int) -> int:
-        """How many of `num_tokens` behind `computed` ones a request may compute in this step, of
-        whose states checkpoints are to be made on the way."""
+        """The tokens that a request may compute in this step, of `num_tokens` behind `computed`
+        ones, where checkpoints of its states are to be made on the way."""
         states = self.manager.states
         if states is None or num_tokens == 1:
             return num_tokens

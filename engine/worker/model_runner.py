@@ -299,7 +299,7 @@ class ModelRunner:
         self._connector.shutdown(timeout_seconds)
 
     def _begin_states(self, states: StateSlots, output: SchedulerOutput) -> Exception | None:
-        """What went wrong, for the step to fail with it."""
+        """Read the states of requests that start. The fault with which the step is to fail."""
         try:
             states.begin_step(output)
         except Exception as error:  # noqa: BLE001 - as above

@@ -148,7 +148,7 @@ class StateSlots:
         return StateStep(plan, self._running)
 
     def end_step(self, new_requests: list[NewRequestData]) -> None:
-        """Behind the forward pass: write the checkpoints of the step, and the slots of forks."""
+        """Write the checkpoints of the step, and the slots of forks, behind its forward pass."""
         for slot, page_ids in self._saves:
             self._pages.index_copy_(0, self._ids(page_ids), self._pieces(slot))
         self._saves.clear()
@@ -170,7 +170,7 @@ class StateSlots:
             self._free.append(own.slots)
 
     def _pieces(self, slot: int) -> Tensor:
-        """A slot as `[pages, bytes of a page]`."""
+        """The bytes of a slot, uint8 `[pages, bytes of a page]`; a view."""
         pieces: Tensor = self._running.raw[slot].view(-1, self._pages.shape[1])
         return pieces
 
@@ -178,7 +178,7 @@ class StateSlots:
         return to_device(np.array(page_ids, np.int64), self._pages.device)
 
 
-def trial_step(
+def lone_step(
     spec: StateSpec, compute: torch.dtype, device: torch.device, num_rows: int
 ) -> StateStep:
     """The states of a step of one request that has so many rows and nothing before them, in a slot

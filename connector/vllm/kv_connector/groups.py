@@ -89,8 +89,8 @@ class Columns:
 
 
 def state_names(kv_cache_config: Any) -> tuple[tuple[Any, ...], ...]:
-    """What decides the bytes of a state beside the group's layers and the tokens of a block: the
-    kind, the shapes and the dtypes of its tensors, of each layer of each state group."""
+    """The facts that decide the bytes of a state, beside the group's layers and the tokens of a
+    block: the kind, the shapes and the dtypes of its tensors, of each layer of each state group."""
     return tuple(
         (
             number,

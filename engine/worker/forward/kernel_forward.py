@@ -21,7 +21,7 @@ from ...cache.group_spec import LayerPlace
 from ...models.decoder import AuxStates, Decoder, Embeds
 from ...models.states.state_plan import StateStep
 from ..runtime.device_runtime import DeviceRuntime, Work
-from ..state_slots import trial_step
+from ..state_slots import lone_step
 from .forward import Launch, StepInputs
 from .grouped_attention import LayerViews
 from .input_buffers import InputBuffers
@@ -128,18 +128,18 @@ class KernelForward:
         buffers = self._buffers
         buffers.fill(None, 1)
         plans = self._plan_of(buffers.decode_plans(1))
-        self._forward(1, plans, None, states=self._trial_states(1))
+        self._forward(1, plans, None, states=self._lone_states(1))
         for num_tokens in sorted({min(size, self._max_tokens) for size in WARM_CHUNKS}):
             buffers.fill(None, num_tokens, 1)
-            plans, states = buffers.chunk_plans(num_tokens), self._trial_states(num_tokens)
+            plans, states = buffers.chunk_plans(num_tokens), self._lone_states(num_tokens)
             self._forward(num_tokens, self._plan_of(plans), None, states=states)
 
-    def _trial_states(self, num_tokens: int) -> StateStep | None:
+    def _lone_states(self, num_tokens: int) -> StateStep | None:
         model = self._model
         if model.spec.state is None:
             return None
         device = self._buffers.token_ids.device
-        return trial_step(model.spec.state, model.dtype, device, num_tokens)
+        return lone_step(model.spec.state, model.dtype, device, num_tokens)
 
     def record_steps(self, progress: Callable[[str], None]) -> None:
         """Record decode steps, and small chunks where their kernels can be. Without it every step

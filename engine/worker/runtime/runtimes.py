@@ -35,7 +35,7 @@ from ..forward.kernel_forward import KernelForward
 from ..forward.prefill_backend import PrefillChoice, library_bytes
 from ..kv_pool import ModelPages
 from ..pool_demand import PoolDemand
-from ..state_slots import trial_step
+from ..state_slots import lone_step
 from .device_runtime import DeviceRuntime, HostRuntime
 from .placement import AUTO, Placement
 from .pool_sizing import MemoryUse, check_free, check_weights, pool_blocks
@@ -119,7 +119,7 @@ class PoolSizer:
         ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         states = None
         if model.spec.state is not None:
-            states = trial_step(model.spec.state, model.dtype, device, max_tokens)
+            states = lone_step(model.spec.state, model.dtype, device, max_tokens)
         rows = ids[: min(max_requests, max_tokens)]
         waiting: list[Tensor] = []
         for _ in range(2):

@@ -214,7 +214,7 @@ def test_a_load_holds_pages_until_its_request_starts() -> None:
         request, 0, num_external_computed_tokens=20, delay_cache_blocks=True
     )
     assert added is not None
-    blocks, states = rig.manager.load_page_ids("a", added, 0)
+    blocks, states = rig.manager.load_page_ids("a", 0)
     assert (len(blocks), len(states)) == (5, PIECES)
     assert rig.pool.num_free == free - 5 - PIECES
     assert rig.manager.cache_blocks(request, 20)
