@@ -30,6 +30,7 @@ MODELS = (
     "qwen3_5_text-dense-interval",
     "granitemoehybrid-experts-rope-groups",
     "bamba-biases",
+    "nemotron_h-mlps-last",
 )
 Texts = list[tuple[list[int], list[int]]]
 

@@ -18,9 +18,9 @@ from its beginning, so it has a whole number of those.
     page                  | model 0 | model 1 | model 2 | model 3 | free |
     as the draft sees it  |    |    |    |    |    |    |    |    | 0 | 1|
 
-Layers that carry a state have no K and V, and no table. A checkpoint of the states of a sequence is
-cut into pieces, each of which takes a page and is named as a page of a group of its own, behind the
-other groups (`state_checkpoints.py`):
+Layers without K and V, those that only carry a state or are an MLP alone, have no table. A
+checkpoint of the states of a sequence is cut into pieces, each of which takes a page and is named
+as a page of a group of its own, behind the other groups (`state_checkpoints.py`):
 
     D|0   K and V of the block that ends here      D|1 D|2 D|3   the states behind it
 """
@@ -74,7 +74,7 @@ class LayerPlace(NamedTuple):
     in_page: int
 
 
-NO_PLACE = LayerPlace(-1, -1)  # of a layer that carries a state
+NO_PLACE = LayerPlace(-1, -1)  # of a layer without K and V
 
 
 def states_of_request(most_drafts: int) -> int:
@@ -125,7 +125,7 @@ class CacheGroups:
 
     groups: tuple[CacheGroup, ...]
     layout: BlockLayout
-    num_layers: int  # of the model, those that carry a state among them
+    num_layers: int  # of the model, those without K and V among them
     draft: DraftPages | None = None
     state: StatePages | None = None
 
@@ -215,8 +215,8 @@ def plan_groups(
 ) -> CacheGroups:
     """Split the layers of a model, whose blocks over all layers have this layout, into groups whose
     pages are equal. `attention` has a value for each layer; without it all attend to everything.
-    Those that carry a state are not among the layers of the layout, and in no group; `states` are
-    theirs.
+    Those without K and V are not among the layers of the layout, and in no group. `states` are
+    those of layers that carry one, beside K and V or in their place.
 
     Where all layers attend alike, there are `num_groups`. Otherwise the kinds say how many groups
     there are, and `num_groups` must be 1. `draft` is the layout of a block over all layers of a
@@ -224,7 +224,7 @@ def plan_groups(
     where the pages cannot be equal.
     """
     attention = tuple(attention) or (full(),) * layout.num_layers
-    num_attending = sum(not kind.is_state for kind in attention)
+    num_attending = sum(kind.has_kv for kind in attention)
     if num_attending != layout.num_layers:
         raise ConfigError(
             f"a model of {layout.num_layers} layers needs as many kinds of attention, and "
@@ -232,10 +232,10 @@ def plan_groups(
         )
     kinds: dict[LayerAttention, list[int]] = {}
     for layer, kind in enumerate(attention):
-        if not kind.is_state:
+        if kind.has_kv:
             kinds.setdefault(kind, []).append(layer)
-    if (states is None) != (num_attending == len(attention)):
-        raise ValueError("states belong to layers that carry one")
+    if states is None and any(kind.is_state for kind in attention):
+        raise ValueError("layers that carry a state need the bytes of their states")
     if len(kinds) == 1:
         size = _equal_size(kinds, num_groups)
     elif num_groups == 1:

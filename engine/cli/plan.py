@@ -167,7 +167,7 @@ def make_plan(path: Path, given: Mapping[str, Any], probe: bool) -> dict[str, An
             "bytes_per_token": subject.layout.token_bytes,
             "bytes": subject.layout.page_bytes,
         },
-        "groups": [asdict(g) for g in plan.group_table(subject.groups, subject.max_model_len)],
+        "groups": [asdict(group) for group in _groups(subject)],
         "memory": {**asdict(subject.memory), "kv_bytes": subject.memory.kv_bytes},
         "tiers": {name: asdict(held) for name, held in tiers.items()},
         "waste": asdict(plan.waste(subject.layout, subject.typical_tokens)),
@@ -203,6 +203,12 @@ def _subject(path: Path, given: Mapping[str, Any]) -> Subject:
     return Subject(
         path, spec, shapes, dtype, max_model_len, typical, devices, layout, groups, memory
     )
+
+
+def _groups(subject: Subject) -> list[plan.Group]:
+    state = subject.spec.state
+    layers = () if state is None else state.layers
+    return plan.group_table(subject.groups, subject.max_model_len, layers)
 
 
 def _memory_bytes(given: Mapping[str, Any]) -> int:

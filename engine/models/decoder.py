@@ -35,7 +35,7 @@ from .checkpoint.weights import (
 )
 from .experts import ExpertMlp
 from .families import Activation, HeadNorms
-from .layers import DenseMlp, Elementwise, Linear, Mlp
+from .layers import DenseMlp, Elementwise, Linear, Mlp, SquaredMlp
 from .mixers import Attention as Attention
 from .mixers import AttentionMixer, Mixer, MixerStep
 from .mixers import Plan as Plan
@@ -80,7 +80,8 @@ class Embeds(NamedTuple):
 
 
 class Layer:
-    """The matrices and norms of one layer, and the two parts they make."""
+    """The matrices and norms of one layer, and the two parts they make, of which one may be
+    missing."""
 
     __slots__ = (
         "_after_attention_norm", "_after_mlp_norm", "_attention_norm", "_mixer", "_mlp",
@@ -93,20 +94,27 @@ class Layer:
         self._spec, self._ops = spec, elementwise
         self._attention_norm = weights.attention_norm
         self._mixer = _make_mixer(spec, number, weights, elementwise)
-        self._out = Linear(weights.out, weights.out_bias)
+        out = weights.out
+        self._out = None if out is None else Linear(out, weights.out_bias)
         self._after_attention_norm = weights.after_attention_norm
         self._mlp_norm = weights.mlp_norm
         self._mlp = _make_mlp(spec, weights, elementwise)
         self._after_mlp_norm = weights.after_mlp_norm
 
-    def mix(self, x: Tensor, step: MixerStep[Plan]) -> Tensor:
+    @property
+    def has_mixer(self) -> bool:
+        return self._mixer is not None
+
+    def mix(self, x: Tensor, step: MixerStep[Plan]) -> Tensor | None:
         """Run the mixer over `x` `[tokens, hidden]`; the output matrix multiplies the result,
-        `[tokens, inner]`."""
+        `[tokens, inner]`. None: there is no mixer."""
+        if self._mixer is None:
+            return None
         return self._mixer(self._norm(x, self._attention_norm), step)
 
     @property
     def can_record(self) -> bool:
-        if not isinstance(self._mixer, AttentionMixer):
+        if self._mixer is not None and not isinstance(self._mixer, AttentionMixer):
             return False
         return not isinstance(self._mlp, ExpertMlp) or self._mlp.can_record
 
@@ -121,14 +129,15 @@ class Layer:
         spec, mixer = self._spec, self._mixer
         if not isinstance(mixer, AttentionMixer) or mixer.is_gated:
             return None
-        qkv, out = mixer.qkv.packed, self._out.packed
+        qkv = mixer.qkv.packed
+        out = None if self._out is None else self._out.packed
         if qkv is None or out is None or not self._ops.is_plain:
             return None
         if self._attention_norm is None or self._mlp_norm is None:
             return None
         if spec.family.head_norms is HeadNorms.ALL or spec.query_growth is not None:
             return None
-        dense: Mlp | None = self._mlp
+        dense = self._mlp
         experts: NetworkExperts | None = None
         if isinstance(dense, ExpertMlp):
             experts, dense = dense.in_library(), dense.shared
@@ -156,23 +165,28 @@ class Layer:
             experts=experts,
         )
 
-    def rest(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """The layer's output `[rows, hidden]` from rows of its input and of its attention. With
-        kernels it takes the place of the input."""
+    def rest(self, x: Tensor, mixed: Tensor | None) -> Tensor:
+        """The layer's output `[rows, hidden]` from rows of its input and of what `mix` made of it.
+        With kernels it takes the place of the input."""
         if self._ops.is_kernels:
             self._add_rest(x, mixed)
             return x
-        added = self._out(mixed)
-        x = x + self._norm(added, self._after_attention_norm)
+        if self._out is not None and mixed is not None:
+            x = x + self._norm(self._out(mixed), self._after_attention_norm)
+        if self._mlp is None:
+            return x
         added = self._mlp(self._norm(x, self._mlp_norm))
         return x + self._norm(added, self._after_mlp_norm)
 
-    def _add_rest(self, x: Tensor, mixed: Tensor) -> None:
+    def _add_rest(self, x: Tensor, mixed: Tensor | None) -> None:
         """A product adds by itself, unless a norm lies in between."""
-        if self._after_attention_norm is None:
-            self._out.add_to(x, mixed)
-        else:
-            x += self._norm(self._out(mixed), self._after_attention_norm)
+        if self._out is not None and mixed is not None:
+            if self._after_attention_norm is None:
+                self._out.add_to(x, mixed)
+            else:
+                x += self._norm(self._out(mixed), self._after_attention_norm)
+        if self._mlp is None:
+            return
         normed = self._norm(x, self._mlp_norm)
         if self._after_mlp_norm is None:
             self._mlp.add_to(x, normed)
@@ -185,15 +199,21 @@ class Layer:
 
 def _make_mixer(
     spec: ModelSpec, number: int, weights: LayerWeights, elementwise: Elementwise
-) -> Mixer:
+) -> Mixer | None:
+    if weights.mixer is None:
+        return None
     if isinstance(weights.mixer, StateWeights):
         return make_state_mixer(spec, number, weights.mixer)
     return AttentionMixer(spec, number, weights.mixer, elementwise)
 
 
-def _make_mlp(spec: ModelSpec, weights: LayerWeights, elementwise: Elementwise) -> Mlp:
+def _make_mlp(spec: ModelSpec, weights: LayerWeights, elementwise: Elementwise) -> Mlp | None:
     activation, mlp = spec.family.activation, weights.mlp
+    if mlp is None:
+        return None
     if isinstance(mlp, DenseWeights):
+        if not activation.has_gate:
+            return SquaredMlp(mlp)
         return DenseMlp(mlp, activation, elementwise)
     assert spec.experts is not None
     return ExpertMlp(spec.experts, mlp, activation, elementwise)
@@ -337,16 +357,17 @@ class Decoder:
         else:
             turns = [(cos[positions], sin[positions]) for cos, sin in self._tables]
         step = MixerStep(attention, plan, turns, rotaries, of_qkv, growth, states)
-        last = len(self._layers) - 1
+        count = len(self._layers)
+        last = next(n for n in reversed(range(count)) if self._layers[n].has_mixer)
         for index, layer in enumerate(self._layers):
             if aux is not None:
                 aux.capture_states(x, index, wanted, is_overwritten=has_kernels)
             mixed = layer.mix(x, step)
-            if index == last and wanted is not None:
-                x, mixed = x[wanted], mixed[wanted]
+            if index == last and mixed is not None and wanted is not None:
+                x, mixed, wanted = x[wanted], mixed[wanted], None
             x = layer.rest(x, mixed)
         if aux is not None:
-            aux.capture_states(x, last + 1, None)
+            aux.capture_states(x, count, None)
         if self._last_norm is None:
             return x
         return self._ops.norm(x, self._last_norm, self.spec.stream_eps)

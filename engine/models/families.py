@@ -15,7 +15,7 @@ from typing import Any
 
 from .spec.expert_spec import ExpertFamily
 from .spec.rope_spec import DEFAULT_THETA
-from .spec.state_layers import Projections, StateFamily
+from .spec.state_layers import MambaKeys, Projections, StateFamily
 from .states.state_spec import StateKind
 
 
@@ -32,10 +32,16 @@ class Windows(Enum):
 
 
 class Activation(Enum):
-    """What the gate of an MLP goes through; the values are Hugging Face's names."""
+    """The function between the matrices of an MLP; the values are Hugging Face's names. It is that
+    of a gate, but for squares, whose MLPs have none."""
 
     SILU = ("silu", "swish")
     GELU_TANH = ("gelu_pytorch_tanh",)
+    RELU_SQUARED = ("relu2",)
+
+    @property
+    def has_gate(self) -> bool:
+        return self is not Activation.RELU_SQUARED
 
 
 class Norms(Enum):
@@ -44,6 +50,7 @@ class Norms(Enum):
     BEFORE = "before"  # each part
     AROUND = "around"  # before and behind each part
     BEHIND = "behind"  # each part
+    SINGLE = "single"  # before the only part: a layer is a mixer or an MLP alone
 
 
 class HeadNorms(Enum):
@@ -73,6 +80,7 @@ class Family:
     activation_key: str = "hidden_act"  # where config.json says it
     norms: Norms = Norms.BEFORE
     centred_norms: bool = False  # a norm's weights are what is stored, plus one
+    wide_norms: bool = False  # what comes out of a norm is rounded behind its weights
     scaled_embeddings: bool = False  # embeddings are multiplied by the root of hidden_size
     # Scores are divided by the root of config.json's query_pre_attn_scalar, which is this where
     # config.json is silent; None: by that of head_dim.
@@ -97,6 +105,7 @@ class Family:
     no_rope_interval: int | None = None
     # Whether no layer has rotary positions unless config.json's position_embedding_type says so.
     is_still: bool = False
+    never_turns: bool = False  # whether no layer has any, whatever config.json says
     # theta of layers that see all, and of layers with a window, which have rotary positions of
     # their own; None: all layers have the same.
     default_thetas: tuple[float, float] | None = None
@@ -404,6 +413,36 @@ FAMILIES: Mapping[str, Family] = {
         default_max_positions=262144,
         default_mlp_size=14336,
         default_eps=1e-5,
+    ),
+    "NemotronHForCausalLM": Family(
+        "nemotron_h",
+        attention_bias=False,
+        mlp_bias=True,
+        activation=Activation.RELU_SQUARED,
+        activation_key="mlp_hidden_act",
+        norms=Norms.SINGLE,
+        wide_norms=True,
+        never_turns=True,
+        states=StateFamily(StateKind.MAMBA2, (), keys=MambaKeys.BARE, default_state_size=128),
+        left_alone=("mtp.",),
+        tensor_names=(
+            ("backbone.", "model."),
+            ("embeddings.", "embed_tokens."),
+            ("norm_f.", "norm."),
+            *(
+                (f".mixer.{matrix}_proj.", f".{part}.{matrix}_proj.")
+                for part, matrices in (("self_attn", "qkvo"), ("mlp", ("up", "down")))
+                for matrix in matrices
+            ),
+        ),
+        default_vocab_size=131072,
+        default_heads=32,
+        default_kv_heads=8,
+        default_head_dim=128,
+        default_max_positions=4096,
+        default_mlp_size=21504,
+        default_eps=1e-5,
+        eps_key="layer_norm_epsilon",
     ),
     "Lfm2ForCausalLM": Family(
         "lfm2",

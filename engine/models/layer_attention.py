@@ -9,19 +9,20 @@ from enum import Enum
 
 
 class AttentionKind(Enum):
-    """The tokens that those of a layer see. A layer that carries a state has no K and V: its tokens
-    see that state."""
+    """The tokens that those of a layer see by way of K and V. Of a layer that only carries a state
+    and of one that is an MLP alone there are none."""
 
     FULL = "full attention"
     WINDOW = "sliding window"
     CHUNK = "chunked local attention"
     STATE = "state space"
+    NONE = "no attention"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """Made by `full`, `window`, `chunk` and `state`; hashable, and equal layers with K and V can
-    share a cache group."""
+    """Made by `full`, `window`, `chunk`, `state` and `no_attention`; hashable, and equal layers
+    with K and V can share a cache group."""
 
     kind: AttentionKind
     num_tokens: int = 0  # the size of the window or of a chunk
@@ -41,6 +42,10 @@ class LayerAttention:
     @property
     def is_state(self) -> bool:
         return self.kind is AttentionKind.STATE
+
+    @property
+    def has_kv(self) -> bool:
+        return self.kind not in (AttentionKind.STATE, AttentionKind.NONE)
 
     def first_seen(self, position: int) -> int:
         """The first position that the token at `position`, or any after it, attends to."""
@@ -82,6 +87,11 @@ def state() -> LayerAttention:
     return _STATE
 
 
+def no_attention() -> LayerAttention:
+    """The layer is an MLP alone, so that no token sees another one."""
+    return _NONE
+
+
 def _of(kind: AttentionKind, num_tokens: int) -> LayerAttention:
     if num_tokens < 1:
         raise ValueError(f"{kind.value} takes at least 1 token, not {num_tokens}")
@@ -90,3 +100,4 @@ def _of(kind: AttentionKind, num_tokens: int) -> LayerAttention:
 
 _FULL = LayerAttention(AttentionKind.FULL)
 _STATE = LayerAttention(AttentionKind.STATE)
+_NONE = LayerAttention(AttentionKind.NONE)

@@ -178,6 +178,22 @@ class Mlp(Protocol):
         """Add what it makes of `x` to `out`, in place. Asked of those with kernels only."""
 
 
+class SquaredMlp:
+    """Two matrices for all rows and no gate: `down(relu(up(x)) ** 2)`."""
+
+    __slots__ = ("_down", "_up")
+
+    def __init__(self, weights: DenseWeights) -> None:
+        self._up = Linear(weights.up, weights.up_bias)
+        self._down = Linear(weights.down, weights.down_bias)
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        return self._down(self._up(x).relu_().square_())
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        self._down.add_to(out, self._up(x).relu_().square_())
+
+
 class DenseMlp:
     """Three matrices for all rows: `down(activation(gate(x)) * up(x))`. Two of them are one where
     the library of `kernels/cpu/` multiplies, `gate_up`, with the activation in it, and where the
@@ -193,6 +209,7 @@ class DenseMlp:
         self.activation = SILU if is_silu else GELU_TANH
         self.gate_up: PackedMatrix | None = None
         gate, up = weights.gate, weights.up
+        assert gate is not None
         if elementwise.is_plain and reason_against_matrices(gate.dtype, gate.device) is None:
             biases = (weights.gate_bias, weights.up_bias)
             self.gate_up = PackedMatrix((gate, up), biases, self.activation)

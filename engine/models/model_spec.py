@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ...tiers.block import DTYPE_BYTES, BlockLayout
 from ...tiers.settings.values import ConfigError
 from .families import FAMILIES, Family
-from .layer_attention import LayerAttention, full, state, window
+from .layer_attention import LayerAttention, full, no_attention, state, window
 from .spec.expert_spec import ExpertSpec
 from .spec.rope_spec import STILL, RopeSpec, stable_length
 from .states.state_spec import StateSpec
@@ -60,7 +60,9 @@ class ModelSpec:
     # Queries at position p are multiplied by 1 + this * ln(1 + floor(p / original_max_positions)).
     query_growth: float | None = None
     turning_dim: int | None = None  # the elements of a head that turn; None: all
-    state: StateSpec | None = None  # of layers that carry a state instead of K and V; None: none do
+    state: StateSpec | None = None  # of layers that carry a state; None: none do
+    attention_layers: tuple[int, ...] | None = None  # with K and V; None: those without a state
+    mlp_layers: tuple[int, ...] | None = None  # those with an MLP; None: all
 
     @property
     def family(self) -> Family:
@@ -73,14 +75,17 @@ class ModelSpec:
     @property
     def layer_attention(self) -> tuple[LayerAttention, ...]:
         """How each layer attends. A window that no sequence outgrows is none."""
-        sees_all = tuple(
-            state() if self.has_state(layer) else full() for layer in range(self.num_layers)
-        )
+        sees_all = tuple(self._attention_of(layer) for layer in range(self.num_layers))
         if self.sliding_window is None or self.sliding_window >= self.max_context:
             return sees_all
         sliding = set(self.sliding_layers or ())
         local = window(self.sliding_window)
         return tuple(local if i in sliding else kind for i, kind in enumerate(sees_all))
+
+    def _attention_of(self, layer: int) -> LayerAttention:
+        if self.has_attention(layer):
+            return full()
+        return state() if self.has_state(layer) else no_attention()
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -121,12 +126,23 @@ class ModelSpec:
         return self.rms_norm_eps / residual**2
 
     def has_state(self, layer: int) -> bool:
-        """Whether a layer carries a state instead of K and V."""
         return self.state is not None and layer in self.state.layers
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer has K and V, which it may have beside a state."""
+        if self.attention_layers is None:
+            return not self.has_state(layer)
+        return layer in self.attention_layers
+
+    def has_mixer(self, layer: int) -> bool:
+        return self.has_attention(layer) or self.has_state(layer)
+
+    def has_mlp(self, layer: int) -> bool:
+        return self.mlp_layers is None or layer in self.mlp_layers
 
     @property
     def num_kv_layers(self) -> int:
-        return self.num_layers - (0 if self.state is None else len(self.state.layers))
+        return sum(self.has_attention(layer) for layer in range(self.num_layers))
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer in self.experts.layers

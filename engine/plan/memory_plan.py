@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from ...tiers.block import DTYPE_BYTES, BlockLayout
 from ...tiers.settings.sizes import rough_size
 from ...tiers.settings.values import MIB, ConfigError
-from ..cache.group_spec import NO_PLACE, CacheGroups, StateBytes, num_state_slots
+from ..cache.group_spec import CacheGroups, StateBytes, num_state_slots
 from ..config.engine_config import SchedulerConfig
 from ..models.checkpoint.tensor_shapes import EXPERTS_DOWN, EXPERTS_GATE_UP
 from ..models.model_spec import ModelSpec
@@ -199,9 +199,11 @@ def pool_capacity(
     )
 
 
-def group_table(groups: CacheGroups, max_model_len: int) -> list[Group]:
+def group_table(
+    groups: CacheGroups, max_model_len: int, state_layers: tuple[int, ...] = ()
+) -> list[Group]:
     """What a request of `max_model_len` tokens holds at most of each group, in steps of the default
-    size; and of states a checkpoint."""
+    size; and of the states of `state_layers` a checkpoint."""
     size, step = groups.layout.block_size, SchedulerConfig().most_step_tokens
     rows = []
     for group in groups.groups:
@@ -211,9 +213,8 @@ def group_table(groups: CacheGroups, max_model_len: int) -> list[Group]:
         rows.append(row)
     if groups.state is not None:
         pages = groups.state.num_pages
-        layers = tuple(i for i, place in enumerate(groups.places()) if place == NO_PLACE)
         page_bytes = groups.layout.page_bytes
-        rows.append(Group(STATES, layers, page_bytes, pages, pages * page_bytes))
+        rows.append(Group(STATES, state_layers, page_bytes, pages, pages * page_bytes))
     return rows
 
 

@@ -204,7 +204,7 @@ def layer_tensors(
     if spec.state is not None and spec.has_state(layer):
         assert spec.family.states is not None
         shapes |= _state_tensors(spec.state, spec.family.states.projections, hidden)
-    else:
+    if spec.has_attention(layer):
         shapes |= _attention_norms(spec)
         matrices |= _attention_matrices(spec)
     if spec.experts is not None and spec.has_experts(layer):
@@ -213,11 +213,13 @@ def layer_tensors(
         shapes |= _shared_tensors(
             spec.experts.shared_size, hidden, joins=joins, is_gated=spec.family.experts.gates_shared
         )
-    else:
+    elif spec.has_mlp(layer):
         if joins:
             shapes[GATE_UP] = (2 * mlp, hidden)
         else:
-            matrices |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (mlp, hidden))
+            if spec.family.activation.has_gate:
+                matrices["mlp.gate_proj"] = (mlp, hidden)
+            matrices["mlp.up_proj"] = (mlp, hidden)
         matrices["mlp.down_proj"] = (hidden, mlp)
     for name, shape in matrices.items():
         shapes[name + ".weight"] = shape
@@ -320,7 +322,11 @@ class NormNames(NamedTuple):
 def norm_names(spec: ModelSpec, layer: int) -> NormNames:
     """A layer's norms by name: one that is called post_attention_layernorm is the MLP's in most
     families, and lies behind the attention in those with a norm there. The first layer of an EAGLE
-    head has none before its attention."""
+    head has none before its attention. A layer with one part has one norm."""
+    if spec.family.norms is Norms.SINGLE:
+        name = "norm.weight"
+        has_mixer = spec.has_mixer(layer)
+        return NormNames(name if has_mixer else None, None, None if has_mixer else name, None)
     before, behind = "input_layernorm.weight", "post_attention_layernorm.weight"
     if spec.is_eagle and layer == 0:
         return NormNames(None, None, behind, None)

@@ -118,10 +118,10 @@ class Source(Protocol):
 
 @dataclass(slots=True)
 class DenseWeights:
-    """The MLP that every token has. Matrices are `[out, in]`; a bias is None where there is
-    none."""
+    """The MLP that every token has. Matrices are `[out, in]`; a gate or a bias is None where there
+    is none."""
 
-    gate: Tensor
+    gate: Tensor | None
     up: Tensor
     down: Tensor
     gate_bias: Tensor | None = None
@@ -133,6 +133,8 @@ class DenseWeights:
 
     def join_gate(self) -> None:
         """Make gate and up one matrix, and of their biases one vector."""
+        if self.gate is None:
+            return
         self.gate_up = torch.cat((self.gate, self.up))
         self.gate, self.up = self.gate_up.chunk(2)
         if self.gate_bias is not None and self.up_bias is not None:
@@ -185,15 +187,16 @@ class AttentionWeights:
 
 @dataclass(slots=True)
 class LayerWeights:
-    """The weights of a layer. Matrices are `[out, in]`; a bias or norm may be None."""
+    """The weights of a layer. Matrices are `[out, in]`; a bias or norm may be None, and so may the
+    mixer, with the matrix out of it, or the MLP."""
 
     attention_norm: Tensor | None
-    mixer: AttentionWeights | StateWeights
-    out: Tensor
+    mixer: AttentionWeights | StateWeights | None
+    out: Tensor | None
     out_bias: Tensor | None
     after_attention_norm: Tensor | None
     mlp_norm: Tensor | None
-    mlp: DenseWeights | ExpertWeights
+    mlp: DenseWeights | ExpertWeights | None
     after_mlp_norm: Tensor | None
 
 
@@ -304,33 +307,35 @@ def _load_layers(
     layers = []
     for index in range(spec.num_layers):
         layer = _load_layer(source, spec, dtype, index)
-        if joins_gate:  # before the next one is read, so that few lie in memory twice
-            layer.mlp.join_gate()
+        if joins_gate and layer.mlp is not None:
+            layer.mlp.join_gate()  # before the next one is read, so that few lie in memory twice
         layers.append(layer)
     return layers
 
 
 def _read_norm(source: Source, spec: ModelSpec, dtype: torch.dtype, name: str) -> Tensor:
-    """The weights of a norm: those that are stored less one in float32 at least, for near one a
-    half type is too coarse."""
+    """The weights of a norm: wide ones in float32 at least, and those that are stored less one, for
+    near one a half type is too coarse."""
+    wide = torch.promote_types(dtype, torch.float32)
+    if spec.family.wide_norms:
+        return source.read(name, wide)
     stored = source.read(name, dtype)
-    if not spec.family.centred_norms:
-        return stored
-    return stored.to(torch.promote_types(dtype, torch.float32)) + 1.0
+    return stored.to(wide) + 1.0 if spec.family.centred_norms else stored
 
 
 def _load_layer(source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int) -> LayerWeights:
     reader = _LayerReader(source, spec, dtype, layer)
     norms = norm_names(spec, layer)
+    has_mixer = spec.has_mixer(layer)
     out = STATE_OUT if spec.has_state(layer) else ATTENTION_OUT
     return LayerWeights(
         attention_norm=reader.norm(norms.attention),
-        mixer=reader.mixer(),
-        out=reader.read(f"{out}.weight"),
+        mixer=reader.mixer() if has_mixer else None,
+        out=reader.read(f"{out}.weight") if has_mixer else None,
         out_bias=reader.bias(out),
         after_attention_norm=reader.norm(norms.after_attention),
         mlp_norm=reader.norm(norms.mlp),
-        mlp=reader.experts() if spec.has_experts(layer) else reader.dense(),
+        mlp=reader.mlp() if spec.has_mlp(layer) else None,
         after_mlp_norm=reader.norm(norms.after_mlp),
     )
 
@@ -421,11 +426,17 @@ class _LayerReader:
             return whole
         return whole[:, turning_order(spec.head_dim, spec.turning_dim).to(whole.device)]
 
+    def mlp(self) -> DenseWeights | ExpertWeights:
+        return self.experts() if self._spec.has_experts(self._layer) else self.dense()
+
     def dense(self) -> DenseWeights:
+        gate: Tensor | None = None
         if self._spec.family.joins_gate:
             gate, up = self.read(GATE_UP).chunk(2)
         else:
-            gate, up = self.read("mlp.gate_proj.weight"), self.read("mlp.up_proj.weight")
+            if self._spec.family.activation.has_gate:
+                gate = self.read("mlp.gate_proj.weight")
+            up = self.read("mlp.up_proj.weight")
         return DenseWeights(
             gate,
             up,

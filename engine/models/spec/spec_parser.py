@@ -14,9 +14,10 @@ from ..checkpoint.files import check_directory, is_there
 from ..checkpoint.foreign_directory import explain_no_config
 from ..checkpoint.generation_config import GENERATION_CONFIG
 from ..checkpoint.json_fields import JsonFields, read_json
-from ..families import ARCHITECTURES, FAMILIES, TEXT_PARTS, Family
+from ..families import ARCHITECTURES, FAMILIES, TEXT_PARTS, Family, Norms
 from ..model_spec import ModelSpec, Scales
 from .expert_spec import EXPERT_KEYS, ExpertSpec, parse_experts
+from .layer_parts import parse_layer_parts
 from .layer_windows import parse_windows
 from .rope_spec import (
     GROWTH,
@@ -71,6 +72,7 @@ _QUANTISED = "quantised weights are not supported; take the model that they were
 
 CONFIG = "config.json"
 MAX_EOS_IDS = 64
+MAX_LAYERS = 4096
 DEFAULT_ADJUSTED_SIZE, MAX_MULTIPLIER = 12288, 1000.0
 # The number types of checkpoints that models can be computed in.
 STORED_DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -104,7 +106,9 @@ def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
     refuse_unsupported(config, family)
 
     hidden_size = config.integer("hidden_size")
-    num_layers = config.integer("num_hidden_layers", maximum=4096)
+    parts = parse_layer_parts(config) if family.norms is Norms.SINGLE else None
+    count = "num_hidden_layers"
+    num_layers = config.integer(count, maximum=MAX_LAYERS) if parts is None else parts.num_layers
     num_heads = _integer(config, "num_attention_heads", family.default_heads)
     head_dim = _head_dim(config, family, hidden_size, num_heads)
     max_positions = _max_positions(config, family)
@@ -120,7 +124,8 @@ def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
         experts = parse_experts(config, family.experts, num_layers)
     states = None
     if family.states is not None:
-        states = parse_states(config, family.states, hidden_size, num_layers)
+        listed = None if parts is None else parts.states
+        states = parse_states(config, family.states, hidden_size, num_layers, listed)
     if windows is None:
         local_rope = None
     logits_softcap, score_softcap = _softcaps(config, family)
@@ -159,6 +164,8 @@ def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
         query_growth=parse_query_growth(config, rope) if family.grows_queries else None,
         turning_dim=None if turning == head_dim else turning,
         state=states,
+        attention_layers=None if parts is None else parts.attention,
+        mlp_layers=None if parts is None else parts.mlps,
     )
 
 
@@ -201,6 +208,8 @@ def _heeded_keys(family: Family) -> set[str]:
         heeded.add("no_rope_layers")
     if family.experts is not None:
         heeded |= {"num_experts", "num_local_experts"}
+    if family.norms is Norms.SINGLE:  # the list of its layers says whether there are any
+        heeded |= set(EXPERT_KEYS)
     return heeded
 
 
@@ -276,6 +285,8 @@ def _ropes(
 ) -> tuple[RopeSpec, RopeSpec | None]:
     """The rotary positions of layers that see all, and those of layers with a window where the
     family has two."""
+    if family.never_turns:
+        return RopeSpec(), None
     if family.default_thetas is not None:
         return parse_two_ropes(config, head_dim, max_positions, family.default_thetas)
     heeded = {PARTIAL} if family.turns_partly else set()
@@ -321,6 +332,8 @@ def _scales(config: JsonFields) -> Scales:
 def _still_layers(config: JsonFields, family: Family, num_layers: int) -> tuple[int, ...] | None:
     """The layers without rotary positions: those with a 0 in no_rope_layers, as config.json has
     it, or each n-th."""
+    if family.never_turns:
+        return tuple(range(num_layers))
     if family.is_still:
         key = "position_embedding_type"
         kind = config.text(key, "nope")

@@ -23,6 +23,13 @@ class Projections(Enum):
     APART = "apart"
 
 
+class MambaKeys(Enum):
+    """The names that config.json has for the sizes of Mamba-2."""
+
+    PREFIXED = "mamba_"
+    BARE = "bare"
+
+
 @dataclass(frozen=True, slots=True)
 class StateFamily:
     """The layers with a state of a family: facts of its code, and defaults where config.json is
@@ -38,17 +45,22 @@ class StateFamily:
     default_interval: int | None = None
     # Whether a config.json that says nothing of layers means a state in each, not in none.
     is_default: bool = False
+    keys: MambaKeys = MambaKeys.PREFIXED
     default_state_size: int = 0  # of Mamba-2
     default_width: int = 4  # columns of the convolution's window
     projections: Projections = Projections.ONE
 
 
 def parse_states(
-    config: JsonFields, family: StateFamily, hidden_size: int, num_layers: int
+    config: JsonFields,
+    family: StateFamily,
+    hidden_size: int,
+    num_layers: int,
+    listed: tuple[int, ...] | None = None,
 ) -> StateSpec | None:
-    """The state of a model, or None where no layer carries one; raises ConfigError naming the
-    key."""
-    layers = _state_layers(config, family, num_layers)
+    """The state of a model, or None where no layer carries one; `listed` are the layers with one
+    where they are known. Raises ConfigError naming the key."""
+    layers = _state_layers(config, family, num_layers) if listed is None else listed
     if len(layers) == num_layers:
         expected = f"{' or '.join(family.attention_names)} for at least one of the layers"
         raise config.fault("layer_types", expected, config.values.get("layer_types"))
@@ -56,6 +68,8 @@ def parse_states(
         return None
     if family.kind is StateKind.GATED_DELTA:
         return _parse_gated_delta(config, family, layers)
+    if family.keys is MambaKeys.BARE:
+        return _parse_bare_mamba2(config, family, layers)
     if family.kind is StateKind.MAMBA2:
         return _parse_mamba2(config, family, hidden_size, layers)
     return _parse_short_conv(config, family, hidden_size, layers)
@@ -161,9 +175,40 @@ def _parse_mamba2(
     )
 
 
-def _time_steps(config: JsonFields) -> tuple[float, float] | None:
+def _parse_bare_mamba2(
+    config: JsonFields, family: StateFamily, layers: tuple[int, ...]
+) -> StateSpec:
+    """Some keys have an older name, which wins."""
+
+    def spelt(older: str, name: str) -> str:
+        return older if config.has(older) else name
+
+    if config.text("mamba_hidden_act", "silu") not in ("silu", "swish"):
+        raise config.fault("mamba_hidden_act", "'silu'", config.values["mamba_hidden_act"])
+    heads = config.integer("mamba_num_heads", 128)
+    head_dim = config.integer("mamba_head_dim", 64)
+    key = spelt("mamba_n_groups", "n_groups")
+    groups = config.integer(key, 8)
+    if heads % groups:
+        raise config.fault(key, f"a divisor of mamba_num_heads ({heads})", groups)
+    size = config.integer("ssm_state_size", family.default_state_size)
+    return StateSpec(
+        family.kind,
+        layers,
+        conv_channels=heads * head_dim + 2 * groups * size,
+        conv_width=_conv_width(config, spelt("mamba_d_conv", "conv_kernel"), family),
+        num_heads=heads,
+        head_dim=head_dim,
+        num_groups=groups,
+        state_size=size,
+        has_conv_bias=config.boolean(spelt("mamba_conv_bias", "use_conv_bias"), True),
+        has_bias=config.boolean("use_bias", False),
+        time_steps=_time_steps(config, spelt("mamba_dt_limit", "time_step_limit")),
+    )
+
+
+def _time_steps(config: JsonFields, key: str = "time_step_limit") -> tuple[float, float] | None:
     """The bounds of time steps; None: those that every time step is within."""
-    key = "time_step_limit"
     if not config.has(key):
         return None
     given = config.values[key]

@@ -30,13 +30,13 @@ class LayerViews:
 
     def __init__(self, places: Sequence[LayerPlace], attention: Sequence[LayerAttention]) -> None:
         """The place of each layer, and how it attends: layers of one group may differ in that.
-        Layers that carry a state have no place and no view. Raises ValueError for a kind that is
+        Layers without K and V have no place and no view. Raises ValueError for a kind that is
         not computed."""
         of_layers = []
         for place, kind in zip(places, attention, strict=True):
-            if not kind.is_full and kind.window is None and not kind.is_state:
+            if kind.has_kv and not kind.is_full and kind.window is None:
                 raise ValueError(f"no attention of the worker computes {kind}")
-            of_layers.append(None if kind.is_state else View(place.group, kind.window))
+            of_layers.append(View(place.group, kind.window) if kind.has_kv else None)
         self.views = tuple(dict.fromkeys(view for view in of_layers if view is not None))
         index = {view: number for number, view in enumerate(self.views)}
         self.places = [

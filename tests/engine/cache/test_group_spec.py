@@ -12,7 +12,15 @@ from stratakv.engine.cache.group_spec import (
     StateBytes,
     plan_groups,
 )
-from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, state, window
+from stratakv.engine.models.layer_attention import (
+    LayerAttention,
+    chunk,
+    full,
+    no_attention,
+    state,
+    window,
+)
+from stratakv.engine.worker.forward.grouped_attention import LayerViews
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.settings.values import ConfigError
 
@@ -219,7 +227,27 @@ def test_states_of_another_plan_have_other_names() -> None:
     }
     assert len(names) == 3
     assert FINGERPRINT not in names
-    with pytest.raises(ValueError, match="states belong to layers that carry one"):
-        plan_groups(layout, 1, [full()], states=STATES)
-    with pytest.raises(ValueError, match="states belong to layers that carry one"):
+    with pytest.raises(ValueError, match="layers that carry a state need the bytes of their"):
         plan_groups(layout, 1, [full(), state()])
+
+
+def test_states_beside_k_and_v_in_every_layer() -> None:
+    """All three layers attend: their pages have 3 x 1024 bytes, so states of 5000 have two."""
+    layout = BlockLayout(3, 16, 1, 8, "float32")
+    groups = plan_groups(layout, 1, [full()] * 3, states=STATES)
+    assert [group.layers for group in groups.groups] == [(0, 1, 2)]
+    assert groups.places() == [(0, 0), (0, 1), (0, 2)]
+    assert groups.state is not None
+    assert (groups.state.num_pages, groups.state.first_group) == (2, 1)
+    assert groups.bound(FINGERPRINT) != plan_groups(layout).bound(FINGERPRINT)
+
+
+def test_layers_without_attention_are_in_no_group() -> None:
+    layout = BlockLayout(2, 16, 1, 8, "float32")
+    attention = [state(), no_attention(), full(), no_attention(), full(), no_attention()]
+    groups = plan_groups(layout, 1, attention, states=STATES)
+    assert [group.layers for group in groups.groups] == [(2, 4)]
+    assert groups.places() == [NO_PLACE, NO_PLACE, (0, 0), NO_PLACE, (0, 1), NO_PLACE]
+    assert LayerViews(groups.places(), attention).places == [
+        (-1, -1), (-1, -1), (0, 0), (-1, -1), (0, 1), (-1, -1)
+    ]  # fmt: skip

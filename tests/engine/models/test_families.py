@@ -28,6 +28,7 @@ HYBRID = {
     "qwen3_5_moe_text": {"layer_types": MIXED},
     "granitemoehybrid": {"layer_types": MIXED},
     "bamba": {"attn_layer_indices": [1], "head_dim": 8},
+    "nemotron_h": {"layers_block_type": MIXED},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
 }
 NAMES = {family.model_type: name for name, family in FAMILIES.items()}
@@ -58,11 +59,14 @@ def test_silence_means_what_it_means_to_transformers(model_type, directory):
     assert spec.max_positions == config.max_position_embeddings
     assert spec.rms_norm_eps == getattr(config, spec.family.eps_key)
     assert spec.tied_embeddings == config.tie_word_embeddings
-    thetas = [rope.theta for rope in spec.ropes if rope is not STILL]
-    ropes = config.rope_parameters
-    kinds = [ropes] if "rope_theta" in ropes else [ropes["full_attention"], ropes[SLIDING]]
-    # Both of its layers have a window, so one rotation is all that they need; the other is read.
-    assert thetas == [kind["rope_theta"] for kind in kinds]
+    if spec.family.never_turns:
+        assert not hasattr(config, "rope_parameters") and set(spec.rope_of_layers) == {1}
+    else:
+        thetas = [rope.theta for rope in spec.ropes if rope is not STILL]
+        ropes = config.rope_parameters
+        kinds = [ropes] if "rope_theta" in ropes else [ropes["full_attention"], ropes[SLIDING]]
+        # Both of its layers have a window: one rotation is all that they need; the other is read.
+        assert thetas == [kind["rope_theta"] for kind in kinds]
     assert spec.sliding_window == (getattr(config, "sliding_window", None) or None)
     assert spec.attention_bias == getattr(config, spec.family.bias_key, spec.attention_bias)
     if spec.experts is not None:

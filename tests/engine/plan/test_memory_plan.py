@@ -176,7 +176,7 @@ def test_states_take_memory_and_a_part_of_every_load() -> None:
     layout = BlockLayout(2, 16, 2, 4, "float32")
     states = StateBytes(5000, "conv")
     groups = plan_groups(layout, 1, [full(), state(), full()], states=states)
-    table = plan.group_table(groups, 64)
+    table = plan.group_table(groups, 64, (1,))
     assert [(row.attention, row.layers, row.pages) for row in table] == [
         ("full attention", (0, 2), 4), ("states", (1,), 3)
     ]  # fmt: skip

@@ -51,6 +51,14 @@ GRANITE: dict[str, Any] = {
     "head_dim": 8,
     "shared_intermediate_size": 40,
 }
+NEMOTRON: dict[str, Any] = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 16,
+    "chunk_size": 16,
+    # transformers takes it for a bound of time steps; config.json's time_step_limit has none.
+    "time_step_min": 1e-30,
+}
 # A name's first word is the model type.
 STATE_MODELS: dict[str, dict[str, Any]] = {
     "lfm2-state-last": {
@@ -95,6 +103,25 @@ STATE_MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 80,
     }
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "nemotron_h-mlps-last": NEMOTRON
+    | {
+        "layers_block_type": [
+            "linear_attention",
+            "mlp",
+            "linear_attention",
+            "full_attention",
+            "mlp",
+            "mlp",
+        ]
+    },
+    "nemotron_h-biases-state-last": NEMOTRON
+    | {
+        "n_groups": 2,
+        "use_bias": True,
+        "mlp_bias": True,
+        "use_conv_bias": False,
+        "layers_block_type": ["mlp", "full_attention", "linear_attention", "linear_attention"],
+    },
     "lfm2-biases-wide": {
         "full_attn_idxs": [0, 3],
         "conv_bias": True,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from stratakv.engine.models.checkpoint.fingerprint import fingerprint
+from stratakv.engine.models.layer_attention import full, no_attention, state
 from stratakv.engine.models.model_spec import ModelSpec
 from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.tiers.settings.values import ConfigError
@@ -51,6 +52,9 @@ def layers_of(directory: Path, model_type: str, **config: Any) -> tuple[int, ...
         ("granitemoehybrid", {"layers_block_type": ["attention", "mamba"]}, (1,)),
         ("granitemoehybrid", {"layer_types": [FULL, LINEAR]}, (1,)),
         ("bamba", {"attn_layer_indices": [1]}, (0,)),
+        ("nemotron_h", {"layers_block_type": [FULL, LINEAR]}, (1,)),
+        ("nemotron_h", {"layer_types": ["mamba", "attention"]}, (0,)),
+        ("nemotron_h", {"hybrid_override_pattern": "*M"}, (1,)),
     ],
 )
 def test_layers_with_a_state(model_type, config, layers, tmp_path):
@@ -61,6 +65,39 @@ def test_both_spellings_make_one_specification(tmp_path):
     old = spec_of(tmp_path, "granitemoehybrid", layer_types=["mamba", "attention"])
     new = spec_of(tmp_path, "granitemoehybrid", layer_types=[LINEAR, FULL])
     assert old == new
+
+
+def test_layers_of_nemotron_have_one_part_each(tmp_path):
+    """Of both spellings, and also where the number of layers is only that of the list."""
+    listed = ["mamba", "mlp", "attention", "mlp", "mlp", "mamba"]
+    given = {"num_hidden_layers": None, "layers_block_type": listed}
+    spec = spec_of(tmp_path, "nemotron_h", **given)
+    assert spec.layer_attention == (
+        state(), no_attention(), full(), no_attention(), no_attention(), state()
+    )  # fmt: skip
+    assert (spec.num_layers, spec.num_kv_layers, spec.mlp_layers) == (6, 1, (1, 3, 4))
+    assert [spec.has_mixer(layer) for layer in range(6)] == [True, False, True, False, False, True]
+    older = {"num_hidden_layers": 6, "hybrid_override_pattern": "M-*--M"}
+    assert spec_of(tmp_path, "nemotron_h", **older) == spec
+    both = {"layer_types": listed, "num_hidden_layers": 6, "hybrid_override_pattern": "MMMMM*"}
+    assert spec_of(tmp_path, "nemotron_h", **both) == spec, "a list wins, as in transformers"
+
+
+def test_sizes_of_nemotron(tmp_path):
+    given = {"hybrid_override_pattern": "M*", "mamba_num_heads": 12, "mamba_head_dim": 10}
+    spec = spec_of(tmp_path, "nemotron_h", **given, n_groups=4, ssm_state_size=6, conv_kernel=3)
+    assert spec.state is not None
+    assert (spec.state.inner_size, spec.state.conv_channels) == (120, 120 + 2 * 4 * 6)
+    assert spec.state.recurrent_shape == (12, 10, 6)
+    assert spec.state.conv_width == 3 and spec.state.has_conv_bias and not spec.state.has_bias
+    older = {"mamba_n_groups": 4, "mamba_d_conv": 3, "mamba_conv_bias": True, "use_bias": False}
+    ignored = {"n_groups": 2, "conv_kernel": 9, "expand": 7}
+    config = given | {"ssm_state_size": 6} | older | ignored
+    assert spec_of(tmp_path, "nemotron_h", **config) == spec, "older names win, as in transformers"
+    assert spec_of(tmp_path, "nemotron_h", **given, n_groups=3, rope_theta=-1.0).rope_of_layers == (
+        1,
+        1,
+    )
 
 
 def test_the_older_keys_of_lfm2(tmp_path):
@@ -111,6 +148,7 @@ def test_the_fingerprint_separates_states(tmp_path):
 
 QWEN = {"layer_types": [LINEAR, FULL]}
 GRANITE = {"layer_types": ["mamba", "attention"]}
+NEMOTRON = {"hybrid_override_pattern": "M*"}
 BAMBA = {"attn_layer_indices": [1]}
 
 
@@ -129,7 +167,21 @@ BAMBA = {"attn_layer_indices": [1]}
         ("granitemoehybrid", {}, "layer_types must be attention or full_attention for at least"),
         ("granitemoehybrid", {"layers_block_type": ["mamba", "conv"]}, "layers_block_type must be"),
         ("bamba", {"attn_layer_indices": [True]}, "attn_layer_indices must be a list of layers"),
+        ("nemotron_h", {}, "layers_block_type must be a list with one of mamba, linear_attention"),
+        ("nemotron_h", {"hybrid_override_pattern": "M|*"}, r"pattern must be a text of M \* - E"),
+        ("nemotron_h", {"hybrid_override_pattern": 3}, "hybrid_override_pattern must be a string"),
+        ("nemotron_h", {"hybrid_override_pattern": "ME*"}, r"be without moe \(E\): experts of thi"),
+        ("nemotron_h", {"layer_types": [LINEAR, "moe", FULL]}, "layer_types must be without moe"),
+        ("nemotron_h", {"layer_types": [LINEAR, "conv"]}, "layer_types must be a list with one of"),
+        ("nemotron_h", {"layer_types": [LINEAR, "mlp"]}, "with attention at least among the layer"),
+        ("nemotron_h", {"layer_types": [FULL, "mlp"]}, "one with a state and one with attention"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-*"}, "num_hidden_layers must be 3, as hybri"),
         # Sizes.
+        ("nemotron_h", NEMOTRON | {"n_groups": 3}, r"n_groups must be a divisor of mamba_num_head"),
+        ("nemotron_h", NEMOTRON | {"mamba_n_groups": 9}, "mamba_n_groups must be a divisor of mam"),
+        ("nemotron_h", NEMOTRON | {"conv_kernel": 1}, "conv_kernel must be a whole number from 2"),
+        ("nemotron_h", NEMOTRON | {"mamba_head_dim": "x"}, "mamba_head_dim must be a whole number"),
+        ("nemotron_h", NEMOTRON | {"mamba_dt_limit": 3}, "mamba_dt_limit must be a list of two nu"),
         ("lfm2", {"full_attn_idxs": [1], "conv_L_cache": 1}, "conv_L_cache must be a whole number"),
         ("lfm2", {"full_attn_idxs": [1], "conv_dim": 32}, r"conv_dim must be hidden_size \(64\)"),
         ("lfm2", {"full_attn_idxs": [1], "block_multiple_of": 0}, "block_multiple_of must be a wh"),
@@ -144,6 +196,9 @@ BAMBA = {"attn_layer_indices": [1]}
         ("bamba", BAMBA | {"time_step_limit": [0.2, 0.1]}, "time_step_limit must be two numbers f"),
         ("bamba", BAMBA | {"time_step_limit": ["0", 1]}, "time_step_limit must be a list of two"),
         # Keys that change numbers.
+        ("nemotron_h", NEMOTRON | {"mlp_hidden_act": "silu"}, "mlp_hidden_act must be 'relu2'"),
+        ("nemotron_h", NEMOTRON | {"mamba_hidden_act": "gelu"}, "mamba_hidden_act must be 'silu'"),
+        ("nemotron_h", NEMOTRON | {"sliding_window": 8}, "sliding_window must be absent"),
         ("lfm2", {"full_attn_idxs": [1], "block_use_swiglu": False}, "block_use_swiglu must be Tr"),
         ("lfm2", {"full_attn_idxs": [1], "use_pos_enc": False}, "use_pos_enc must be True"),
         ("lfm2", {"full_attn_idxs": [1], "conv_bias": 1}, "conv_bias must be true or false"),

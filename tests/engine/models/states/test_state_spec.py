@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stratakv.engine.models.checkpoint.tensor_shapes import expected_tensors
-from stratakv.engine.models.layer_attention import full, state
+from stratakv.engine.models.layer_attention import full, no_attention, state
 from stratakv.engine.models.model_spec import ModelSpec
 from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.engine.models.states.running_states import RunningStates
@@ -50,6 +50,17 @@ QWEN3_NEXT_80B: dict[str, Any] = {
 }
 
 
+NEMOTRON_NANO_9B: dict[str, Any] = {
+    "model_type": "nemotron_h",
+    "hidden_size": 4480,
+    "num_hidden_layers": 56,
+    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    "mamba_head_dim": 80,
+    "num_attention_heads": 40,
+    "intermediate_size": 15680,
+}
+
+
 def spec_of(directory: Path, config: dict[str, Any]) -> ModelSpec:
     (directory / "config.json").write_text(json.dumps(config))
     return load_model_spec(directory)
@@ -64,6 +75,8 @@ def spec_of(directory: Path, config: dict[str, Any]) -> ModelSpec:
         (GRANITE_4_H_MICRO, 36 * (64 * 64 * 128 * 4 + 4352 * 3 * 2), 4 * 2 * 8 * 64 * 2),
         # 36 layers of 32 heads of 128 by 128, and three columns of 2 * 2,048 + 4,096.
         (QWEN3_NEXT_80B, 36 * (32 * 128 * 128 * 4 + 8192 * 3 * 2), 12 * 2 * 2 * 256 * 2),
+        # 27 layers of 128 heads of 80 by 128, and three columns of 10,240 + 2,048.
+        (NEMOTRON_NANO_9B, 27 * (128 * 80 * 128 * 4 + 12288 * 3 * 2), 4 * 2 * 8 * 128 * 2),
     ],
     ids=lambda each: each["model_type"] if isinstance(each, dict) else "",
 )
@@ -73,7 +86,11 @@ def test_bytes_of_published_models(config, state_bytes, token_bytes, tmp_path):
     assert spec.state.slot_bytes("bfloat16") == state_bytes
     assert spec.layout(16, "bfloat16").token_bytes == token_bytes
     kinds = [state() if layer in spec.state.layers else full() for layer in range(spec.num_layers)]
+    for layer in range(spec.num_layers):
+        if not spec.has_mixer(layer):
+            kinds[layer] = no_attention()
     assert list(spec.layer_attention) == kinds
+    assert kinds.count(full()) == spec.num_kv_layers
 
 
 def test_weights_of_a_published_model_are_counted(tmp_path):

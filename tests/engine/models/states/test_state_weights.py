@@ -132,7 +132,59 @@ def test_vectors_of_a_recurrence_are_wide(stored):
         assert vector is not None and vector.dtype is torch.float32
 
 
-RANDOM = ("lfm2-state-last", "qwen3_next-experts", "granitemoehybrid-dense-still")
+LONE_UP = "backbone.layers.1.mixer.up_proj.weight"
+LONE_NORM = "backbone.layers.1.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def nemotron(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_state_model(tmp_path_factory.mktemp("model"), "nemotron_h-mlps-last")
+
+
+def test_a_layer_of_one_part_has_the_tensors_of_that_part(nemotron):
+    layers = load_weights(nemotron, load_model_spec(nemotron), torch.bfloat16).layers
+    assert [layer.mixer is None for layer in layers] == [False, True, False, False, True, True]
+    for layer in layers:
+        assert (layer.mlp is None) == (layer.mixer is not None) == (layer.out is not None)
+        [norm] = [each for each in (layer.attention_norm, layer.mlp_norm) if each is not None]
+        assert norm.dtype is torch.float32, "rounding comes behind its weights"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop(LONE_UP), "lacks the tensor model.layers.1.mlp.up_proj.weight"),
+        (lambda t: t.pop(LONE_NORM), "lacks the tensor model.layers.1.norm.weight"),
+        (
+            lambda t: t.update({LONE_UP.replace("up", "q"): torch.zeros(4, 4)}),
+            "holds the tensor model.layers.1.self_attn.q_proj.weight that config.json does not",
+        ),
+    ],
+)
+def test_faults_of_lone_parts_are_named(change, words, nemotron, tmp_path):
+    directory = damaged(nemotron, tmp_path, change)
+    with pytest.raises(ConfigError, match=words):
+        load_weights(directory, load_model_spec(directory), torch.float32)
+
+
+def test_both_prefixes_of_nemotron_are_read(nemotron, tmp_path):
+    def change(tensors):
+        for name in [name for name in tensors if name.startswith("backbone.")]:
+            tensors[name.replace("backbone.", "model.")] = tensors.pop(name)
+
+    directory = damaged(nemotron, tmp_path, change)
+    found = [load_weights(each, load_model_spec(each), torch.float32) for each in
+             (nemotron, directory)]  # fmt: skip
+    assert torch.equal(found[0].embedding, found[1].embedding)
+    assert torch.equal(found[0].norm, found[1].norm)
+
+
+RANDOM = (
+    "nemotron_h-biases-state-last",
+    "lfm2-state-last",
+    "qwen3_next-experts",
+    "granitemoehybrid-dense-still",
+)
 
 
 @pytest.mark.parametrize("name", RANDOM)
