@@ -31,6 +31,7 @@ MODELS = (
     "granitemoehybrid-experts-rope-groups",
     "bamba-biases",
     "nemotron_h-mlps-last",
+    "falcon_h1-norm-biases-groups",
 )
 Texts = list[tuple[list[int], list[int]]]
 

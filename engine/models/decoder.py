@@ -30,6 +30,7 @@ from .checkpoint.weights import (
     DecoderWeights,
     DenseWeights,
     LayerWeights,
+    ParallelWeights,
     load_weights,
     random_weights,
 )
@@ -37,7 +38,7 @@ from .experts import ExpertMlp
 from .families import Activation, HeadNorms
 from .layers import DenseMlp, Elementwise, Linear, Mlp, SquaredMlp
 from .mixers import Attention as Attention
-from .mixers import AttentionMixer, Mixer, MixerStep
+from .mixers import AttentionMixer, Mixer, MixerStep, ParallelMixer
 from .mixers import Plan as Plan
 from .mixers import QkvAttention as QkvAttention
 from .model_spec import ModelSpec
@@ -202,6 +203,10 @@ def _make_mixer(
 ) -> Mixer | None:
     if weights.mixer is None:
         return None
+    if isinstance(weights.mixer, ParallelWeights):
+        attention = AttentionMixer(spec, number, weights.mixer.attention, elementwise)
+        state = make_state_mixer(spec, number, weights.mixer.state)
+        return ParallelMixer(attention, state, weights.mixer.attention_factor)
     if isinstance(weights.mixer, StateWeights):
         return make_state_mixer(spec, number, weights.mixer)
     return AttentionMixer(spec, number, weights.mixer, elementwise)

@@ -75,7 +75,7 @@ class Family:
     head_norms: HeadNorms = HeadNorms.NONE
     windows: Windows = Windows.NONE
     experts: ExpertFamily | None = None  # the mixture in place of an MLP
-    states: StateFamily | None = None  # layers that carry a state instead of K and V
+    states: StateFamily | None = None  # layers that carry a state
     activation: Activation = Activation.SILU
     activation_key: str = "hidden_act"  # where config.json says it
     norms: Norms = Norms.BEFORE
@@ -92,6 +92,8 @@ class Family:
     # Whether embeddings, scores, what a part adds, and logits are scaled by config.json's
     # embedding_multiplier, attention_multiplier, residual_multiplier and 1 / logits_scaling.
     is_scaled: bool = False
+    # Whether factors at many places of its layers are heeded (`spec/multipliers.py`).
+    multiplies: bool = False
     joins_projections: bool = False  # one tensor for queries, keys and values
     joins_gate: bool = False  # one tensor for gate and up
     mlp_size_key: str = "intermediate_size"  # where config.json says the size of an MLP
@@ -411,6 +413,31 @@ FAMILIES: Mapping[str, Family] = {
         default_heads=32,
         default_kv_heads=8,
         default_max_positions=262144,
+        default_mlp_size=14336,
+        default_eps=1e-5,
+    ),
+    "FalconH1ForCausalLM": Family(
+        "falcon_h1",
+        mlp_bias=True,
+        multiplies=True,
+        states=StateFamily(
+            StateKind.MAMBA2,
+            (),
+            is_beside_attention=True,
+            has_own_size=True,
+            may_lack_norm=True,
+            default_state_size=256,
+        ),
+        tensor_names=(
+            (".mamba.", ".mixer."),
+            ("final_layernorm.", "norm."),
+            (".pre_ff_layernorm.", ".post_attention_layernorm."),
+            (".feed_forward.", ".mlp."),
+        ),
+        default_vocab_size=128000,
+        default_heads=32,
+        default_kv_heads=8,
+        default_max_positions=8192,
         default_mlp_size=14336,
         default_eps=1e-5,
     ),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixers: the part of a layer in which tokens see those before them.
 
-Most layers have an AttentionMixer, which reads the K and V of those tokens; the others carry a
-state (`states/state_mixer.py`). A mixer is given the normed rows of a step and returns what the
-layer's output matrix multiplies.
+Most layers have an AttentionMixer, which reads the K and V of those tokens; others carry a state
+(`states/state_mixer.py`), and some have both. A mixer is given the normed rows of a step and
+returns what the layer's output matrix multiplies.
 """
 
 from __future__ import annotations
@@ -63,6 +63,23 @@ class Mixer(Protocol):
 
     def __call__(self, normed: Tensor, step: MixerStep[Plan], /) -> Tensor:
         """`[tokens, inner]` of normed rows `[tokens, hidden]`, which are left as they are."""
+
+
+class ParallelMixer:
+    """Attention and a state mixer side by side: both see the same rows, and one matrix multiplies
+    the outputs of both."""
+
+    __slots__ = ("_attention", "_factor", "_state")
+
+    def __init__(self, attention: AttentionMixer, state: Mixer, factor: float) -> None:
+        """`factor` multiplies the attention's output; a state mixer multiplies its own itself."""
+        self._attention, self._state, self._factor = attention, state, factor
+
+    def __call__(self, normed: Tensor, step: MixerStep[Plan], /) -> Tensor:
+        attended = self._attention(normed, step)
+        if self._factor != 1.0:
+            attended = attended * self._factor
+        return torch.cat((attended, self._state(normed, step)), 1)
 
 
 class AttentionMixer:

@@ -11,6 +11,7 @@ from ...tiers.settings.values import ConfigError
 from .families import FAMILIES, Family
 from .layer_attention import LayerAttention, full, no_attention, state, window
 from .spec.expert_spec import ExpertSpec
+from .spec.multipliers import Multipliers
 from .spec.rope_spec import STILL, RopeSpec, stable_length
 from .states.state_spec import StateSpec
 
@@ -63,6 +64,7 @@ class ModelSpec:
     state: StateSpec | None = None  # of layers that carry a state; None: none do
     attention_layers: tuple[int, ...] | None = None  # with K and V; None: those without a state
     mlp_layers: tuple[int, ...] | None = None  # those with an MLP; None: all
+    multipliers: Multipliers | None = None  # factors of a family; `scales` follow from them
 
     @property
     def family(self) -> Family:

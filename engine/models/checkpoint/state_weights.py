@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..spec.multipliers import Multipliers
 from ..spec.state_layers import Projections, StateFamily
-from ..states.state_spec import StateKind, StateSpec
+from ..states.state_spec import OutputNorm, StateKind, StateSpec
 from .tensor_shapes import (
     STATE_CONV,
     STATE_CONV_BIAS,
@@ -43,6 +44,27 @@ class StateWeights:
     decay: Tensor | None = None
     norm: Tensor | None = None
     skip: Tensor | None = None  # [heads]: D of Mamba-2
+    # Factors of Mamba-2: of its gate and its time steps, and of an output without a norm.
+    gate_factor: float = 1.0
+    time_factor: float = 1.0
+    output_factor: float = 1.0
+
+    def multiply(self, factors: Multipliers, spec: StateSpec) -> None:
+        """Put a family's factors into the weights of Mamba-2. A convolution is computed in float32
+        at least, so its weights may be as wide; and so is the norm."""
+        gate, x, b, c, self.time_factor = factors.state_inputs
+        self.gate_factor = gate
+        shared = spec.num_groups * spec.state_size
+        sizes = torch.tensor([spec.inner_size, shared, shared], device=self.conv.device)
+        wide = torch.promote_types(self.conv.dtype, torch.float32)
+        channels = torch.tensor([x, b, c], dtype=wide, device=self.conv.device)
+        self.conv = self.conv * channels.repeat_interleave(sizes)[:, None, None]
+        if self.in_bias is not None:
+            self.in_bias = self.in_bias / factors.state_in
+        if self.norm is None:
+            self.output_factor = factors.state_output
+        else:
+            self.norm = self.norm * factors.state_output
 
 
 def read_state_weights(
@@ -62,7 +84,8 @@ def read_state_weights(
     if spec.kind is not StateKind.SHORT_CONV:
         weights.dt_bias = read_wide(STATE_TIME_BIAS)
         weights.decay = -read_wide(STATE_DECAY).exp()
-        weights.norm = read_wide(STATE_NORM)
+        if spec.output_norm is not OutputNorm.NONE:
+            weights.norm = read_wide(STATE_NORM)
     if spec.kind is StateKind.MAMBA2:
         weights.skip = read_wide(STATE_SKIP)
     return weights

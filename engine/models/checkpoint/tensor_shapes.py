@@ -12,7 +12,7 @@ from ..families import HeadNorms, Norms
 from ..model_spec import ModelSpec
 from ..spec.expert_spec import ExpertSpec
 from ..spec.state_layers import Projections
-from ..states.state_spec import StateKind, StateSpec
+from ..states.state_spec import OutputNorm, StateKind, StateSpec
 
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
@@ -268,7 +268,8 @@ def _state_tensors(
     if state.kind is not StateKind.SHORT_CONV:
         shapes |= dict.fromkeys((STATE_DECAY, STATE_TIME_BIAS), (heads,))
         is_mamba = state.kind is StateKind.MAMBA2
-        shapes[STATE_NORM] = (inner if is_mamba else state.head_dim,)
+        if state.output_norm is not OutputNorm.NONE:
+            shapes[STATE_NORM] = (inner if is_mamba else state.head_dim,)
         if is_mamba:
             shapes[STATE_SKIP] = (heads,)
     if state.has_conv_bias:

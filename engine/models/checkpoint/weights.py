@@ -22,6 +22,7 @@ from torch import Tensor
 from ..families import HeadNorms
 from ..model_spec import ModelSpec
 from ..rope import turning_order
+from ..spec.multipliers import Multipliers
 from .checkpoint import CPU, Checkpoint
 from .state_weights import StateWeights, read_state_weights
 from .tensor_shapes import (
@@ -186,12 +187,22 @@ class AttentionWeights:
 
 
 @dataclass(slots=True)
+class ParallelWeights:
+    """Attention and a state side by side; the columns of the matrix out of them lie in this
+    order."""
+
+    attention: AttentionWeights
+    state: StateWeights
+    attention_factor: float  # of the attention's output
+
+
+@dataclass(slots=True)
 class LayerWeights:
     """The weights of a layer. Matrices are `[out, in]`; a bias or norm may be None, and so may the
     mixer, with the matrix out of it, or the MLP."""
 
     attention_norm: Tensor | None
-    mixer: AttentionWeights | StateWeights | None
+    mixer: AttentionWeights | StateWeights | ParallelWeights | None
     out: Tensor | None
     out_bias: Tensor | None
     after_attention_norm: Tensor | None
@@ -326,15 +337,13 @@ def _read_norm(source: Source, spec: ModelSpec, dtype: torch.dtype, name: str) -
 def _load_layer(source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int) -> LayerWeights:
     reader = _LayerReader(source, spec, dtype, layer)
     norms = norm_names(spec, layer)
-    has_mixer = spec.has_mixer(layer)
-    out = STATE_OUT if spec.has_state(layer) else ATTENTION_OUT
     return LayerWeights(
         attention_norm=reader.norm(norms.attention),
-        mixer=reader.mixer() if has_mixer else None,
-        out=reader.read(f"{out}.weight") if has_mixer else None,
-        out_bias=reader.bias(out),
+        mixer=reader.mixer(),
+        out=reader.out(),
+        out_bias=reader.out_bias(),
         after_attention_norm=reader.norm(norms.after_attention),
-        mlp_norm=reader.norm(norms.mlp),
+        mlp_norm=reader.norm(norms.mlp, reader.factors.gate),
         mlp=reader.mlp() if spec.has_mlp(layer) else None,
         after_mlp_norm=reader.norm(norms.after_mlp),
     )
@@ -346,6 +355,7 @@ class _LayerReader:
     def __init__(self, source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int) -> None:
         self._source, self._spec, self._dtype, self._layer = source, spec, dtype, layer
         self._names = layer_tensors(spec, layer)
+        self.factors = spec.multipliers or Multipliers()
 
     def read(self, name: str) -> Tensor:
         return self._source.read(in_layer(self._layer, name), self._dtype)
@@ -355,27 +365,68 @@ class _LayerReader:
         wide = torch.promote_types(self._dtype, torch.float32)
         return self._source.read(in_layer(self._layer, name), wide)
 
-    def bias(self, matrix: str) -> Tensor | None:
+    def bias(self, matrix: str, factor: float = 1.0) -> Tensor | None:
         name = f"{matrix}.bias"
-        return self.read(name) if name in self._names else None
+        if name not in self._names:
+            return None
+        return self.read(name) if factor == 1.0 else self.read(name) * factor
 
-    def norm(self, name: str | None) -> Tensor | None:
+    def norm(self, name: str | None, factor: float = 1.0) -> Tensor | None:
         if name is None:
             return None
-        return _read_norm(self._source, self._spec, self._dtype, in_layer(self._layer, name))
+        name = in_layer(self._layer, name)
+        weights = _read_norm(self._source, self._spec, self._dtype, name)
+        if factor == 1.0:
+            return weights
+        return weights.to(torch.promote_types(self._dtype, torch.float32)) * factor
 
-    def mixer(self) -> AttentionWeights | StateWeights:
+    def mixer(self) -> AttentionWeights | StateWeights | ParallelWeights | None:
         spec = self._spec
-        if spec.state is not None and spec.has_state(self._layer):
-            assert spec.family.states is not None
-            return read_state_weights(self.read, self.read_wide, spec.state, spec.family.states)
+        attention = self.attention() if spec.has_attention(self._layer) else None
+        if spec.state is None or not spec.has_state(self._layer):
+            return attention
+        assert spec.family.states is not None
+        state = read_state_weights(self.read, self.read_wide, spec.state, spec.family.states)
+        if spec.multipliers is not None:
+            state.multiply(spec.multipliers, spec.state)
+        if attention is None:
+            return state
+        return ParallelWeights(attention, state, self.factors.attended)
+
+    def out(self) -> Tensor | None:
+        """The matrix behind the mixer, or those behind both of them side by side."""
+        matrices = [self.read(f"{name}.weight") for name in self._outs()]
+        return torch.cat(matrices, 1) if len(matrices) > 1 else next(iter(matrices), None)
+
+    def out_bias(self) -> Tensor | None:
+        total: Tensor | None = None
+        for name, factor in self._outs().items():
+            bias = self.bias(name, factor)
+            if bias is not None:
+                total = bias if total is None else total + bias
+        return total
+
+    def _outs(self) -> dict[str, float]:
+        """The matrices behind a layer's mixers, with the factors of their biases."""
+        outs: dict[str, float] = {}
+        if self._spec.has_attention(self._layer):
+            outs[ATTENTION_OUT] = self.factors.attention_out_bias
+        if self._spec.has_state(self._layer):
+            outs[STATE_OUT] = self.factors.state_output
+        return outs
+
+    def attention(self) -> AttentionWeights:
+        spec = self._spec
         gate = gate_bias = None
         if spec.family.gates_attention:
             gate = self.gated_queries("weight")[1]
             gate_bias = self.gated_queries("bias")[1] if spec.attention_bias else None
+        bias = self.qkv("bias") if spec.attention_bias else None
+        if bias is not None and self.factors.attention_in != 1.0:
+            bias = bias / self.factors.attention_in
         return AttentionWeights(
             qkv=self.qkv("weight"),
-            qkv_bias=self.qkv("bias") if spec.attention_bias else None,
+            qkv_bias=bias,
             head_norms=self.head_norms(),
             gate=gate,
             gate_bias=gate_bias,
@@ -437,13 +488,14 @@ class _LayerReader:
             if self._spec.family.activation.has_gate:
                 gate = self.read("mlp.gate_proj.weight")
             up = self.read("mlp.up_proj.weight")
+        factor = self.factors.gate
         return DenseWeights(
             gate,
             up,
             self.read("mlp.down_proj.weight"),
-            self.bias("mlp.gate_proj"),
-            self.bias("mlp.up_proj"),
-            self.bias("mlp.down_proj"),
+            self.bias("mlp.gate_proj", factor),
+            self.bias("mlp.up_proj", factor),
+            self.bias("mlp.down_proj", factor),
         )
 
     def experts(self) -> ExpertWeights:

@@ -19,6 +19,7 @@ from ..model_spec import ModelSpec, Scales
 from .expert_spec import EXPERT_KEYS, ExpertSpec, parse_experts
 from .layer_parts import parse_layer_parts
 from .layer_windows import parse_windows
+from .multipliers import Multipliers, parse_multipliers
 from .rope_spec import (
     GROWTH,
     PARTIAL,
@@ -126,6 +127,10 @@ def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
     if family.states is not None:
         listed = None if parts is None else parts.states
         states = parse_states(config, family.states, hidden_size, num_layers, listed)
+    attention_layers = None if parts is None else parts.attention
+    if family.states is not None and family.states.is_beside_attention:
+        attention_layers = tuple(range(num_layers))
+    multipliers = parse_multipliers(config) if family.multiplies else None
     if windows is None:
         local_rope = None
     logits_softcap, score_softcap = _softcaps(config, family)
@@ -158,14 +163,15 @@ def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
         logits_softcap=logits_softcap,
         is_text_part=config is not whole,
         experts=experts,
-        scales=_scales(config) if family.is_scaled else None,
+        scales=_scales(config, family, multipliers, head_dim),
         score_softcap=score_softcap,
         still_layers=_still_layers(config, family, num_layers),
         query_growth=parse_query_growth(config, rope) if family.grows_queries else None,
         turning_dim=None if turning == head_dim else turning,
         state=states,
-        attention_layers=None if parts is None else parts.attention,
+        attention_layers=attention_layers,
         mlp_layers=None if parts is None else parts.mlps,
+        multipliers=multipliers,
     )
 
 
@@ -204,6 +210,8 @@ def _heeded_keys(family: Family) -> set[str]:
             "residual_multiplier",
             "logits_scaling",
         }
+    if family.multiplies:
+        heeded.add("embedding_multiplier")
     if family.no_rope_interval is not None:
         heeded.add("no_rope_layers")
     if family.experts is not None:
@@ -320,7 +328,18 @@ def _softcaps(config: JsonFields, family: Family) -> tuple[float | None, float |
     return logits, scores
 
 
-def _scales(config: JsonFields) -> Scales:
+def _scales(
+    config: JsonFields, family: Family, multipliers: Multipliers | None, head_dim: int
+) -> Scales | None:
+    if multipliers is not None:
+        return Scales(
+            embedding=multipliers.embedding,
+            attention=multipliers.scores * head_dim**-0.5,
+            residual=multipliers.residual,
+            logits=1.0 / multipliers.logits,
+        )
+    if not family.is_scaled:
+        return None
     return Scales(
         embedding=config.number("embedding_multiplier", 1.0),
         attention=config.number("attention_multiplier", 1.0),

@@ -8,11 +8,13 @@ from enum import Enum
 from math import inf
 
 from ..checkpoint.json_fields import JsonFields
-from ..states.state_spec import StateKind, StateSpec
+from ..states.state_spec import OutputNorm, StateKind, StateSpec
 from .rope_spec import FULL
 
 MAX_CONV_WIDTH = 64
 TYPE_KEYS = ("layer_types", "layers_block_type")
+DEFAULT_OWN_SIZE = 1024  # of mamba_d_ssm
+_EXPANDED = "mamba_expand * hidden_size"
 
 
 class Projections(Enum):
@@ -45,7 +47,10 @@ class StateFamily:
     default_interval: int | None = None
     # Whether a config.json that says nothing of layers means a state in each, not in none.
     is_default: bool = False
+    is_beside_attention: bool = False  # whether all layers have a state, and attention as well
     keys: MambaKeys = MambaKeys.PREFIXED
+    has_own_size: bool = False  # whether mamba_d_ssm is heeded; else mamba_expand says the size
+    may_lack_norm: bool = False  # whether mamba_rms_norm and mamba_norm_before_gate are heeded
     default_state_size: int = 0  # of Mamba-2
     default_width: int = 4  # columns of the convolution's window
     projections: Projections = Projections.ONE
@@ -61,7 +66,7 @@ def parse_states(
     """The state of a model, or None where no layer carries one; `listed` are the layers with one
     where they are known. Raises ConfigError naming the key."""
     layers = _state_layers(config, family, num_layers) if listed is None else listed
-    if len(layers) == num_layers:
+    if len(layers) == num_layers and not family.is_beside_attention:
         expected = f"{' or '.join(family.attention_names)} for at least one of the layers"
         raise config.fault("layer_types", expected, config.values.get("layer_types"))
     if not layers:
@@ -76,6 +81,8 @@ def parse_states(
 
 
 def _state_layers(config: JsonFields, family: StateFamily, num_layers: int) -> tuple[int, ...]:
+    if family.is_beside_attention:
+        return tuple(range(num_layers))
     key = next((key for key in TYPE_KEYS if config.has(key)), TYPE_KEYS[0])
     kinds = config.values.get(key)
     if kinds is None:
@@ -147,14 +154,16 @@ def _parse_mamba2(
     config: JsonFields, family: StateFamily, hidden_size: int, layers: tuple[int, ...]
 ) -> StateSpec:
     heads = config.integer("mamba_n_heads", 128)
-    inner = config.integer("mamba_expand", 2) * hidden_size
+    key = "mamba_d_ssm"
+    if family.has_own_size and (config.has(key) or key not in config.values):
+        inner, named = config.integer(key, DEFAULT_OWN_SIZE), key
+    else:
+        inner, named = config.integer("mamba_expand", 2) * hidden_size, _EXPANDED
     if inner % heads:
-        raise config.fault(
-            "mamba_n_heads", f"a divisor of mamba_expand * hidden_size ({inner})", heads
-        )
+        raise config.fault("mamba_n_heads", f"a divisor of {named} ({inner})", heads)
     head_dim = inner // heads
     if config.values.get("mamba_d_head", "auto") not in ("auto", None, head_dim):
-        expected = f"{head_dim}, which is mamba_expand * hidden_size / mamba_n_heads, or 'auto'"
+        expected = f"{head_dim}, which is {named} / mamba_n_heads, or 'auto'"
         raise config.fault("mamba_d_head", expected, config.values["mamba_d_head"])
     groups = config.integer("mamba_n_groups", 1)
     if heads % groups:
@@ -170,9 +179,28 @@ def _parse_mamba2(
         num_groups=groups,
         state_size=size,
         has_conv_bias=config.boolean("mamba_conv_bias", True),
-        has_bias=config.boolean("mamba_proj_bias", False),
+        has_bias=_has_biases(config, family),
         time_steps=_time_steps(config),
+        output_norm=_output_norm(config, family),
     )
+
+
+def _has_biases(config: JsonFields, family: StateFamily) -> bool:
+    """Whether the matrices into a layer and out of it have biases: both or neither."""
+    has_bias = config.boolean("mamba_proj_bias", False)
+    key = "projectors_bias"  # of the matrix out of it
+    if family.is_beside_attention and config.boolean(key, False) != has_bias:
+        raise config.fault(key, f"{has_bias}, as mamba_proj_bias is", config.values.get(key))
+    return has_bias
+
+
+def _output_norm(config: JsonFields, family: StateFamily) -> OutputNorm:
+    if not family.may_lack_norm:
+        return OutputNorm.BEHIND_GATE
+    is_before = config.boolean("mamba_norm_before_gate", True)
+    if not config.boolean("mamba_rms_norm", False):
+        return OutputNorm.NONE
+    return OutputNorm.BEFORE_GATE if is_before else OutputNorm.BEHIND_GATE
 
 
 def _parse_bare_mamba2(

@@ -22,6 +22,7 @@ from ..mixers import MixerStep, Plan
 from ..model_spec import ModelSpec
 from .causal_conv import CausalConv
 from .recurrence import run_recurrence, split_chunks
+from .state_spec import OutputNorm
 
 CHUNK_ROWS = 64
 
@@ -30,11 +31,12 @@ class Mamba2:
     """The mixer of one layer."""
 
     __slots__ = (
-        "_conv", "_decay", "_dt_bias", "_eps", "_in", "_layer", "_norm", "_rule", "_skip", "_state"
+        "_conv", "_decay", "_dt_bias", "_eps", "_gate_factor", "_in", "_layer", "_norm",
+        "_output_factor", "_rule", "_skip", "_state", "_time_factor",
     )  # fmt: skip
 
     def __init__(self, spec: ModelSpec, layer: int, weights: StateWeights) -> None:
-        assert spec.state is not None and weights.norm is not None
+        assert spec.state is not None
         assert weights.dt_bias is not None and weights.decay is not None
         assert weights.skip is not None
         self._state, self._layer, self._eps = spec.state, layer, spec.rms_norm_eps
@@ -42,6 +44,8 @@ class Mamba2:
         self._conv = CausalConv(weights.conv, weights.conv_bias)
         self._decay, self._dt_bias = weights.decay, weights.dt_bias
         self._skip, self._norm = weights.skip[:, None], weights.norm
+        self._gate_factor, self._time_factor = weights.gate_factor, weights.time_factor
+        self._output_factor = weights.output_factor
         self._rule = OuterProducts()
 
     def __call__(self, normed: Tensor, step: MixerStep[Plan], /) -> Tensor:
@@ -54,7 +58,7 @@ class Mamba2:
         gate, mixed, time = self._in(normed).split_with_sizes(sizes, -1)
         mixed = F.silu(self._conv(mixed, plan, own.conv), inplace=True)
         wide = mixed.dtype
-        time = F.softplus(time.to(wide) + self._dt_bias)
+        time = F.softplus(torch.add(self._dt_bias, time.to(wide), alpha=self._time_factor))
         if state.time_steps is not None:
             time = time.clamp(*state.time_steps)
         shared = state.num_groups * state.state_size
@@ -64,10 +68,18 @@ class Mamba2:
         rows = (x * time[..., None], time * self._decay, b, c)
         shape = (state.num_heads, state.head_dim)
         out = run_recurrence(self._rule, rows, plan, own.recurrent, shape)
-        out = out.addcmul_(x, self._skip).view(count, inner) * F.silu(gate.to(wide))
-        groups = out.view(count, state.num_groups, -1)
-        normed_groups = F.rms_norm(groups, groups.shape[-1:], None, self._eps)
-        return (normed_groups.flatten(1) * self._norm).to(normed.dtype)
+        out = out.addcmul_(x, self._skip).view(count, inner)
+        gate = F.silu(gate.to(wide) * self._gate_factor)
+        if self._norm is None:
+            return (out * gate).mul_(self._output_factor).to(normed.dtype)
+        if state.output_norm is OutputNorm.BEFORE_GATE:
+            return self._norm_groups(out, self._norm).mul_(gate).to(normed.dtype)
+        return self._norm_groups(out * gate, self._norm).to(normed.dtype)
+
+    def _norm_groups(self, out: Tensor, weight: Tensor) -> Tensor:
+        """The norm of `[rows, inner]`, of each group by itself."""
+        groups = out.view(len(out), self._state.num_groups, -1)
+        return F.rms_norm(groups, groups.shape[-1:], None, self._eps).flatten(1) * weight
 
 
 class OuterProducts:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """StateSpec: the state that some layers of a model carry from token to token, in numbers.
 
-A layer with a state has no K and V. Its state has up to two parts: the last columns that its
-convolution reads, in the type of the computation, and a recurrent part, in float32 or, where the
-computation is in float64, in that. Needs no torch, so that a plan and a refusal need none.
+A layer with a state has K and V beside it in some families only. Its state has up to two parts:
+the last columns that its convolution reads, in the type of the computation, and a recurrent part,
+in float32 or, where the computation is in float64, in that. Needs no torch, so that a plan and a
+refusal need none.
 """
 
 from __future__ import annotations
@@ -25,6 +26,14 @@ class StateKind(StrEnum):
     SHORT_CONV = "short convolution"
     GATED_DELTA = "gated delta rule"
     MAMBA2 = "Mamba-2"
+
+
+class OutputNorm(StrEnum):
+    """The norm of what the recurrence of Mamba-2 gives."""
+
+    BEHIND_GATE = "behind the gate"
+    BEFORE_GATE = "before the gate"
+    NONE = "none"
 
 
 class StatePart(NamedTuple):
@@ -56,6 +65,7 @@ class StateSpec:
     has_conv_bias: bool = False
     has_bias: bool = False  # of the matrices into the layer and out of it
     time_steps: tuple[float, float] | None = None  # the bounds of a time step of Mamba-2
+    output_norm: OutputNorm = OutputNorm.BEHIND_GATE  # of Mamba-2
 
     @property
     def inner_size(self) -> int:

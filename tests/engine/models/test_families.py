@@ -29,6 +29,7 @@ HYBRID = {
     "granitemoehybrid": {"layer_types": MIXED},
     "bamba": {"attn_layer_indices": [1], "head_dim": 8},
     "nemotron_h": {"layers_block_type": MIXED},
+    "falcon_h1": {},  # both in every layer
     "lfm2": {"layer_types": ["conv", "full_attention"]},
 }
 NAMES = {family.model_type: name for name, family in FAMILIES.items()}

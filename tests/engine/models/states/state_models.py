@@ -59,6 +59,19 @@ NEMOTRON: dict[str, Any] = {
     # transformers takes it for a bound of time steps; config.json's time_step_limit has none.
     "time_step_min": 1e-30,
 }
+FALCON: dict[str, Any] = MAMBA | {
+    "mamba_d_ssm": 64,
+    "embedding_multiplier": 2.7,
+    "lm_head_multiplier": 0.6,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.7,
+    "key_multiplier": 0.55,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.4,
+    # transformers keeps them in float32, so they are such numbers.
+    "ssm_multipliers": [0.34375, 1.6875, 0.8125, 0.59375, 1.09375],
+    "mlp_multipliers": [0.88, 0.3],
+}
 # A name's first word is the model type.
 STATE_MODELS: dict[str, dict[str, Any]] = {
     "lfm2-state-last": {
@@ -103,6 +116,19 @@ STATE_MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 80,
     }
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "falcon_h1-without-norm": FALCON,
+    "falcon_h1-norm-biases-groups": FALCON
+    | {
+        "mamba_d_ssm": None,
+        "mamba_n_groups": 2,
+        "mamba_rms_norm": True,
+        "seed": 5,
+        "mamba_proj_bias": True,
+        "projectors_bias": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "time_step_limit": [0.01, 0.6],
+    },
     "nemotron_h-mlps-last": NEMOTRON
     | {
         "layers_block_type": [

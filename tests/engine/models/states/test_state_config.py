@@ -11,8 +11,10 @@ import pytest
 
 from stratakv.engine.models.checkpoint.fingerprint import fingerprint
 from stratakv.engine.models.layer_attention import full, no_attention, state
-from stratakv.engine.models.model_spec import ModelSpec
+from stratakv.engine.models.model_spec import ModelSpec, Scales
+from stratakv.engine.models.spec.multipliers import Multipliers
 from stratakv.engine.models.spec.spec_parser import load_model_spec
+from stratakv.engine.models.states.state_spec import OutputNorm
 from stratakv.tiers.settings.values import ConfigError
 
 SHAPE: dict[str, Any] = {
@@ -52,6 +54,7 @@ def layers_of(directory: Path, model_type: str, **config: Any) -> tuple[int, ...
         ("granitemoehybrid", {"layers_block_type": ["attention", "mamba"]}, (1,)),
         ("granitemoehybrid", {"layer_types": [FULL, LINEAR]}, (1,)),
         ("bamba", {"attn_layer_indices": [1]}, (0,)),
+        ("falcon_h1", {}, (0, 1)),
         ("nemotron_h", {"layers_block_type": [FULL, LINEAR]}, (1,)),
         ("nemotron_h", {"layer_types": ["mamba", "attention"]}, (0,)),
         ("nemotron_h", {"hybrid_override_pattern": "*M"}, (1,)),
@@ -81,6 +84,52 @@ def test_layers_of_nemotron_have_one_part_each(tmp_path):
     assert spec_of(tmp_path, "nemotron_h", **older) == spec
     both = {"layer_types": listed, "num_hidden_layers": 6, "hybrid_override_pattern": "MMMMM*"}
     assert spec_of(tmp_path, "nemotron_h", **both) == spec, "a list wins, as in transformers"
+
+
+def test_layers_of_falcon_have_k_and_v_and_a_state(tmp_path):
+    spec = spec_of(tmp_path, "falcon_h1", layers_block_type=["hybrid", "hybrid"])
+    assert spec.layer_attention == (full(), full()) and spec.num_kv_layers == 2
+    assert spec.has_attention(1) and spec.has_state(1) and spec.has_mlp(1)
+    assert spec.layout(16, "bfloat16").num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [({}, 1024), ({"mamba_d_ssm": 96, "mamba_expand": 3}, 96), ({"mamba_expand": 3}, 1024)],
+)
+def test_the_size_of_falcons_states(config, size, tmp_path):
+    state = spec_of(tmp_path, "falcon_h1", **config).state
+    assert state is not None and state.inner_size == size
+    assert state.output_norm is OutputNorm.NONE
+
+
+def test_a_null_size_of_falcons_states_is_the_expanded_one(tmp_path):
+    text = json.dumps({"model_type": "falcon_h1", "mamba_d_ssm": None, "mamba_expand": 3} | SHAPE)
+    (tmp_path / "config.json").write_text(text)
+    state = load_model_spec(tmp_path).state
+    assert state is not None and state.inner_size == 3 * 64
+
+
+def test_norms_of_falcons_states(tmp_path):
+    for config, norm in (
+        ({"mamba_norm_before_gate": False}, OutputNorm.NONE),
+        ({"mamba_rms_norm": True}, OutputNorm.BEFORE_GATE),
+        ({"mamba_rms_norm": True, "mamba_norm_before_gate": False}, OutputNorm.BEHIND_GATE),
+    ):
+        state = spec_of(tmp_path, "falcon_h1", **config).state
+        assert state is not None and state.output_norm is norm
+
+
+def test_multipliers(tmp_path):
+    given = {"key_multiplier": 0.5, "attention_in_multiplier": 2.0, "lm_head_multiplier": 0.25}
+    given |= {"mlp_multipliers": [0.5, 4.0], "embedding_multiplier": 3.0}
+    scales = spec_of(tmp_path, "falcon_h1", **given).scales
+    # The MLP's own factor is that of the stream, 8; scores have that of keys and twice the input's.
+    assert scales == Scales(embedding=3.0, attention=0.5 * 4.0 * 8**-0.5, residual=8.0, logits=4.0)
+    plain = spec_of(tmp_path, "falcon_h1")
+    assert plain.scales == Scales(embedding=1.0, attention=8**-0.5, residual=1.0, logits=1.0)
+    assert plain.multipliers == Multipliers()
+    assert spec_of(tmp_path, "bamba", attn_layer_indices=[1], key_multiplier=3).multipliers is None
 
 
 def test_sizes_of_nemotron(tmp_path):
@@ -177,6 +226,9 @@ BAMBA = {"attn_layer_indices": [1]}
         ("nemotron_h", {"layer_types": [FULL, "mlp"]}, "one with a state and one with attention"),
         ("nemotron_h", {"hybrid_override_pattern": "M-*"}, "num_hidden_layers must be 3, as hybri"),
         # Sizes.
+        ("falcon_h1", {"mamba_d_ssm": 100}, r"mamba_n_heads must be a divisor of mamba_d_ssm \(10"),
+        ("falcon_h1", {"mamba_d_head": 8}, "mamba_d_head must be 128, which is mamba_d_ssm / mamb"),
+        ("falcon_h1", {"mamba_d_ssm": 0}, "mamba_d_ssm must be a whole number"),
         ("nemotron_h", NEMOTRON | {"n_groups": 3}, r"n_groups must be a divisor of mamba_num_head"),
         ("nemotron_h", NEMOTRON | {"mamba_n_groups": 9}, "mamba_n_groups must be a divisor of mam"),
         ("nemotron_h", NEMOTRON | {"conv_kernel": 1}, "conv_kernel must be a whole number from 2"),
@@ -196,6 +248,18 @@ BAMBA = {"attn_layer_indices": [1]}
         ("bamba", BAMBA | {"time_step_limit": [0.2, 0.1]}, "time_step_limit must be two numbers f"),
         ("bamba", BAMBA | {"time_step_limit": ["0", 1]}, "time_step_limit must be a list of two"),
         # Keys that change numbers.
+        ("falcon_h1", {"projectors_bias": True}, "projectors_bias must be False, as mamba_proj_bi"),
+        ("falcon_h1", {"mamba_proj_bias": True}, "projectors_bias must be True, as mamba_proj_bia"),
+        ("falcon_h1", {"mamba_rms_norm": 1}, "mamba_rms_norm must be true or false"),
+        ("falcon_h1", {"key_multiplier": 0}, "key_multiplier must be a number from 1e-06 to 1e"),
+        ("falcon_h1", {"ssm_out_multiplier": -1.0}, "ssm_out_multiplier must be a number from"),
+        ("falcon_h1", {"lm_head_multiplier": "1"}, "lm_head_multiplier must be a number from"),
+        ("falcon_h1", {"embedding_multiplier": 1e9}, "embedding_multiplier must be a number from"),
+        ("falcon_h1", {"mlp_multipliers": [1.0]}, "mlp_multipliers must be a list of 2 numbers"),
+        ("falcon_h1", {"mlp_multipliers": [1.0, 1e-9]}, "mlp_multipliers must be 2 numbers from"),
+        ("falcon_h1", {"ssm_multipliers": [1, 1, 1, 1, 0]}, "ssm_multipliers must be a list of 5"),
+        ("falcon_h1", {"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+        ("falcon_h1", {"attention_multiplier": 2.0}, "attention_multiplier must be absent"),
         ("nemotron_h", NEMOTRON | {"mlp_hidden_act": "silu"}, "mlp_hidden_act must be 'relu2'"),
         ("nemotron_h", NEMOTRON | {"mamba_hidden_act": "gelu"}, "mamba_hidden_act must be 'silu'"),
         ("nemotron_h", NEMOTRON | {"sliding_window": 8}, "sliding_window must be absent"),

@@ -61,36 +61,75 @@ NEMOTRON_NANO_9B: dict[str, Any] = {
 }
 
 
+FALCON_H1_0_5B: dict[str, Any] = {
+    "model_type": "falcon_h1",
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "mamba_d_ssm": 1536,
+    "mamba_n_heads": 24,
+    "mamba_d_state": 128,
+    "vocab_size": 32784,
+}
+
+
 def spec_of(directory: Path, config: dict[str, Any]) -> ModelSpec:
     (directory / "config.json").write_text(json.dumps(config))
     return load_model_spec(directory)
 
 
 @pytest.mark.parametrize(
-    ("config", "state_bytes", "token_bytes"),
+    ("config", "state_bytes", "token_bytes", "counts"),
     [
         # Ten layers of 2,048 channels, of which two columns are kept.
-        (LFM2_1_2B, 10 * 2048 * 2 * 2, 6 * 2 * 8 * 64 * 2),
+        (LFM2_1_2B, 10 * 2048 * 2 * 2, 6 * 2 * 8 * 64 * 2, (6, 10, 0)),
         # 36 layers of 64 heads of 64 by 128 numbers, and three columns of 4,096 + 256 channels.
-        (GRANITE_4_H_MICRO, 36 * (64 * 64 * 128 * 4 + 4352 * 3 * 2), 4 * 2 * 8 * 64 * 2),
+        (
+            GRANITE_4_H_MICRO,
+            36 * (64 * 64 * 128 * 4 + 4352 * 3 * 2),
+            4 * 2 * 8 * 64 * 2,
+            (4, 36, 0),
+        ),
         # 36 layers of 32 heads of 128 by 128, and three columns of 2 * 2,048 + 4,096.
-        (QWEN3_NEXT_80B, 36 * (32 * 128 * 128 * 4 + 8192 * 3 * 2), 12 * 2 * 2 * 256 * 2),
+        (
+            QWEN3_NEXT_80B,
+            36 * (32 * 128 * 128 * 4 + 8192 * 3 * 2),
+            12 * 2 * 2 * 256 * 2,
+            (12, 36, 0),
+        ),
         # 27 layers of 128 heads of 80 by 128, and three columns of 10,240 + 2,048.
-        (NEMOTRON_NANO_9B, 27 * (128 * 80 * 128 * 4 + 12288 * 3 * 2), 4 * 2 * 8 * 128 * 2),
+        # 36 layers of 24 heads of 64 by 128, three columns of 1,536 + 256, and K and V in all.
+        (FALCON_H1_0_5B, 36 * (24 * 64 * 128 * 4 + 1792 * 3 * 2), 36 * 2 * 2 * 64 * 2, (36, 0, 0)),
+        (
+            NEMOTRON_NANO_9B,
+            27 * (128 * 80 * 128 * 4 + 12288 * 3 * 2),
+            4 * 2 * 8 * 128 * 2,
+            (4, 27, 25),
+        ),
     ],
     ids=lambda each: each["model_type"] if isinstance(each, dict) else "",
 )
-def test_bytes_of_published_models(config, state_bytes, token_bytes, tmp_path):
+def test_bytes_of_published_models(config, state_bytes, token_bytes, counts, tmp_path):
     spec = spec_of(tmp_path, config)
     assert spec.state is not None
     assert spec.state.slot_bytes("bfloat16") == state_bytes
     assert spec.layout(16, "bfloat16").token_bytes == token_bytes
-    kinds = [state() if layer in spec.state.layers else full() for layer in range(spec.num_layers)]
-    for layer in range(spec.num_layers):
-        if not spec.has_mixer(layer):
-            kinds[layer] = no_attention()
-    assert list(spec.layer_attention) == kinds
-    assert kinds.count(full()) == spec.num_kv_layers
+    kinds = spec.layer_attention
+    assert tuple(map(kinds.count, (full(), state(), no_attention()))) == counts
+    alone = [layer for layer in spec.state.layers if not spec.has_attention(layer)]
+    assert [layer for layer, kind in enumerate(kinds) if kind.is_state] == alone
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [(FALCON_H1_0_5B, 521_411_104), (NEMOTRON_NANO_9B, 8_888_227_328)],
+    ids=lambda each: each["model_type"] if isinstance(each, dict) else "",
+)
+def test_numbers_of_published_models(config, count, tmp_path):
+    assert num_elements(expected_tensors(spec_of(tmp_path, config))) == count
 
 
 def test_weights_of_a_published_model_are_counted(tmp_path):

@@ -14,7 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from stratakv.engine.models.checkpoint.state_weights import StateWeights
-from stratakv.engine.models.checkpoint.weights import load_weights, random_weights
+from stratakv.engine.models.checkpoint.weights import (
+    DenseWeights,
+    ParallelWeights,
+    load_weights,
+    random_weights,
+)
 from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.tiers.settings.values import ConfigError
 from tests.tiny_models import BASE, draw_weights
@@ -177,6 +182,101 @@ def test_both_prefixes_of_nemotron_are_read(nemotron, tmp_path):
              (nemotron, directory)]  # fmt: skip
     assert torch.equal(found[0].embedding, found[1].embedding)
     assert torch.equal(found[0].norm, found[1].norm)
+
+
+@pytest.fixture(scope="module")
+def falcon(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_state_model(tmp_path_factory.mktemp("model"), "falcon_h1-without-norm")
+
+
+def test_a_layer_with_both_has_one_matrix_out_of_both(falcon):
+    spec = load_model_spec(falcon)
+    assert spec.state is not None and spec.multipliers is not None
+    layer = load_weights(falcon, spec, torch.bfloat16).layers[1]
+    mixer, queries = layer.mixer, spec.num_heads * spec.head_dim
+    assert isinstance(mixer, ParallelWeights) and layer.out is not None
+    assert layer.out.shape == (48, queries + 64)
+    assert mixer.state.norm is None
+    # 0.7 of the attention's output and 0.4 of the state's, over 0.3 / 0.88 of the MLP's.
+    assert mixer.attention_factor == pytest.approx(1.3 * 0.7 * 0.88 / 0.3)
+    assert mixer.state.output_factor == pytest.approx(0.4 * 0.88 / 0.3)
+
+
+def test_factors_round_no_matrix(falcon):
+    """Nor what else is stored, for that becomes wide."""
+    stored, spec = load_file(falcon / SHARD), load_model_spec(falcon)
+    layer = load_weights(falcon, spec, torch.bfloat16).layers[0]
+    mixer = layer.mixer
+    assert isinstance(mixer, ParallelWeights) and isinstance(layer.mlp, DenseWeights)
+    assert layer.mlp_norm is not None and layer.out is not None
+    names = ("mamba.in_proj", "feed_forward.gate_proj", "feed_forward.down_proj")
+    found = (mixer.state.in_proj, layer.mlp.gate, layer.mlp.down)
+    for name, matrix in zip(names, found, strict=True):
+        assert matrix is not None
+        assert torch.equal(matrix, stored[f"model.layers.0.{name}.weight"].bfloat16())
+    assert layer.mlp_norm.dtype is mixer.state.conv.dtype is torch.float32
+    norm = stored["model.layers.0.pre_ff_layernorm.weight"].bfloat16().float()
+    assert torch.equal(layer.mlp_norm, norm * 0.88)
+
+
+def test_without_factors_weights_are_those_that_are_stored(tmp_path):
+    plain = {
+        "mlp_multipliers": None,
+        "ssm_multipliers": None,
+        **{
+            f"{part}_multiplier": 1.0
+            for part in ("attention_in", "attention_out", "key", "ssm_in", "ssm_out")
+        },
+    }
+    make_state_model(tmp_path, "falcon_h1-without-norm", **plain)
+    layer = load_weights(tmp_path, load_model_spec(tmp_path), torch.bfloat16).layers[0]
+    stored = load_file(tmp_path / SHARD)
+    assert isinstance(layer.mixer, ParallelWeights) and layer.mlp_norm is not None
+    assert layer.mixer.attention_factor == layer.mixer.state.output_factor == 1.0
+    assert layer.mlp_norm.dtype is torch.bfloat16
+    conv = stored["model.layers.0.mamba.conv1d.weight"].bfloat16()
+    assert torch.equal(layer.mixer.state.conv.float(), conv.float())
+
+
+def test_a_norm_behind_the_gate_is_that_of_transformers(tmp_path):
+    name = "falcon_h1-norm-biases-groups"
+    driver = StateDriver(make_state_model(tmp_path, name, mamba_norm_before_gate=False))
+    tokens = random_tokens(3, 70)
+    found, expected = driver.step([Part(Request(0), tokens)]), exact_logits(tmp_path, tokens)
+    assert (found - expected).abs().max() < 1e-9 * expected.abs().max()
+
+
+FALCON_STATE = "model.layers.2.mamba.{}"
+FALCON_KEYS = "model.layers.2.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop(FALCON_KEYS), "lacks the tensor model.layers.2.self_attn.k_proj.weight"),
+        (lambda t: t.pop(FALCON_STATE.format("D")), "lacks the tensor model.layers.2.mixer.D"),
+        (
+            lambda t: t.update({FALCON_STATE.format("norm.weight"): torch.ones(64)}),
+            "holds the tensor model.layers.2.mixer.norm.weight that config.json does not describe",
+        ),
+    ],
+)
+def test_faults_of_layers_with_both_are_named(change, words, falcon, tmp_path):
+    directory = damaged(falcon, tmp_path, change)
+    with pytest.raises(ConfigError, match=words):
+        load_weights(directory, load_model_spec(directory), torch.float32)
+
+
+def test_random_weights_of_layers_with_both(falcon):
+    spec = load_model_spec(falcon)
+    one, other = (random_weights(spec, torch.float32).layers[3] for _ in range(2))
+    assert isinstance(one.mixer, ParallelWeights) and isinstance(other.mixer, ParallelWeights)
+    assert torch.equal(one.mixer.attention.qkv, other.mixer.attention.qkv)
+    assert torch.equal(one.mixer.state.conv, other.mixer.state.conv)
+    logits = StateDriver(falcon, torch.float32, is_random=True).step(
+        [Part(Request(0), random_tokens(2, 70))]
+    )
+    assert logits.isfinite().all() and logits.std() > 0
 
 
 RANDOM = (

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multipliers: the factors that a family has at many places of its layers, from its config.json.
+
+    attention   out * o_proj(attention of q, key * k and v of the rows times in)
+    state       out * out_proj(mixer of the rows times in, with a factor for each of its five parts)
+    MLP         down * down_proj(silu(gate * gate_proj(row)) * up_proj(row))
+
+They are applied where they round no matrix, and seldom take a pass over the rows. A factor in front
+of a matrix goes behind it, and the bias in between is divided by it. The factors of keys
+go to the scores, and that of the gate to the norm before the MLP, whose weights are wide then, and
+from there through `up_proj` to the output. The MLP's own factor is then `residual`, by which hidden
+states are kept divided (`ModelSpec.embedding_scale`); what the mixers add is divided by it, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..checkpoint.json_fields import JsonFields
+
+LEAST, MOST = 1e-6, 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Factors as config.json has them, and as they are applied."""
+
+    embedding: float = 1.0
+    logits: float = 1.0
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    key: float = 1.0
+    state_in: float = 1.0
+    state_out: float = 1.0
+    # Of a mixer's gate, x, B, C and time steps.
+    state_parts: tuple[float, ...] = (1.0,) * 5
+    gate: float = 1.0
+    down: float = 1.0
+
+    @property
+    def scores(self) -> float:
+        """The factor of attention's scores, of which both sides come out of rows."""
+        return self.key * self.attention_in**2
+
+    @property
+    def residual(self) -> float:
+        """The factor of what an MLP adds, whose input has been multiplied by `gate`."""
+        return self.down / self.gate
+
+    @property
+    def attended(self) -> float:
+        """The factor of an attention's output in front of its matrix, with that of its values."""
+        return self.attention_in * self.attention_out_bias
+
+    @property
+    def attention_out_bias(self) -> float:
+        """The factor of the bias of the matrix behind an attention."""
+        return self.attention_out / self.residual
+
+    @property
+    def state_output(self) -> float:
+        """The factor of a state mixer's output, and of the bias of the matrix behind it."""
+        return self.state_out / self.residual
+
+    @property
+    def state_inputs(self) -> tuple[float, ...]:
+        """The factors of the five parts behind the matrix into a state mixer."""
+        return tuple(self.state_in * part for part in self.state_parts)
+
+
+def parse_multipliers(config: JsonFields) -> Multipliers:
+    """All factors, 1 where config.json is silent; raises ConfigError naming the key."""
+
+    def one(name: str) -> float:
+        return config.number_from(name, LEAST, MOST) if config.has(name) else 1.0
+
+    gate, down = _several(config, "mlp_multipliers", 2)
+    return Multipliers(
+        embedding=one("embedding_multiplier"),
+        logits=one("lm_head_multiplier"),
+        attention_in=one("attention_in_multiplier"),
+        attention_out=one("attention_out_multiplier"),
+        key=one("key_multiplier"),
+        state_in=one("ssm_in_multiplier"),
+        state_out=one("ssm_out_multiplier"),
+        state_parts=_several(config, "ssm_multipliers", 5),
+        gate=gate,
+        down=down,
+    )
+
+
+def _several(config: JsonFields, name: str, count: int) -> tuple[float, ...]:
+    if not config.has(name):
+        return (1.0,) * count
+    values = config.numbers(name, count)
+    if not all(LEAST <= value <= MOST for value in values):
+        raise config.fault(name, f"{count} numbers from {LEAST:g} to {MOST:g}", config.values[name])
+    return values
