@@ -23,6 +23,7 @@ from .test_exactness import OUTPUT_TOKENS, ask, prompt, running_core
 from .tiny_models import make_llama
 
 BLOCK = 8  # tokens, of `running_core`
+PARTED = 56  # tokens in whole blocks that the second prompt has in common with the first
 BUDGET = 13  # so that chunks end in the middle of blocks
 MODELS = (
     "lfm2-state-last",
@@ -148,18 +149,20 @@ def test_out_of_the_slab_and_out_of_a_file_after_a_restart(
             for index, text in enumerate(texts):
                 [answer] = check_exact(core, [text], f"{turn}-{index}-")
                 if turn:
-                    assert sum(answer.cached.values()) == whole(len(text[0]))
+                    # Of the prompt that parts from another one the pool may have had no room for
+                    # more than the checkpoint at the junction.
+                    ends = {whole(len(text[0])), *([PARTED] if index == 1 else [])}
+                    assert sum(answer.cached.values()) in ends
         counts = core.scheduler.counts
         assert counts["loads"] > 0
         assert counts["loads_failed"] == 0
     options["cache"]["num_blocks"] += 400
     with running_core(model, offload=offload, **options) as core:
         answers = check_exact(core, texts, "restart")
-        assert [answer.cached.get("ssd", 0) for answer in answers][:1] == [whole(90)]
-        assert all(
-            sum(a.cached.values()) == whole(len(t))
-            for a, (t, _) in zip(answers, texts, strict=True)
-        )
+        found = [sum(answer.cached.values()) for answer in answers]
+        lengths = [whole(len(text)) for text, _ in texts]
+        assert found in (lengths, [lengths[0], PARTED, *lengths[2:]])
+        assert answers[0].cached["ssd"] == lengths[0]
         core.step()
         check_nothing_left(core)
 
