@@ -33,7 +33,7 @@ from .real_vllm import (
     windowed_model,
 )
 from .test_real_connector import GROUPS, RANKS
-from .vllm_engine import VllmEngine, make_prompts
+from .vllm_engine import VllmEngine, make_prompts, make_unlike_model
 
 __all__ = ["hybrid_expected", "hybrid_model", "hybrid_prompts", "windowed_model"]
 
@@ -181,6 +181,25 @@ def test_several_cache_groups_below_the_offloading_of_vllm(
     with SpecEngine(windowed_model, tmp_path, **settings) as second:
         assert second.generate(prompts) == (expected, [288] * 6)
         assert second.do({"stats": True})["tiers"]["ssd"]["loaded_blocks"] >= 90
+
+
+def test_groups_whose_blocks_have_unlike_numbers_of_tokens(tmp_path: Path) -> None:
+    """A Gemma 4: blocks of 32 tokens beside those of 64."""
+    model, prompts = make_unlike_model(tmp_path / "model"), make_prompts(6)
+    arguments = GROUPS | {"num_gpu_blocks_override": 60}
+    expected = computed(model, prompts, tmp_path, **arguments)
+    whole = [256] * 6  # of 300 tokens
+    settings = on_disk(tmp_path, cpu_bytes="16MiB") | {"arguments": arguments}
+    with ConnectorEngine(model, tmp_path, **settings) as first:
+        assert first.generate(prompts) == (expected, [0] * 6)
+        assert first.generate(prompts) == (expected, whole)
+        wait_for_tier(first, "ssd", 60)
+        first.kill()
+    with ConnectorEngine(model, tmp_path, **settings) as second:
+        assert second.generate(prompts) == (expected, whole)
+        assert second.do({"damage": "zero"})["damaged"]
+        assert second.generate(prompts)[0] == expected
+        assert second.do({"stats": True})["damaged"] > 0
 
 
 def test_speculation_is_refused(hybrid_model: Path, tmp_path: Path) -> None:

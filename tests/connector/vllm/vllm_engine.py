@@ -133,6 +133,47 @@ def make_hybrid_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def make_unlike_model(folder: Path, seed: int = 0) -> Path:
+    """A Gemma 4 checkpoint, two layers of three with a window of WINDOW tokens and heads of half
+    the size, so that vLLM gives their groups blocks of twice as many tokens."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    kinds = ["full_attention" if i % 3 == 2 else "sliding_attention" for i in range(6)]
+    full = [str(i) for i, kind in enumerate(kinds) if kind == "full_attention"]
+    config = Gemma4TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=len(kinds),
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        per_layer_config={layer: {"head_dim": 2 * HEAD_DIM} for layer in full},
+        layer_types=kinds,
+        sliding_window=WINDOW,
+        max_position_embeddings=2048,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=0,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    weights = Weights(seed)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        model = Gemma4ForCausalLM(config)
+        for name, parameter in model.named_parameters():
+            if "embed_tokens" in name:
+                parameter.copy_(weights(*parameter.shape, scale=0.05))
+            elif "proj" in name:
+                scale = 0.25 if "self_attn" in name else 0.1
+                parameter.copy_(weights(*parameter.shape, scale=scale))
+            elif "post_" in name:
+                parameter.fill_(3.0)  # the layers have to outweigh the embeddings
+    model.save_pretrained(folder)
+    return folder
+
+
 class Weights:
     """Random ones."""
 
