@@ -68,7 +68,9 @@ class Lookups:
         if lookup is None:
             return
         # In front of where the hit ends, blocks of windows may be unknown too.
-        known = 0 if self._parts.is_windowed else len(lookup.prefix.tiers) * self._width
+        prefix = lookup.prefix
+        num_found = max(len(prefix.tiers), prefix.num_found)
+        known = 0 if self._parts.has_windows else num_found * self._width
         unknown = [*lookup.keys[known:], *self._parts.state_ends(lookup.keys)]
         is_asked = bool(unknown) and self._hierarchy.prefetch_lookup(unknown, offload.context)
         if is_asked or lookup.prefix.asked:

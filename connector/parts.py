@@ -75,7 +75,8 @@ class Parts:
             for piece in range(sum(states))
         ]
         self.num_state_keys = len(self._state_suffixes)
-        self.is_windowed = bool(states) or any(each is not None for each in groups)
+        self.has_windows = any(each is not None for each in groups)
+        self.is_windowed = bool(states) or self.has_windows
         # A shorter hit needs other blocks of a window than a longer one.
         self.whole_only = whole_only or self.is_windowed
         # What completes a key of the pool, which carries the group already: one for each rank.
