@@ -220,29 +220,18 @@ class KVCacheManager:
         computed += num_new_computed_tokens + num_external_computed_tokens
         num_tokens = computed + num_new_tokens
         num_slots = min(num_tokens, self.max_model_len)
-        states, request_id = self.states, request.request_id
-        num_kept = keep_free_blocks
-        if states is not None and num_external_computed_tokens:
-            num_kept += states.num_pages  # which the load takes too
-        elif states is not None and num_new_computed_tokens:
-            # Now, since the blocks below may be taken from them.
-            digests = self._of_blocks(request.block_hashes)
-            states.note_hit(request_id, digests[computed // self.block_size - 1])
-        added = None
-        while added is None:
-            num_spare = self.pool.free_queue.num_free * self._width - num_kept
-            if num_kept <= keep_free_blocks or num_spare >= 0:
-                added = self._add_blocks(
-                    request_id, num_slots, computed, new_computed_blocks, num_spare
-                )
-            if added is None and not (states is not None and states.drop_unnamed()):
-                break
+        if self.states is None:
+            num_spare = self.pool.free_queue.num_free * self._width - keep_free_blocks
+            added = self._add_blocks(
+                request.request_id, num_slots, computed, new_computed_blocks, num_spare
+            )
+        else:
+            added = self._add_with_states(
+                self.states, request, num_slots, computed, new_computed_blocks, keep_free_blocks,
+                is_load=num_external_computed_tokens > 0,
+            )  # fmt: skip
         if added is None:
-            if states is not None:
-                states.drop_hit(request_id)
             return None
-        if states is not None and num_external_computed_tokens:
-            states.hold_for_load(request_id)
         if not delay_cache_blocks:
             self._cache(request, min(num_tokens, request.num_tokens), computed=False)
         return added
@@ -443,6 +432,39 @@ class KVCacheManager:
             table += part
             added.append(part)
         return tuple(added)
+
+    def _add_with_states(
+        self,
+        states: StateCheckpoints,
+        request: Request,
+        num_slots: int,
+        computed: int,
+        hits: GroupBlocks | None,
+        keep_free_blocks: int,
+        *,
+        is_load: bool,
+    ) -> GroupBlocks | None:
+        """As `_add_blocks`; a load takes pages for states too, and hits have a checkpoint behind
+        them. Checkpoints that have no name yet are given up where room is lacking."""
+        request_id = request.request_id
+        if is_load:
+            keep_free_blocks += states.num_pages
+        elif hits is not None and hits[0]:
+            # Now, since the blocks added may be taken from its pages.
+            digests = self._of_blocks(request.block_hashes)
+            states.note_hit(request_id, digests[computed // self.block_size - 1])
+        while True:
+            num_spare = self.pool.free_queue.num_free - keep_free_blocks
+            added = None
+            if num_spare >= 0 or not is_load:
+                added = self._add_blocks(request_id, num_slots, computed, hits, num_spare)
+            if added is not None:
+                if is_load:
+                    states.hold_for_load(request_id)
+                return added
+            if not states.drop_unnamed():
+                states.drop_hit(request_id)
+                return None
 
     def _own_tail(self, request: Request, num_new_tokens: int, keep_free_blocks: int) -> bool:
         """A forked request is about to write, and gets a copy of its last block where others hold
