@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from .nursery_site import scan_client
 from .nursery_site.nursery_client import VARIABLE, Nursery, OwnNursery
 from .threads import check_threads
 
@@ -183,12 +184,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _open_nursery(config: pytest.Config) -> None:
-    """One for this process and all that it starts."""
+    """One for this process and all that it starts, and one of scans beside it."""
     if VARIABLE not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="stratakv-nursery-", dir="/tmp")
-        nursery = OwnNursery(Path(folder.name))
         config.add_cleanup(folder.cleanup)
+        nursery = OwnNursery(Path(folder.name, "nursery"))
+        scans = OwnNursery(Path(folder.name, scan_client.NAME), "tests.scan_nursery")
         config.add_cleanup(nursery.close)
+        config.add_cleanup(scans.close)
         os.environ[VARIABLE] = nursery.path
         places = [str(NURSERY_SITE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))

@@ -26,6 +26,7 @@ VARIABLE = "TESTS_NURSERY"
 MOST_BYTES = 1 << 16
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable  # which a test may replace
+ENGINES = "tests.worker_nursery"
 PROGRAM = "tests.page_program"  # runs a file, or `-c CODE`
 
 
@@ -176,10 +177,12 @@ class Nursery:
 
 
 class OwnNursery(Nursery):
-    """Starts when somebody asks for the first child, and ends with this process."""
+    """`python -m MODULE`, listening at `path`. Starts when somebody asks for the first child, and
+    ends with this process."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder / "nursery"))
+    def __init__(self, path: Path, module: str = ENGINES) -> None:
+        super().__init__(str(path))
+        self._module = module
         self._ours, self._theirs = socket.socketpair()
         self._process: subprocess.Popen[bytes] | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -205,18 +208,23 @@ class OwnNursery(Nursery):
         ((number, _), *_) = asked.poll()
         if number != self._listener.fileno():
             return
-        from stratakv.engine.client.launcher import CORE_ENVIRONMENT
-
         passed = [self._theirs.fileno(), self._listener.fileno()]
         with Path(self.path + ".err").open("wb") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.worker_nursery", *map(str, passed), self.path],
-                cwd=ROOT, env={**CORE_ENVIRONMENT, **os.environ}, pass_fds=passed,
+                [sys.executable, "-m", self._module, *map(str, passed), self.path],
+                cwd=ROOT, env=self._environment(), pass_fds=passed,
                 stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
             )  # fmt: skip
         self._theirs.close()
         self._process.wait()
         self._listener.close()  # questions that it has not taken fail in place of waiting
+
+    def _environment(self) -> Mapping[str, str]:
+        if self._module != ENGINES:
+            return os.environ
+        from stratakv.engine.client.launcher import CORE_ENVIRONMENT
+
+        return {**CORE_ENVIRONMENT, **os.environ}
 
 
 def popen(command: Sequence[str], **options: Any) -> Any:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -111,13 +111,12 @@ def _run(jobs: dict[str, Any], job: dict[str, Any]) -> None:
 
 
 def _wait(pid: int, seconds: float) -> int | None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.001)
-    return None
+    end = os.pidfd_open(pid)
+    try:
+        ended, _, _ = select.select([end], [], [], seconds)
+    finally:
+        os.close(end)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if ended else None
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ print(json.dumps({"bytes_per_entry": per_entry, "ratio": min(ratios), "lookups":
 
 @pytest.mark.parametrize("order", ["in order", "at random"])
 def test_a_large_index_is_small_and_quick(
-    tmp_path: Path, rng: random.Random, scale: str, order: str
+    tmp_path: Path, rng: random.Random, scale: str, order: str, no_nursery: None
 ) -> None:
     slots = 100_000 if scale == "ci" else 1_000_000
     make_index(tmp_path / "index", slots, rng, shuffled=order == "at random")
