@@ -372,8 +372,11 @@ class KVCacheManager:
         keys = self._keys(digests)
         if self.states is None:
             return keys
-        self.states.drop_names(digests)
-        return keys + self.states.first_keys(digests)
+        tail = request.prompt_tail_hash() if request.hands_over else b""
+        ends = [*digests, tail] if tail else digests
+        self.states.drop_names(ends)
+        # All pieces, wherever they are: old ones beside those of a later checkpoint are wrong.
+        return keys + [key for digest in ends for key in self.states.keys(digest)]
 
     def get_block_ids(self, request_id: str) -> BlockIds:
         return self.page_ids(self.tables(request_id))
@@ -447,9 +450,10 @@ class KVCacheManager:
         """As `_add_blocks`; a load takes pages for states too, and hits have a checkpoint behind
         them. Checkpoints that have no name yet are given up where room is lacking."""
         request_id = request.request_id
+        is_hit = hits is not None and bool(hits[0]) and not is_load
         if is_load:
             keep_free_blocks += states.num_pages
-        elif hits is not None and hits[0]:
+        elif is_hit:
             # Now, since the blocks added may be taken from its pages.
             digests = self._of_blocks(request.block_hashes)
             states.note_hit(request_id, digests[computed // self.block_size - 1])
@@ -463,7 +467,8 @@ class KVCacheManager:
                     states.hold_for_load(request_id)
                 return added
             if not states.drop_unnamed():
-                states.drop_hit(request_id)
+                if is_hit:
+                    states.drop_hit(request_id)
                 return None
 
     def _own_tail(self, request: Request, num_new_tokens: int, keep_free_blocks: int) -> bool:

@@ -203,19 +203,14 @@ class StateCheckpoints:
 
     def drop_names(self, digests: Iterable[bytes]) -> None:
         """Make checkpoints of these names impossible to find."""
-        first, has = self._suffixes[0], self._pool.has
-        for digest in digests:
-            if has(digest + first):
-                for group_id in self._groups:
-                    self._pool.drop_keys([digest], group_id)
+        digests, has = list(digests), self._pool.has
+        for group_id, suffix in zip(self._groups, self._suffixes, strict=True):
+            found = [digest for digest in digests if has(digest + suffix)]
+            self._pool.drop_keys(found, group_id)
 
     def keys(self, digest: bytes) -> list[bytes]:
         """The names of a checkpoint's pages, as the pool keeps them."""
         return [digest + suffix for suffix in self._suffixes]
-
-    def first_keys(self, digests: Iterable[bytes]) -> list[bytes]:
-        """The name of the first page of each checkpoint, without which it is of no use."""
-        return [digest + self._suffixes[0] for digest in digests]
 
     def offer_beside(self, evicted: Iterable[EvictedBlock]) -> None:
         """Offer the pool's part of a checkpoint to the tiers where the block in front of it, or a

@@ -292,8 +292,26 @@ def test_names_that_are_dropped() -> None:
     rig.start(request)
     rig.end_step()
     keys = rig.manager.drop_names(request)
-    assert [group_of(key) for key in keys] == [0] * 5 + [1] * 5, "a piece of each is enough"
+    # All pieces: one that is left in a tier would be taken for a part of a later checkpoint.
+    assert [group_of(key) for key in keys] == [0] * 5 + [1, 2, 3] * 5
     assert not any(map(rig.pool.has, rig.states.keys(request.block_hashes[4])))
+    handed = ask("b", 22, hands_over=True)
+    rig.start(handed)
+    rig.end_step()
+    tail = handed.prompt_tail_hash()
+    assert set(rig.states.keys(tail)) <= set(rig.manager.drop_names(handed))
+    assert not any(map(rig.pool.has, rig.states.keys(tail)))
+
+
+def test_room_for_drafts_that_is_lacking_costs_no_hit() -> None:
+    """Of a request that starts in this step, for which more room is asked in vain."""
+    rig = Rig(num_blocks=1 + 2 * 6 + PIECES)
+    rig.start(ask("a", 22))
+    rig.end_step()
+    again = ask("b", 22)
+    assert rig.start(again) == 20
+    assert rig.manager.allocate_slots(again, 9, keep_free_blocks=50) is None
+    assert len(rig.states.take_start("b")) == PIECES
 
 
 def test_nothing_is_kept_without_a_prefix_cache() -> None:
