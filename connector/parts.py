@@ -36,6 +36,7 @@ Prefetch = Callable[[Sequence[bytes]], bool]
 
 # Windowed blocks are looked up from the end on, so many positions at a time.
 FIND_POSITIONS = 64
+FIND_STATES = 1024  # as those
 
 
 class StatePieces(NamedTuple):
@@ -96,15 +97,13 @@ class Parts:
         """The keys of the states behind the position with this digest."""
         return [digest + suffix for suffix in self._state_suffixes]
 
-    def state_ends(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The keys of the first piece of states, and of the last one, behind each position whose
-        parts have these keys; pieces are stored in order, so others lie in between. The last
-        position comes first."""
+    def first_state_keys(self, keys: Sequence[bytes]) -> list[bytes]:
+        """The key of the first piece of states behind each position whose parts have these keys, the
+        last position first."""
         if not self._state_suffixes:
             return []
-        ends = dict.fromkeys((self._state_suffixes[0], self._state_suffixes[-1]))
-        digests = [key[:DIGEST_BYTES] for key in keys[:: -self.width]]
-        return [digest + suffix for digest in digests for suffix in ends]
+        suffix = self._state_suffixes[0]
+        return [key[:DIGEST_BYTES] + suffix for key in keys[:: -self.width]]
 
     def needed(
         self, first: int, num_positions: int, most_tokens: int | None = None, num_kept: int = 0
@@ -230,15 +229,16 @@ class _Search:
     def longest(self, num_positions: int) -> int:
         """See `Parts.longest`."""
         while num_positions:
-            missing = self._missing(num_positions)
+            missing = self._missing(num_positions) if self.parts.has_windows else None
             if missing is not None:
                 # Every hit that ends behind it needs it, up to the one that failed.
                 num_positions = missing
-            elif not self._has_states(num_positions - 1):
-                num_positions -= 1
-            elif self.parts.num_state_keys or self.parts.needed(
-                self.first, num_positions, self.most_tokens
-            ):
+            elif self.parts.num_state_keys:
+                end = self._last_with_states(num_positions)
+                if end == num_positions or not self.parts.has_windows:
+                    return end
+                num_positions = end
+            elif self.parts.needed(self.first, num_positions, self.most_tokens):
                 break
             else:  # where a chunk begins nothing is attended to; a load has to bring something
                 num_positions -= 1
@@ -270,19 +270,21 @@ class _Search:
     def _digest(self, position: int) -> bytes:
         return self.keys[position * self.parts.width][:DIGEST_BYTES]
 
-    def _has_states(self, position: int) -> bool:
-        """Whether the states behind a position can be had."""
-        if not self.parts.num_state_keys:
-            return True
-        if position not in self.state_answers:
-            self._find_state_ends(position)
-        if self.state_answers[position] and self.parts.num_state_keys > 2:
-            self.state_answers[position] = self._has_all_pieces(self._digest(position))
-        return self.state_answers[position]
+    def _last_with_states(self, num_positions: int) -> int:
+        """The most positions, up to so many, the states behind which can be had; 0 for none."""
+        answers = self.state_answers
+        for position in range(num_positions - 1, -1, -1):
+            if position not in answers:
+                self._find_first_pieces(position)
+            if answers[position]:
+                answers[position] = self._has_all_pieces(self._digest(position))
+                if answers[position]:
+                    return position + 1
+        return 0
 
     def _has_all_pieces(self, digest: bytes) -> bool:
-        """Whether states whose ends can be had can be had whole. A store that is far away may not
-        have been asked for all of them."""
+        """Whether states can be had whole of which a tier has the first piece. A store that is far
+        away may not have been asked for the others."""
         keys = self.parts.state_keys(digest)
         answers = self.hierarchy.lookup(keys)
         if answers.count(Answer.HIT) == len(keys):
@@ -293,18 +295,16 @@ class _Search:
             self.asked |= self.prefetch(unknown)
         return False
 
-    def _find_state_ends(self, last: int) -> None:
+    def _find_first_pieces(self, last: int) -> None:
         """Look for the states of a position and of those before it, of which few have any."""
-        first, width = max(0, last + 1 - FIND_POSITIONS), self.parts.width
-        keys = self.parts.state_ends(self.keys[first * width : (last + 1) * width])
+        first, width = max(0, last + 1 - FIND_STATES), self.parts.width
+        keys = self.parts.first_state_keys(self.keys[first * width : (last + 1) * width])
         answers = self.hierarchy.lookup(keys)
-        each = len(keys) // (last + 1 - first)
-        for index, position in enumerate(range(last, first - 1, -1)):
-            own = answers[index * each : (index + 1) * each]
-            self.state_answers[position] = own.count(Answer.HIT) == each
+        there = [answer is Answer.HIT for answer in answers]
+        self.state_answers.update(zip(range(last, first - 1, -1), there, strict=True))
         self.pending |= Answer.PENDING in answers
-        if not self.state_answers[last]:
-            self.asked |= self.hierarchy.find_prefix(keys[:each]).asked
+        if not there[0]:
+            self.asked |= self.hierarchy.find_prefix(keys[:1]).asked
 
     def _missing(self, num_positions: int) -> int | None:
         """The last position that a hit of so many lacks."""

@@ -344,6 +344,8 @@ class KVCacheManager:
         """The blocks of a request that has ended are `holder`'s until `unpin`, who runs no more."""
         request_id = request.request_id
         self.shared_tails.remove_request(request_id)
+        if self.states is not None:
+            self.states.free(request_id)  # its states are not pinned
         if request_id in self._tables:
             self._tables[holder] = self._tables.pop(request_id)
         if request_id in self._num_cached:

@@ -303,6 +303,19 @@ def test_names_that_are_dropped() -> None:
     assert not any(map(rig.pool.has, rig.states.keys(tail)))
 
 
+def test_pinned_blocks_hold_no_states() -> None:
+    rig = Rig(state_interval=8)
+    request = ask("a", 7)
+    rig.start(request)
+    rig.manager.allocate_slots(request, 1)
+    assert rig.go_on(request, 1) == [8]  # of a token that is not known
+    rig.manager.pin(request, "holder")
+    assert rig.states.held == []
+    assert not rig.states._newest
+    rig.manager.unpin("holder")
+    assert rig.pool.is_idle
+
+
 def test_room_for_drafts_that_is_lacking_costs_no_hit() -> None:
     """Of a request that starts in this step, for which more room is asked in vain."""
     rig = Rig(num_blocks=1 + 2 * 6 + PIECES)
