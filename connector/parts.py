@@ -98,8 +98,8 @@ class Parts:
         return [digest + suffix for suffix in self._state_suffixes]
 
     def first_state_keys(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The key of the first piece of states behind each position whose parts have these keys, the
-        last position first."""
+        """The keys of the first pieces of states behind the positions whose parts have these keys,
+        the last position first."""
         if not self._state_suffixes:
             return []
         suffix = self._state_suffixes[0]
