@@ -42,8 +42,9 @@ from ..models.states.state_spec import StateSpec
 # The kinds have so many layers for each other's one at the most for pages to be as large as the
 # larger kind: that wastes less than a place in five, and one group fewer is one table fewer.
 _NEARLY_EQUAL = 1.25
-# States in the middle of a chunk that a worker keeps for one step, beside those of requests. Of
-# more such checkpoints in a step the chunk ends at the next one.
+# States in the middle of a chunk that a worker keeps for one step, beside those of requests and in
+# the slots of requests that do not run. Of more such checkpoints in a step the chunk ends at the
+# next one.
 NUM_SPARE_STATES = 4
 
 

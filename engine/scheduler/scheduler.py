@@ -32,6 +32,7 @@ from enum import Enum
 from ...connector.base import KVConnectorScheduler, NullConnector
 from ...connector.messages import ConnectorWorkerOutput
 from ...tiers.base import NO_CONTEXT, RequestContext
+from ..cache.group_spec import NUM_SPARE_STATES
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config.engine_config import SchedulerConfig
 from ..observer import GuardedObservers, Observer, StepMade, StepSnapshot
@@ -307,6 +308,9 @@ class Scheduler:
             runs_ahead=self._runs_ahead,
             held=held,
             speculation=self.speculation,
+            # Slots of requests that do not run are the worker's to use.
+            num_spare_states=NUM_SPARE_STATES
+            + max(0, self.config.max_num_seqs - states.num_unfinished),
         )
         if self.speculation is not None:
             self.speculation.begin_step(self.num_running)

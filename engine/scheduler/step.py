@@ -15,7 +15,6 @@ from functools import partial
 from typing import NamedTuple
 
 from ...connector.messages import ConnectorMetadata
-from ..cache.group_spec import NUM_SPARE_STATES
 from ..cache.kv_block import BlockIds, GroupBlocks
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.state_checkpoints import StateSave
@@ -95,7 +94,8 @@ class StepBuilder:
     pressed: bool = False
     entries: list[StepEntry] = field(default_factory=list)  # in batch order
     has_forks: bool = False  # entries that compute nothing
-    num_spare_states: int = NUM_SPARE_STATES  # for checkpoints in the middle of chunks
+    num_spare_states: int = 0  # that the worker has for checkpoints in the middle of chunks
+    num_used_states: int = 0  # of those, by the chunks that have been planned
     state_saves: dict[str, list[StateSave]] = field(default_factory=dict)
     wanted_drafts: dict[str, int] = field(default_factory=dict)
     _to_tell: dict[str, StepEntry] = field(default_factory=dict)  # that the worker does not expect
@@ -157,9 +157,9 @@ class StepBuilder:
         states = self.manager.states
         if states is None or num_tokens == 1:
             return num_tokens
-        spare = self.num_spare_states
+        spare = self.num_spare_states - self.num_used_states
         num_tokens, num_used = states.most_tokens(request, computed, num_tokens, spare)
-        self.num_spare_states -= num_used
+        self.num_used_states += num_used
         return num_tokens
 
     def save_states(self) -> None:
@@ -167,7 +167,7 @@ class StepBuilder:
         states = self.manager.states
         if states is None:
             return
-        spare = NUM_SPARE_STATES
+        spare = self.num_spare_states
         for entry in self.entries:
             if entry.num_tokens > 1 or states.interval:
                 # Behind drafts nothing is sure.

@@ -21,6 +21,7 @@ A page takes as many bytes of a slot as it has; the last one is filled up with z
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -63,8 +64,9 @@ class StateSlots:
     def __init__(
         self, running: RunningStates, pool: Tensor, batch: InputBatch, *, most_drafts: int = 0
     ) -> None:
-        """The last NUM_SPARE_STATES slots are for states in the middle of chunks; all others are
-        for requests, each of which has `states_of_request(most_drafts)`."""
+        """The last NUM_SPARE_STATES slots are for states in the middle of chunks, beside those that
+        are free; all others are for requests, each of which has `states_of_request(most_drafts)`.
+        """
         self._running = running
         self._batch = batch
         self._pages = pool.view(torch.uint8).view(len(pool), -1)
@@ -117,7 +119,7 @@ class StateSlots:
     ) -> StateStep:
         """The states that a step reads and writes, whose `rows` of the batch compute `counts`
         tokens each after `computed` ones, in that order."""
-        spare = iter(self._spare)
+        spare = chain(self._spare, chain.from_iterable(self._free))
         sequences: list[StateSequence] = []
         start = 0
         self._saves.clear()

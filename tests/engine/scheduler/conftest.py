@@ -392,6 +392,7 @@ class Engine:
 
     def _save_states(self, output: SchedulerOutput) -> None:
         busy = self.tiers.busy_blocks if self.tiers else set()
+        num_free = self.scheduler.config.max_num_seqs - len(self.running)
         written = [
             page for saves in output.state_saves.values() for _, pages in saves for page in pages
         ]
@@ -415,7 +416,7 @@ class Engine:
             position < self.states[each].end - len(output.draft_token_ids.get(each, ()))
             for each, saves in output.state_saves.items()
             for position, _ in saves
-        ) <= NUM_SPARE_STATES  # fmt: skip
+        ) <= NUM_SPARE_STATES + num_free  # fmt: skip
 
     def _store(self) -> None:
         """Evicted blocks still hold what their names promise: nothing uncomputed gets here."""
