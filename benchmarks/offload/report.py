@@ -198,7 +198,7 @@ def print_costs(report: Report) -> None:
         if name in report.ratios:
             ratio, each = report.ratios[name], report.figures["costs"]["processes"][name]
             several = " ".join(f"{of_one:.3f}" for of_one in each) if len(each) > 1 else ""
-            label = name.replace("_", " ")
+            label = name.replace("_", " ") + (" (wall)" if name.startswith("ttft") else "")
             rows.append([label, f"{ratio:.3f}", several, gate.wanted, gate.verdict(ratio)])
     columns = ["with tiers, against without", "ratio", "of each process", "gate", ""]
     print_table("Medians over alternating pairs, processor seconds unless named", columns, rows)

@@ -78,7 +78,7 @@ class StateCheckpoints:
         # Of tokens that are not known yet, by request: held, and named when they are.
         self._unnamed: dict[str, tuple[int, list[KVCacheBlock]]] = {}
         self._saved: list[KVCacheBlock] = []  # held while the step is being made
-        self.num_saved = 0
+        self.num_saved = self.num_left_out = 0
 
     @property
     def held(self) -> list[KVCacheBlock]:
@@ -167,7 +167,8 @@ class StateCheckpoints:
             if position < end and len(saves) == num_spare:
                 continue
             if self._pool.free_queue.num_free < self.num_pages:
-                break
+                self.num_left_out += 1
+                continue
             blocks = self._pool.get_new_blocks(self.num_pages)
             saves.append(StateSave(position, [block.block_id for block in blocks]))
             if not self._name(request, position, blocks, computed=False):

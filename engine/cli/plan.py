@@ -39,6 +39,7 @@ DESCRIPTION = "Say what a model and its KV cache take, what fits, and when loadi
 
 TYPICAL_TOKENS = 2048
 MAX_DEVICES = 1024
+MAX_SEQS = 1 << 20
 # More than all computers of the world do in a second, and less than any of them does.
 MAX_PER_SECOND = 1e24
 MIN_PER_SECOND = 1e-3
@@ -84,6 +85,10 @@ _FLAGS: Mapping[str, tuple[Reader, str, str]] = {
     ),
     "request_tokens": (
         readers.integer, "N", f"tokens of a typical request (default: up to {TYPICAL_TOKENS})",
+    ),
+    "max_num_seqs": (
+        readers.integer_within(1, MAX_SEQS), "N",
+        "requests that run at once, whose states are reckoned (default: as serve's)",
     ),
     "reserve": (readers.size, "SIZE", "memory beside weights and KV (default: an estimate)"),
     "tensor_parallel_size": (
@@ -191,11 +196,12 @@ def _subject(path: Path, given: Mapping[str, Any]) -> Subject:
     )
     shapes = expected_tensors(spec)
     states = state_bytes(spec.state, dtype)
+    num_seqs = given.get("max_num_seqs", SchedulerConfig().max_num_seqs)
     memory = plan.Memory(
         total_bytes=_memory_bytes(given),
         weight_bytes=plan.weight_bytes(shapes, dtype, devices),
         reserve_bytes=given.get("reserve", plan.activation_bytes(spec, dtype)),
-        state_bytes=0 if states is None else plan.running_state_bytes(states, devices),
+        state_bytes=0 if states is None else plan.running_state_bytes(states, num_seqs, devices),
     )
     plan.check_memory(memory, layout)
     typical = _typical_tokens(given, max_model_len)
@@ -334,10 +340,12 @@ def _notes(
             "length; tiers keep every block, and loads are reckoned with all of them"
         )
     if subject.groups.state is not None:
+        num_seqs = given.get("max_num_seqs", SchedulerConfig().max_num_seqs)
         notes.append(
             f"layers carry states: {rough_size(subject.groups.state.states.num_bytes)} of each "
-            f"running request, reckoned for {SchedulerConfig().max_num_seqs} of them, and as much "
-            "of the pool and of a tier for each checkpoint, one of which a prompt leaves"
+            f"running request, reckoned for {num_seqs} of them (on a CPU those that "
+            "have run take it), and as much of the pool and of a tier for each checkpoint, one of "
+            "which a prompt leaves"
         )
     if pool.requests_of_max_model_len == 0:
         notes.append(

@@ -29,6 +29,7 @@ _LOGS = "see --log-level, --log-json and --log-stats"
 _HTTP = "the server has the options that `stratakv serve --help` lists"
 _MEMORY = "see --kv-cache-memory-bytes and --kv-offload"
 _OBSERVED = "figures are at /metrics"
+_STATES = "states are kept where prompts end and part; see --state-checkpoint-interval"
 
 _BY_REASON: Mapping[str, str] = {
     _ONE_DEVICE: """
@@ -81,8 +82,9 @@ _BY_REASON: Mapping[str, str] = {
     """,
     _MEMORY: """
         cpu_offload_gb cpu_offload_params enable_sleep_mode kv_events_config
-        kv_sharing_fast_prefill mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size
+        kv_sharing_fast_prefill
     """,
+    _STATES: "mamba_cache_mode mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size",
     _LOGS: """
         enable_log_requests enable_log_outputs enable_log_deltas max_log_len log_config_file
         disable_uvicorn_access_log disable_access_log_for_endpoints log_error_stack

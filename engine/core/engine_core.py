@@ -19,6 +19,7 @@ from ...connector.base import KVConnectorScheduler, NullConnector
 from ...connector.costs.rates import PrefillRate
 from ...connector.messages import NOTHING_FINISHED
 from ...tiers.block import Identity
+from ...tiers.settings.sizes import show_size
 from ..cache.block_hash import make_block_hasher
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config.engine_config import EngineConfig
@@ -421,6 +422,7 @@ class EngineCore:
     def _load_model(self, num_blocks: int | None) -> Executor:
         config = self.config
         self._progress(f"loading {config.model.path}")
+        self._tell_states()
         if config.executor == "mp":
             return ProcessExecutor(config, num_blocks, self.max_model_len, self._tiers)
         runner = load_runner(
@@ -451,6 +453,27 @@ class EngineCore:
         savings = self._stats.savings
         told = calibrate(self.executor, budget, self._connector, estimates, savings)
         self._progress(told)
+
+    def _tell_states(self) -> None:
+        """Say what states take, or that settings about them mean nothing."""
+        state, interval = self._groups.state, self.config.cache.state_checkpoint_interval
+        if state is not None:
+            size = show_size(self._groups.checkpoint_bytes)
+            self._progress(
+                f"layers carry states: {size} of each running request, and for a checkpoint "
+                f"{state.num_pages} blocks of the pool"
+            )
+        elif interval:
+            logger.warning(
+                "--state-checkpoint-interval %d means nothing here: no layer of this model carries "
+                "a state",
+                interval,
+            )
+        if self.config.model.enable_return_routed_experts and self.config.offload.enabled:
+            logger.warning(
+                "requests that are told their experts compute their prompts, and ask no tier; see "
+                "routed_experts_prompt_start"
+            )
 
     def _make_speculation(self) -> Speculation | None:
         config = self.config.speculative

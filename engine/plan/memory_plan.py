@@ -124,9 +124,9 @@ def activation_bytes(spec: ModelSpec, dtype: str) -> int:
     return step.max_num_batched_tokens * row * DTYPE_BYTES[dtype] + logits
 
 
-def running_state_bytes(states: StateBytes, num_devices: int = 1) -> int:
-    """Bytes of the states of as many requests as run by default, on each device."""
-    return num_state_slots(SchedulerConfig().max_num_seqs) * -(-states.num_bytes // num_devices)
+def running_state_bytes(states: StateBytes, num_requests: int, num_devices: int = 1) -> int:
+    """Bytes of the states of so many requests that run at once, on each device."""
+    return num_state_slots(num_requests) * -(-states.num_bytes // num_devices)
 
 
 def device_layout(
@@ -149,7 +149,10 @@ def check_memory(memory: Memory, layout: BlockLayout) -> None:
     if memory.total_bytes < needed:
         states = ""
         if memory.state_bytes:
-            states = f", the states of requests ({rough_size(memory.state_bytes)})"
+            states = (
+                f", the states of running requests ({rough_size(memory.state_bytes)}; lower "
+                "--max-num-seqs)"
+            )
         raise ConfigError(
             f"{rough_size(memory.total_bytes)} of memory cannot hold the weights "
             f"({rough_size(memory.weight_bytes)}), the reserve "

@@ -522,6 +522,10 @@ class Scheduler:
     def stats(self) -> dict[str, float]:
         """Gauges of now and counters since start: requests, tokens and blocks."""
         pool, pins = self.manager.pool, self._states.pins
+        checkpoints: dict[str, float] = {}
+        if (states := self.manager.states) is not None:
+            checkpoints["state_checkpoints"] = states.num_saved
+            checkpoints["state_checkpoints_left_out"] = states.num_left_out
         return {
             "num_running": self.num_running,
             "num_waiting": self.num_waiting + len(self._states.awaiting_grammar),
@@ -533,6 +537,7 @@ class Scheduler:
             "evicted_blocks": pool.num_evicted,
             "num_pinned": 0 if pins is None else len(pins),
             "pinned_blocks": 0 if pins is None else pins.num_blocks,
+            **checkpoints,
             **self._context.counts,
         }
 

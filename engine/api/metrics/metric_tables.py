@@ -78,6 +78,14 @@ SCHEDULER: Table = (
     ("scheduled_tokens", _counter("stratakv:scheduled_tokens", "Tokens computed.")),
     ("forks", _counter("stratakv:forks", "Answers whose prompt another answer computed.")),
     ("copied_blocks", _counter("stratakv:copied_blocks", "Shared blocks copied for a writer.")),
+    (
+        "state_checkpoints",
+        _counter("stratakv:state_checkpoints", "Checkpoints of states that were made."),
+    ),
+    (
+        "state_checkpoints_left_out",
+        _counter("stratakv:state_checkpoints_left_out", "Those that the pool had no room for."),
+    ),
     ("loads", _counter("stratakv:loads", "Loads from the tiers that were begun.")),
     ("loads_failed", _counter("stratakv:loads_failed", "Loads that brought nothing.")),
     ("loads_given_up", _counter("stratakv:loads_given_up", "Loads given back to make room.")),

@@ -180,7 +180,7 @@ def test_states_take_memory_and_a_part_of_every_load() -> None:
     assert [(row.attention, row.layers, row.pages) for row in table] == [
         ("full attention", (0, 2), 4), ("states", (1,), 3)
     ]  # fmt: skip
-    assert plan.running_state_bytes(states) == (256 + 4) * 5000
+    assert plan.running_state_bytes(states, 256) == (256 + 4) * 5000
     prefill = plan.Prefill(1.0)
     [load] = plan.loads([40], layout, {"cpu": 4.0}, prefill, num_state_blocks=3)
     assert (load.tokens, load.blocks, load.load_seconds["cpu"]) == (32, 5, 20.0)
@@ -190,5 +190,8 @@ def test_states_take_memory_and_a_part_of_every_load() -> None:
     assert plan.break_even_tokens(16.0, 16, plan.Prefill(1.0, 0.5), 3) == 16
     memory = plan.Memory(10_000, 3_000, 2_000, 1_500)
     assert memory.kv_bytes == 3_500
-    with pytest.raises(ConfigError, match=r"the states of requests \(1.46 KiB\) and 2 blocks"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the states of running requests \(1.46 KiB; lower --max-num-seqs\) and 2 blocks",
+    ):
         plan.check_memory(memory, layout)
