@@ -302,7 +302,8 @@ class KVCacheManager:
         digests = self.prompt_digests(request, with_tail=with_tail)
         keys = self._keys(digests, request.num_prompt_tokens)
         if self.states is not None and digests:
-            keys += self.states.keys(digests[-1])
+            # Without its states the other engine computes what is behind an earlier checkpoint.
+            keys += [key for key in self.states.keys(digests[-1]) if self.pool.has(key)]
         return keys
 
     def digests(self, request: Request) -> list[bytes]:
@@ -345,7 +346,7 @@ class KVCacheManager:
         request_id = request.request_id
         self.shared_tails.remove_request(request_id)
         if self.states is not None:
-            self.states.free(request_id)  # its states are not pinned
+            self.states.pin(request_id, holder)
         if request_id in self._tables:
             self._tables[holder] = self._tables.pop(request_id)
         if request_id in self._num_cached:
@@ -357,6 +358,8 @@ class KVCacheManager:
         """Give blocks back that were pinned, tail first."""
         for table in self.tables(holder):
             self.pool.unpin(table)
+        if self.states is not None:
+            self.states.unpin(holder)
         self._free(holder)
 
     def offer(self, request: Request) -> None:

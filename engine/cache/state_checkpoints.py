@@ -12,7 +12,7 @@ copies it at some positions into pages, a piece each:
 A hit of a request needs the blocks of K and V up to its end and the states there, so it ends at a
 checkpoint. These are made, where the pool has room, at
 
-- the end of a prompt, at the last full block before its last token;
+- the end of a prompt, at the last full block before its last token, if it is not too short;
 - a junction: a position up to which K and V were found, and no states;
 - each multiple of the interval, if there is one, in answers too;
 - the very end of a prompt that another engine goes on with.
@@ -20,7 +20,7 @@ checkpoint. These are made, where the pool has room, at
 Pages of a checkpoint are named when their step is made, and free once it has been made: the worker
 writes them behind the step's forward pass, and reads those of a hit before everything else that a
 step does, so whichever step takes them comes after that. Only a load holds pages, until its request
-runs.
+runs, and a pinned turn.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ from ...tiers.block import DIGEST_BYTES
 from ..request.request import Request
 from .block_pool import BlockPool
 from .kv_block import KVCacheBlock
+
+# A checkpoint at the end of a prompt or at a junction takes at most so many times what K and V of
+# the tokens before it take: for a few words it would drive documents out.
+LEAST_SHARE = 16
 
 
 class StateSave(NamedTuple):
@@ -77,14 +81,16 @@ class StateCheckpoints:
         self._newest: dict[str, bytes] = {}
         # Of tokens that are not known yet, by request: held, and named when they are.
         self._unnamed: dict[str, tuple[int, list[KVCacheBlock]]] = {}
+        self._pinned: dict[str, list[KVCacheBlock]] = {}  # by holder
         self._saved: list[KVCacheBlock] = []  # held while the step is being made
         self.num_saved = self.num_left_out = 0
 
     @property
     def held(self) -> list[KVCacheBlock]:
-        """The pages that are held for a load, or until tokens are known."""
+        """The pages that are held: for a load, until tokens are known, or for a pinned turn."""
         unnamed = [blocks for _, blocks in self._unnamed.values()]
-        return list(chain.from_iterable([*self._loads.values(), *unnamed]))
+        held = (*self._loads.values(), *unnamed, *self._pinned.values())
+        return list(chain.from_iterable(held))
 
     def is_readable(self, digest: bytes) -> bool:
         """Whether a checkpoint of this name can be read by the step being scheduled."""
@@ -140,13 +146,18 @@ class StateCheckpoints:
         if not self._pool.enable_caching:
             return []
         size, num_prompt = self._block_size, request.num_prompt_tokens
-        found = {(num_prompt - 1) // size * size, request.progress.junction}
+        ends = ((num_prompt - 1) // size * size, request.progress.junction)
+        found = {position for position in ends if self._is_worth_it(position)}
         if request.hands_over:
             found.add(num_prompt)
         if (interval := self.interval) and end - end % interval > computed:
             found.update(range(computed - computed % interval + interval, end + 1, interval))
         due = sorted(position for position in found if computed < position <= end)
         return [position for position in due if not self._is_made(request, position)]
+
+    def _is_worth_it(self, position: int) -> bool:
+        """Whether a checkpoint saves enough tokens, for what it takes."""
+        return position * LEAST_SHARE >= self.num_pages * self._block_size
 
     def most_tokens(
         self, request: Request, computed: int, num_tokens: int, num_spare: int
@@ -162,22 +173,29 @@ class StateCheckpoints:
     def save(self, request: Request, computed: int, end: int, num_spare: int) -> list[StateSave]:
         """The checkpoints that the step being made, which has all its blocks, makes of a request;
         fewer where the pool has no room for them, and at most `num_spare` in front of the end."""
-        saves: list[StateSave] = []
-        for position in self.positions(request, computed, end):
-            if position < end and len(saves) == num_spare:
-                continue
+        found: list[tuple[int, list[KVCacheBlock]]] = []
+        num_within = 0
+        positions = self.positions(request, computed, end)
+        # Another engine waits for the very end; of others the last one saves most.
+        for position in reversed(positions):
+            if position < end and num_within == num_spare:
+                break
             if self._pool.free_queue.num_free < self.num_pages:
                 self.num_left_out += 1
                 continue
-            blocks = self._pool.get_new_blocks(self.num_pages)
-            saves.append(StateSave(position, [block.block_id for block in blocks]))
-            if not self._name(request, position, blocks, computed=False):
+            num_within += position < end
+            found.append((position, self._pool.get_new_blocks(self.num_pages)))
+        found.reverse()
+        for position, blocks in found:
+            if self._name(request, position, blocks, computed=False):
+                self._saved += blocks
+            else:
                 self._drop_unnamed(request.request_id)
                 self._unnamed[request.request_id] = (position, blocks)
-                continue
-            self._saved += blocks
-        self.num_saved += len(saves)
-        return saves
+        self.num_saved += len(found)
+        return [
+            StateSave(position, [block.block_id for block in blocks]) for position, blocks in found
+        ]
 
     def free_saved(self) -> None:
         """The step being made takes no more blocks: the pages of its checkpoints are free."""
@@ -201,6 +219,21 @@ class StateCheckpoints:
         for request_id in given_up:
             self._drop_unnamed(request_id)
         return bool(given_up)
+
+    def pin(self, request_id: str, holder: str) -> None:
+        """The newest checkpoint of a request that has ended is `holder`'s until `unpin`."""
+        digest = self._newest.get(request_id)
+        self.free(request_id)
+        if digest is not None and self.is_readable(digest):
+            blocks = self._pinned[holder] = [self._pool.named(key) for key in self.keys(digest)]
+            self._pool.touch(blocks)
+            self._pool.pin(blocks)
+
+    def unpin(self, holder: str) -> None:
+        """Give the pages of a checkpoint back that was pinned, if one was."""
+        blocks = self._pinned.pop(holder, [])
+        self._pool.unpin(blocks)
+        self._pool.free_blocks(blocks)
 
     def drop_names(self, digests: Iterable[bytes]) -> None:
         """Make checkpoints of these names impossible to find."""

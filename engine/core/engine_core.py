@@ -463,6 +463,10 @@ class EngineCore:
                 f"layers carry states: {size} of each running request, and for a checkpoint "
                 f"{state.num_pages} blocks of the pool"
             )
+            asked = self.config.speculative.num_tokens
+            most = self.config.speculative.most_drafts(has_states=True)
+            if 0 < most < asked:
+                self._progress(f"a step checks {most} drafts at most, since each has states")
         elif interval:
             logger.warning(
                 "--state-checkpoint-interval %d means nothing here: no layer of this model carries "

@@ -20,7 +20,7 @@ from ...tiers.block import LAYOUT_VERSION, ROOT_VERSION, BlockLayout, Identity, 
 from ...tiers.errors import TierConfigError, TierDown
 from ...tiers.mac_key import MacKey
 from ...tiers.settings.sizes import show_size
-from ...tiers.settings.values import ConfigError
+from ...tiers.settings.values import MIB, ConfigError
 from ..cache.group_spec import CacheGroups
 from ..config.engine_config import EngineConfig
 from ..config.offload_config import OffloadConfig
@@ -66,6 +66,14 @@ def open_tiers(
             f"--kv-offload-ssd-codec {FP8} rounds K and V, and would spoil the states that layers "
             "of this model carry, whose bytes are no such numbers; take lossless, or none"
         )
+    if parts is not None and parts.num_state_keys:
+        num_slots, least = offload.cpu.capacity_bytes // layout.slot_bytes, parts.num_state_keys + 1
+        if num_slots < least:
+            raise ConfigError(
+                f"--kv-offload-cpu-bytes {show_size(offload.cpu.capacity_bytes)} holds {num_slots} "
+                f"blocks, and a checkpoint of this model's states takes {parts.num_state_keys} "
+                f"beside one of K and V; give at least {-(-least * layout.slot_bytes // MIB)}MiB"
+            )
     progress(f"preparing the tiers: {describe_tiers(offload)}")
     if (drill := offload.drill) is not None:
         logger.warning(

@@ -303,17 +303,50 @@ def test_names_that_are_dropped() -> None:
     assert not any(map(rig.pool.has, rig.states.keys(tail)))
 
 
-def test_pinned_blocks_hold_no_states() -> None:
+def test_a_pinned_turn_keeps_its_newest_checkpoint() -> None:
     rig = Rig(state_interval=8)
-    request = ask("a", 7)
+    request = ask("a", 15)
     rig.start(request)
+    rig.end_step()
     rig.manager.allocate_slots(request, 1)
-    assert rig.go_on(request, 1) == [8]  # of a token that is not known
+    assert rig.go_on(request, 1) == [16]  # of a token that is not known
     rig.manager.pin(request, "holder")
-    assert rig.states.held == []
+    assert [block.block_hash for block in rig.states.held] == rig.states.keys(
+        request.block_hashes[2]
+    )
     assert not rig.states._newest
+    # What others take is not that: the next turn goes on there.
+    assert rig.pool.num_reclaimable == 4 + PIECES
+    rig.pool.free_blocks(rig.pool.get_new_blocks(rig.pool.num_free))
+    assert rig.manager.get_computed_blocks(ask("b", 20))[1] == 12
     rig.manager.unpin("holder")
     assert rig.pool.is_idle
+    assert rig.pool.num_reclaimable == 0
+
+
+def test_a_few_words_leave_no_checkpoint() -> None:
+    """A page is as K and V of 4 tokens: 65 pages are more than sixteen times what 4 tokens take."""
+    rig = Rig()
+    rig.start(ask("a", 5))
+    assert rig.saves == [4]
+    dear = KVCacheManager(200, SIZE, 1000, num_state_pages=65)
+    assert dear.states is not None
+    assert dear.states.positions(ask("a", 5), 0, 5) == []
+    assert dear.states.positions(ask("b", 22), 0, 22) == [20]
+    assert dear.states.positions(ask("c", 5, hands_over=True), 0, 5) == [5]
+
+
+def test_another_engine_is_told_of_no_states_that_were_not_made() -> None:
+    rig = Rig(num_blocks=1 + 6 + 2)
+    request = ask("a", 22, hands_over=True)
+    rig.start(request)
+    assert rig.saves == []
+    keys = rig.manager.prompt_keys(request, with_tail=True)
+    assert [group_of(key) for key in keys] == [0] * 6
+    tight = Rig(num_blocks=1 + 6 + PIECES)
+    request = ask("a", 22, hands_over=True)
+    tight.start(request)
+    assert tight.saves == [22], "the one that the other engine reads"
 
 
 def test_room_for_drafts_that_is_lacking_costs_no_hit() -> None:
