@@ -467,6 +467,12 @@ class EngineCore:
             most = self.config.speculative.most_drafts(has_states=True)
             if 0 < most < asked:
                 self._progress(f"a step checks {most} drafts at most, since each has states")
+            if interval and not self.config.cache.enable_prefix_caching:
+                logger.warning(
+                    "--state-checkpoint-interval %d means nothing here: without prefix caching no "
+                    "checkpoints are made",
+                    interval,
+                )
         elif interval:
             logger.warning(
                 "--state-checkpoint-interval %d means nothing here: no layer of this model carries "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ....tiers.settings.format import format_value
@@ -120,6 +120,22 @@ class JsonFields:
         if not isinstance(value, dict):
             raise self.fault(name, "an object", value)
         return JsonFields(value, f"{self.where}: {name}")
+
+    def layer_kinds(self, name: str, known: Sequence[str], num_layers: int) -> list[str]:
+        """The kind under `name` for each layer, one of `known`; empty where the key is absent."""
+        kinds = self.values.get(name)
+        if kinds is None:
+            return []
+        expected = f"a list of {' or '.join(known)} for each of the {num_layers} layers"
+        if not isinstance(kinds, list):
+            raise self.fault(name, expected, kinds)
+        if len(kinds) != num_layers:
+            raise ConfigError(f"{self.where}: {name} must be {expected}, not of {len(kinds)}")
+        for layer, kind in enumerate(kinds):
+            if kind not in known:
+                found = f"not {format_value(kind)} for layer {layer}"
+                raise ConfigError(f"{self.where}: {name} must be {expected}, {found}")
+        return kinds
 
     def fault(self, name: str, expected: str, got: object) -> ConfigError:
         """The sentence for a key with an unusable value."""

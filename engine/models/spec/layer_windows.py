@@ -27,9 +27,11 @@ def parse_windows(config: JsonFields, family: Family, num_layers: int) -> LayerW
     key."""
     size = _window(config, family)
     # Where layers carry states, what says which they are says nothing of windows.
-    kinds = [] if family.states is not None else _layer_types(config, num_layers)
+    kinds: list[str] = []
+    if family.states is None:
+        kinds = config.layer_kinds("layer_types", LAYER_KINDS, num_layers)
     if SLIDING in kinds and size is None:
-        raise config.fault("layer_types", f"{FULL} for every layer, as it has no window", kinds)
+        raise config.fault("layer_types", f"{FULL} for every layer, as it has no window", SLIDING)
     if size is None:
         if family.windows in (Windows.MOST_LAYERS, Windows.OTHER_LAYERS) and not kinds:
             raise config.fault("sliding_window", "a whole number, or layer_types be given", None)
@@ -41,7 +43,7 @@ def parse_windows(config: JsonFields, family: Family, num_layers: int) -> LayerW
     return LayerWindows(size, layers) if layers else None
 
 
-def _slides_by_type(kinds: list[object]) -> Callable[[int], bool]:
+def _slides_by_type(kinds: list[str]) -> Callable[[int], bool]:
     return lambda layer: kinds[layer] == SLIDING
 
 
@@ -72,15 +74,3 @@ def _window(config: JsonFields, family: Family) -> int | None:
     if family.default_window is None and not config.has("sliding_window"):
         return None
     return config.integer("sliding_window", family.default_window, minimum=2)
-
-
-def _layer_types(config: JsonFields, num_layers: int) -> list[object]:
-    """One kind for each layer, or nothing where config.json does not say."""
-    kinds = config.values.get("layer_types")
-    if kinds is None:
-        return []
-    listed = kinds if isinstance(kinds, list) else []
-    if len(listed) != num_layers or any(kind not in LAYER_KINDS for kind in listed):
-        expected = f"a list of {' or '.join(LAYER_KINDS)} for each of the {num_layers} layers"
-        raise config.fault("layer_types", expected, kinds)
-    return listed

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from math import inf
 
+from ....tiers.settings.values import ConfigError
 from ..checkpoint.json_fields import JsonFields
 from ..states.state_spec import OutputNorm, StateKind, StateSpec
 from .rope_spec import FULL
@@ -67,8 +68,8 @@ def parse_states(
     where they are known. Raises ConfigError naming the key."""
     layers = _state_layers(config, family, num_layers) if listed is None else listed
     if len(layers) == num_layers and not family.is_beside_attention:
-        expected = f"{' or '.join(family.attention_names)} for at least one of the layers"
-        raise config.fault("layer_types", expected, config.values.get("layer_types"))
+        names = " or ".join(family.attention_names)
+        raise ConfigError(f"{config.where}: layer_types must be {names} for at least one layer")
     if not layers:
         return None
     if family.kind is StateKind.GATED_DELTA:
@@ -84,15 +85,10 @@ def _state_layers(config: JsonFields, family: StateFamily, num_layers: int) -> t
     if family.is_beside_attention:
         return tuple(range(num_layers))
     key = next((key for key in TYPE_KEYS if config.has(key)), TYPE_KEYS[0])
-    kinds = config.values.get(key)
-    if kinds is None:
+    kinds = config.layer_kinds(key, (*family.state_names, *family.attention_names), num_layers)
+    if not kinds:
         return _layers_by_number(config, family, num_layers)
-    names = (*family.state_names, *family.attention_names)
-    listed = kinds if isinstance(kinds, list) else []
-    if len(listed) != num_layers or any(kind not in names for kind in listed):
-        expected = f"a list of {' or '.join(names)} for each of the {num_layers} layers"
-        raise config.fault(key, expected, kinds)
-    return tuple(layer for layer in range(num_layers) if listed[layer] in family.state_names)
+    return tuple(layer for layer in range(num_layers) if kinds[layer] in family.state_names)
 
 
 def _layers_by_number(config: JsonFields, family: StateFamily, num_layers: int) -> tuple[int, ...]:

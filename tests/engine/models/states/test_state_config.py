@@ -206,11 +206,11 @@ BAMBA = {"attn_layer_indices": [1]}
     [
         # Layers.
         ("lfm2", {"layer_types": ["conv", "conv"]}, "layer_types must be full_attention for at l"),
-        ("lfm2", {"layer_types": ["conv", "mamba"]}, "layer_types must be a list of conv or full"),
-        ("lfm2", {"layer_types": ["conv"]}, "for each of the 2 layers"),
+        ("lfm2", {"layer_types": ["conv", "mamba"]}, "2 layers, not 'mamba' for layer 1"),
+        ("lfm2", {"layer_types": ["conv"]}, "for each of the 2 layers, not of 1"),
         ("lfm2", {"full_attn_idxs": [2]}, "full_attn_idxs must be a list of layers below 2"),
         ("lfm2", {"full_attn_idxs": []}, "layer_types must be full_attention for at least one"),
-        ("qwen3_next", {}, "layer_types must be full_attention for at least one of the layers"),
+        ("qwen3_next", {}, "layer_types must be full_attention for at least one layer"),
         ("qwen3_next", {"layer_types": [FULL, "sliding_attention"]}, "layer_types must be a list"),
         ("qwen3_next", {"full_attention_interval": 0}, "full_attention_interval must be a whole"),
         ("granitemoehybrid", {}, "layer_types must be attention or full_attention for at least"),
