@@ -145,12 +145,19 @@ class StateCheckpoints:
         step computes; ascending."""
         if not self._pool.enable_caching:
             return []
-        size, num_prompt = self._block_size, request.num_prompt_tokens
-        ends = ((num_prompt - 1) // size * size, request.progress.junction)
-        found = {position for position in ends if self._is_worth_it(position)}
+        size, interval, junction = self._block_size, self.interval, request.progress.junction
+        num_prompt = request.num_prompt_tokens
+        has_multiple = interval > 0 and end // interval > computed // interval
+        if computed >= num_prompt and computed >= junction and not has_multiple:
+            return []  # nearly each token of an answer
+        found = {
+            position
+            for position in ((num_prompt - 1) // size * size, junction)
+            if self._is_worth_it(position)
+        }
         if request.hands_over:
             found.add(num_prompt)
-        if (interval := self.interval) and end - end % interval > computed:
+        if has_multiple:
             found.update(range(computed - computed % interval + interval, end + 1, interval))
         due = sorted(position for position in found if computed < position <= end)
         return [position for position in due if not self._is_made(request, position)]
