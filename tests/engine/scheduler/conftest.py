@@ -273,9 +273,10 @@ class Engine:
 
     def _check_room(self, request_id: str, most: int) -> None:
         """A draft model writes where the newest token and all drafts but the last will lie, which
-        is in blocks that no other request reads."""
+        is in blocks that no other request reads. At the longest length it proposes fewer."""
         state = self.states[request_id]
-        first, end = len(state.tokens) - 1, len(state.tokens) - 1 + most
+        first = len(state.tokens) - 1
+        end = min(first + most, self.manager.max_model_len)
         for group, table in enumerate(state.tables):
             assert len(table) * SIZE >= end
             written = set(table[first // SIZE : (end - 1) // SIZE + 1])

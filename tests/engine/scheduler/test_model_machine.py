@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A state machine: users of a scheduler with several cache groups, tiers, faults and pauses, with
-priorities, jobs whose turns are kept, reservations, forks, draft tokens and prompts that come in
-parts, against a slow model of what each request says, what it holds and what it finds.
+priorities, jobs whose turns are kept, reservations, forks, draft tokens, states that layers carry
+and prompts that come in parts, against a slow model of what each request says, what it holds and
+what it finds.
 
 The worker (`conftest.py`) checks every slot that a group's layers see. The model beside it computes
 each answer alone, searches all lengths for a hit, and counts.
@@ -48,6 +49,7 @@ from .session_users import SessionUsers, owner_of
 STEPS = 60
 # Lives of each seed, and seeds: Hypothesis remembers all lives of one.
 RUNS = {"ci": (400, 1), "long": (1_000, 100)}
+WAYS = 3 * 3 * 3 * 4 * 3
 # Up to here Hypothesis draws evenly.
 LAST = 2**24 - 1
 MAX_MODEL_LEN = 40
@@ -88,11 +90,13 @@ class Life:
         policy = ways.of(["fcfs", "priority", "continuum"])
         reserve = ways.of(["none", "prompt", "full"])
         most_drafts, looks_ahead = ways.of([(0, False), (4, False), (4, True)])
+        num_state_pages, interval = ways.of([0, 0, 1, 3]), ways.of([0, 4, 12])
         attention, spare = number.of(PLANS), number.of([0, 1, 3, 12])
         budget = 3 + number.below(28)
         pressure = number.of([(1.0, 1.0), (0.8, 0.95), (0.3, 0.3)])
         known, luck = 0.3 + 0.1 * number.below(8), number.below(2**10)
         note(f"{[*map(str, attention)]}, {spare=}, {budget=}, {pressure=}, {known=}, {luck=}")
+        note(f"{num_state_pages=}, {interval=}")
         note(f"{policy=}, {reserve=}, {most_drafts=}, {looks_ahead=}")
         most = sum(kind.most_blocks(MAX_MODEL_LEN, SIZE, budget) for kind in attention)
         self.attention = attention
@@ -103,7 +107,7 @@ class Life:
         self.dropped: list[EvictedBlock] = []
         self.tiers.names_dropped = self.dropped.extend  # type: ignore[method-assign]
         self.engine = build_engine(
-            1 + most + spare,
+            1 + most + num_state_pages + spare,
             tiers=self.tiers,
             attention=attention,
             max_model_len=MAX_MODEL_LEN,
@@ -115,6 +119,8 @@ class Life:
             reserve=reserve,
             most_drafts=most_drafts,
             looks_ahead=looks_ahead,
+            num_state_pages=num_state_pages,
+            state_interval=interval,
         )
         self.scheduler = self.engine.scheduler
         self.num_wishes = 0
@@ -139,6 +145,8 @@ class Life:
                 for group in range(len(attention)):
                     if rng.random() < known:
                         self.keep(name, group)
+                if num_state_pages and rng.random() < known:
+                    self.keep_states(name)
         self.find = self.engine.manager.get_computed_blocks
         self.engine.manager.get_computed_blocks = self.checked_hit  # type: ignore[method-assign]
         self.computed = self.computed_names()
@@ -148,6 +156,17 @@ class Life:
     def keep(self, name: bytes, group: int) -> None:
         held = self.engine.names[name]
         self.tiers.kept[name + group_suffix(group)] = [salted(state, group) for state in held]
+
+    def keep_states(self, name: bytes) -> None:
+        """Those behind a block, of which each piece tells the last token."""
+        last = self.engine.names[name][-1]
+        for group in self.state_groups:
+            self.tiers.kept[name + group_suffix(group)] = [salted(last, group)] * SIZE
+
+    @property
+    def state_groups(self) -> range:
+        """A group for each piece of a checkpoint."""
+        return range(len(self.attention), len(self.attention) + self.engine.num_state_pages)
 
     # What users do.
 
@@ -275,6 +294,8 @@ class Life:
         note(f"fail a step of {sorted(output.num_scheduled_tokens)}")
         self.num_steps += 1
         self.engine.has_failed = True
+        if self.engine.num_state_pages:
+            self.engine._restore_states(output)
         self.engine.follow(output)
         self.engine._store()
         self.note_copies(output)
@@ -304,6 +325,9 @@ class Life:
         kept = {*self.holders()}
         tables = [table for name, each in self.now().items() if name not in kept for table in each]
         holds = any(block for table in tables for block in table)
+        states = self.engine.manager.states
+        if states is not None:  # of loads, and of tokens that are not known
+            holds = holds or len(states.held) > sum(map(len, states._pinned.values()))
         assert self.scheduler.reset_prefix_cache(tiers_too) is not holds
 
     def lose(self, number: Number) -> None:
@@ -336,11 +360,17 @@ class Life:
                 request.block_hashes[position // SIZE] + group_suffix(group) in names
                 for group, kind in enumerate(self.attention)
                 for position in range(kind.first_seen(num_blocks * SIZE), num_blocks * SIZE)
-            ):
+            ) and self.has_states(request.block_hashes[num_blocks - 1]):
                 expected = num_blocks * SIZE
                 break
         assert num_tokens == expected
         return hits, num_tokens
+
+    def has_states(self, digest: bytes) -> bool:
+        """Whether the pool has a whole checkpoint behind a block, which no step has yet to write."""
+        pool = self.engine.manager.pool
+        keys = [digest + group_suffix(group) for group in self.state_groups]
+        return all(pool.has(key) and not pool.is_due(pool.named(key)) for key in keys)
 
     def checked_order(self) -> SchedulerOutput:
         """No request runs before its grammar is there. Who begins overtakes no equal, unless that
@@ -416,6 +446,10 @@ class Life:
         for table in (table for each in tables.values() for table in each):
             for block in table:
                 references[block] += block > 0
+        states = self.engine.manager.states
+        held = [] if states is None else [block.block_id for block in states.held]
+        for page in held:
+            references[page] += 1
         # All pages of a block are held by the same requests.
         counts = [block.ref_cnt for block in pool.blocks[1:] for _ in range(pool.width)]
         assert counts == references[1 : pool.num_usable + 1]
@@ -426,6 +460,8 @@ class Life:
         kept = Counter(
             block for name in self.holders() for table in tables[name] for block in table if block
         )
+        if states is not None:
+            kept.update(block.block_id for each in states._pinned.values() for block in each)
         alone = [block for block, count in kept.items() if references[block] == count]
         assert pool.num_reclaimable == len(alone)
         for key, found in pool._named.items():
@@ -494,7 +530,7 @@ def test_a_scheduler_is_what_its_model_says(seed: int, scale: str) -> None:
     )
     @given(
         start=st.integers(0, LAST),
-        ways=st.integers(0, 17),
+        ways=st.integers(0, WAYS - 1),
         acts=st.lists(st.integers(0, LAST), min_size=STEPS, max_size=STEPS),
     )
     def live(start: int, ways: int, acts: list[int]) -> None:
