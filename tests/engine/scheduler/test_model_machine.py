@@ -367,7 +367,7 @@ class Life:
         return hits, num_tokens
 
     def has_states(self, digest: bytes) -> bool:
-        """Whether the pool has a whole checkpoint behind a block, which no step has yet to write."""
+        """Whether the pool has a whole checkpoint behind a block, written by a step before."""
         pool = self.engine.manager.pool
         keys = [digest + group_suffix(group) for group in self.state_groups]
         return all(pool.has(key) and not pool.is_due(pool.named(key)) for key in keys)
