@@ -109,13 +109,10 @@ class StateSlots:
         for request_id in (*output.finished_request_ids, *output.preempted_request_ids):
             self._release(request_id)
         for new in output.new_requests:
-            computed = 0 if new.fork_of else new.num_computed_tokens
-            self._enter(new.request_id, new.state_page_ids, computed)
+            self._enter(new.request_id, new.state_page_ids)
         cached = output.cached_requests
-        both = zip(cached.request_ids, cached.num_computed_tokens, strict=True)
-        for request_id, computed in both:
-            if request_id in cached.resumed_request_ids:
-                self._enter(request_id, cached.state_page_ids.get(request_id, []), computed)
+        for request_id in cached.resumed_request_ids:
+            self._enter(request_id, cached.state_page_ids.get(request_id, []))
 
     def plan_step(
         self, output: SchedulerOutput, rows: IntArray, computed: IntArray, counts: IntArray
@@ -162,12 +159,7 @@ class StateSlots:
             if new.fork_of:
                 raw[requests[new.request_id].current] = raw[requests[new.fork_of].current]
 
-    def _enter(self, request_id: str, page_ids: list[int], num_computed: int) -> None:
-        if num_computed and not page_ids:
-            raise ValueError(
-                f"request {request_id} starts behind {num_computed} tokens, and without the states "
-                "behind them"
-            )
+    def _enter(self, request_id: str, page_ids: list[int]) -> None:
         self._release(request_id)  # of an earlier life, in a step that failed
         slots = self._free.pop()
         self._requests[request_id] = _RequestSlots(slots, slots[0])
