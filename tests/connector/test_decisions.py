@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 
 from stratakv.connector.costs.economics import PROBE_EVERY
-from stratakv.connector.messages import ConnectorWorkerOutput, MatchKind
+from stratakv.connector.messages import ConnectorWorkerOutput, Match, MatchKind
 from stratakv.connector.request_offload import RequestOffload
 from stratakv.tiers.block import pack_key
 
@@ -14,7 +14,7 @@ from .test_offload_scheduler import WAIT_SECONDS, Rig, digest, request, rig
 
 __all__ = ["rig"]  # a fixture
 
-NONE = (0, MatchKind.NONE)
+NONE = Match(0, MatchKind.NONE)
 
 
 def learn(rig: Rig, *, prefill: float, cpu: float = 1e-5, ssd: float = 1e-5) -> None:
@@ -36,7 +36,7 @@ def test_what_is_quicker_to_compute_is_not_offered(rig: Rig) -> None:
     assert rig.side.get_matched_tokens(request("a", 1, 2, 3), 0) == NONE
     assert rig.side.stats()["declined_tokens"] == {"cpu": 12}, "a request counts once"
     learn(rig, prefill=1.0, cpu=0.1)
-    assert rig.side.get_matched_tokens(request("b", 1, 2, 3), 0) == (12, MatchKind.LOAD)
+    assert rig.side.get_matched_tokens(request("b", 1, 2, 3), 0) == Match(12, MatchKind.LOAD)
 
 
 def test_only_the_quick_part_is_offered_and_loaded(rig: Rig) -> None:
@@ -46,7 +46,7 @@ def test_only_the_quick_part_is_offered_and_loaded(rig: Rig) -> None:
     asks = request("a", 1, 2, 3)
     rig.side.request_queued(asks)
     assert rig.hierarchy.traffic()["ssd"].active_promotions == 0, "nothing is read in vain"
-    assert rig.side.get_matched_tokens(asks, 0) == (4, MatchKind.LOAD)
+    assert rig.side.get_matched_tokens(asks, 0) == Match(4, MatchKind.LOAD)
     rig.side.begin_load(asks, [[20]], 4, overlapped=False)
     (report,) = rig.work(rig.side.build_meta([]))
     assert report.tokens_by_tier == {"cpu": 4}
@@ -179,7 +179,7 @@ def test_one_alone_is_loaded_from_the_back_where_that_wins(rig: Rig) -> None:
     asks = request("a", *range(1, 11))
     rig.side.request_queued(asks)
     assert rig.hierarchy.traffic()["ssd"].active_promotions == 0, "not read from the front"
-    assert rig.side.get_matched_tokens(asks, 0) == (40, MatchKind.OVERLAP)
+    assert rig.side.get_matched_tokens(asks, 0) == Match(40, MatchKind.OVERLAP)
     rig.side.request_queued(request("b", 99))
     assert rig.side.get_matched_tokens(asks, 0).kind is MatchKind.OVERLAP, "decided once"
     rig.side.request_finished("a")
@@ -211,7 +211,7 @@ def test_loads_are_overlapped_where_all_others_have_one_too(rig: Rig) -> None:
     rig.side.begin_load(waits, [list(range(20, 30))], 40, overlapped=False)
     rig.side._economics.queued = {}  # what is on its way is looked at elsewhere
     assert num_sharing("b") == 1
-    assert rig.side.get_matched_tokens(first, 0) == (40, MatchKind.OVERLAP)
+    assert rig.side.get_matched_tokens(first, 0) == Match(40, MatchKind.OVERLAP)
     rig.side.begin_load(first, [list(range(30, 40))], 40, overlapped=True)
     rig.side.requests["c"] = RequestOffload("c")
     assert num_sharing("c") == 2

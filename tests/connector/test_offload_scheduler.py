@@ -17,6 +17,7 @@ from stratakv.connector.messages import (
     ConnectorWorkerOutput,
     EvictedBlock,
     LoadReport,
+    Match,
     MatchKind,
 )
 from stratakv.connector.offload_scheduler import OffloadScheduler
@@ -46,14 +47,14 @@ def test_an_empty_step_moves_nothing(rig: Rig) -> None:
 def test_a_match_counts_whole_blocks_and_leaves_a_token(rig: Rig) -> None:
     rig.put(1, 2, 3)
     side = rig.side
-    assert side.get_matched_tokens(request("a", 1, 2, 3), 0) == (12, MatchKind.LOAD)
+    assert side.get_matched_tokens(request("a", 1, 2, 3), 0) == Match(12, MatchKind.LOAD)
     assert side.get_matched_tokens(request("b", 1, 2, 3, num_tokens=12), 0).tokens == 8
     assert side.get_matched_tokens(request("c", 1, 2, 9, 3), 0).tokens == 8
-    assert side.get_matched_tokens(request("d", 9, 1), 0) == (0, MatchKind.NONE)
-    assert side.get_matched_tokens(request("e", num_tokens=3), 0) == (0, MatchKind.NONE)
+    assert side.get_matched_tokens(request("d", 9, 1), 0) == Match(0, MatchKind.NONE)
+    assert side.get_matched_tokens(request("e", num_tokens=3), 0) == Match(0, MatchKind.NONE)
     # Beyond what the pool has.
-    assert side.get_matched_tokens(request("a", 1, 2, 3), 8) == (4, MatchKind.LOAD)
-    assert side.get_matched_tokens(request("a", 1, 2, 3), 12) == (0, MatchKind.NONE)
+    assert side.get_matched_tokens(request("a", 1, 2, 3), 8) == Match(4, MatchKind.LOAD)
+    assert side.get_matched_tokens(request("a", 1, 2, 3), 12) == Match(0, MatchKind.NONE)
 
 
 def test_a_block_of_another_group_or_shard_is_not_ours(rig: Rig) -> None:
@@ -134,7 +135,7 @@ def test_blocks_on_the_disk_are_copied_after_the_wake_up(rig: Rig) -> None:
     rig.side.begin_load(asks, [[20, 21, 22]], 12, overlapped=False)
     assert not rig.side.build_meta([])
     assert not rig.side.has_pending_work()
-    assert rig.side.get_matched_tokens(asks, 0) == (0, MatchKind.NONE), "it is parked"
+    assert rig.side.get_matched_tokens(asks, 0) == Match(0, MatchKind.NONE), "it is parked"
     rig.wait()
     (report,) = rig.work(rig.side.build_meta([]))
     assert report.num_loaded_tokens == 12
@@ -172,17 +173,17 @@ def test_who_needs_what_another_one_loads_waits_for_it(rig: Rig) -> None:
     first, second = request("a", 1, 2), request("b", 1, 2)
     rig.side.get_matched_tokens(first, 0)
     rig.side.begin_load(first, [[20, 21]], 8, overlapped=False)
-    assert rig.side.get_matched_tokens(second, 0) == (0, MatchKind.RETRY)
+    assert rig.side.get_matched_tokens(second, 0) == Match(0, MatchKind.RETRY)
     assert rig.side.stats()["lookup_queries"] == {"cpu": 2, "ssd": 2}  # the first one's alone
     assert not rig.side.build_meta([])
     rig.wait()
-    assert rig.side.get_matched_tokens(second, 0) == (0, MatchKind.RETRY), "it is being copied"
+    assert rig.side.get_matched_tokens(second, 0) == Match(0, MatchKind.RETRY), "it is being copied"
     assert len(rig.work(rig.side.build_meta([]))) == 1
     assert rig.side.has_pending_work(), "who was told to retry is to be asked again"
-    assert rig.side.get_matched_tokens(second, 0) == (8, MatchKind.LOAD)
+    assert rig.side.get_matched_tokens(second, 0) == Match(8, MatchKind.LOAD)
     assert rig.side.stats()["lookup_hits"] == {"cpu": 2, "ssd": 2}
     rig.put(9)
-    assert rig.side.get_matched_tokens(second, 0) == (8, MatchKind.LOAD)
+    assert rig.side.get_matched_tokens(second, 0) == Match(8, MatchKind.LOAD)
     assert rig.side.stats()["lookup_hits"] == {"cpu": 2, "ssd": 2}, "a prompt was counted twice"
     rig.side.begin_load(second, [[30, 31]], 8, overlapped=False)
     (report,) = rig.work(rig.side.build_meta([]))
@@ -195,7 +196,7 @@ def test_who_needs_other_blocks_first_does_not_wait(rig: Rig) -> None:
     first, second = request("a", 1, 2), request("b", 3, 2)
     rig.side.get_matched_tokens(first, 0)
     rig.side.begin_load(first, [[20, 21]], 8, overlapped=False)
-    assert rig.side.get_matched_tokens(second, 0) == (8, MatchKind.LOAD)
+    assert rig.side.get_matched_tokens(second, 0) == Match(8, MatchKind.LOAD)
     rig.side.begin_load(second, [[30, 31]], 8, overlapped=False)
     reports = []
     while len(reports) < 2:
@@ -210,7 +211,7 @@ def test_a_read_under_way_is_joined(rig: Rig) -> None:
     ticket = rig.hierarchy.begin_load([pack_key(digest(1))])
     rig.hierarchy.end_load(ticket)
     asks = request("a", 1)
-    assert rig.side.get_matched_tokens(asks, 0) == (4, MatchKind.LOAD)
+    assert rig.side.get_matched_tokens(asks, 0) == Match(4, MatchKind.LOAD)
     rig.side.begin_load(asks, [[20]], 4, overlapped=False)
     assert rig.hierarchy.traffic()["ssd"].active_promotions == 1
     rig.wait()
@@ -238,7 +239,7 @@ def test_what_is_being_stored_is_asked_about_again(rig: Rig) -> None:
     assert rig.side.get_matched_tokens(asks, 0).kind is MatchKind.RETRY
     rig.work(meta)
     assert rig.side.has_pending_work()
-    assert rig.side.get_matched_tokens(asks, 0) == (4, MatchKind.LOAD)
+    assert rig.side.get_matched_tokens(asks, 0) == Match(4, MatchKind.LOAD)
     rig.side.build_meta([])
     assert not rig.side.has_pending_work()
 
@@ -253,7 +254,7 @@ def test_what_only_a_disk_has_is_read_while_its_request_waits(rig: Rig) -> None:
     assert ticket is not None
     while ticket.waiting:
         rig.wait_for_wakeup()
-    assert rig.side.get_matched_tokens(asks, 0) == (8, MatchKind.LOAD)
+    assert rig.side.get_matched_tokens(asks, 0) == Match(8, MatchKind.LOAD)
     rig.side.begin_load(asks, [[20, 21]], 8, overlapped=False)
     (report,) = rig.work(rig.side.build_meta([]))
     assert report.tokens_by_tier == {"ssd": 8}, "where it came from, although it is in the slab"
@@ -393,7 +394,7 @@ def test_a_load_that_breaks_in_the_middle_keeps_its_leading_part(rig: Rig) -> No
     assert [job.block_ids for job in meta.loads] == [[20, 21]]
     (report,) = rig.work(meta)
     assert report.num_loaded_tokens == 8
-    assert rig.side.get_matched_tokens(asks, 0) == (0, MatchKind.NONE), "offered again"
+    assert rig.side.get_matched_tokens(asks, 0) == Match(0, MatchKind.NONE), "offered again"
     assert rig.side.stats()["failures"] == {"partial": 1}
 
 
@@ -415,7 +416,7 @@ def test_a_load_of_which_nothing_is_left_is_reported_without_a_copy(rig: Rig) ->
     ]
     assert not rig.side.has_pending_work()
     rig.store.fault = None
-    assert rig.side.get_matched_tokens(asks, 0) == (0, MatchKind.NONE)
+    assert rig.side.get_matched_tokens(asks, 0) == Match(0, MatchKind.NONE)
     assert rig.side.get_matched_tokens(request("b", 1), 0).tokens == 4
 
 
@@ -426,7 +427,7 @@ def test_a_failed_copy_is_a_failed_load(rig: Rig) -> None:
     rig.side.begin_load(asks, [[20]], 4, overlapped=False)
     (report,) = rig.work(rig.side.build_meta([]), fail=True)
     assert (report.num_loaded_tokens, report.tokens_by_tier) == (0, {})
-    assert rig.side.get_matched_tokens(asks, 0) == (0, MatchKind.NONE)
+    assert rig.side.get_matched_tokens(asks, 0) == Match(0, MatchKind.NONE)
     stats = rig.side.stats()
     assert stats["failures"] == {"load_copy": 1}
     assert (stats["loads"], stats["load_bytes"]) == (0, 0)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from stratakv.connector.costs.economics import Choice
-from stratakv.connector.messages import ConnectorMetadata, CopyJob, LoadReport, MatchKind
+from stratakv.connector.messages import ConnectorMetadata, CopyJob, LoadReport, Match, MatchKind
 
 from .scheduler_rig import WAIT_SECONDS, FakeRequest, Rig, digest, request
 
@@ -29,7 +29,7 @@ def rig() -> Iterator[Rig]:
 
 def begin(rig: Rig, count: int, name: str = "a") -> FakeRequest:
     asks = request(name, *range(1, count + 1))
-    assert rig.side.get_matched_tokens(asks, 0) == (BLOCK * count, MatchKind.OVERLAP)
+    assert rig.side.get_matched_tokens(asks, 0) == Match(BLOCK * count, MatchKind.OVERLAP)
     rig.side.begin_load(asks, [list(range(20, 20 + count))], BLOCK * count, overlapped=True)
     return asks
 

@@ -49,7 +49,8 @@ class Rig:
         self.store.store(keys, [buffer] * len(keys)).result(0)
 
     def ask(self, asks: object) -> tuple[int, MatchKind]:
-        return tuple(self.side.get_matched_tokens(asks, 0))  # type: ignore[arg-type, return-value]
+        match = self.side.get_matched_tokens(asks, 0)  # type: ignore[arg-type]
+        return match.tokens, match.kind
 
     def wake(self) -> None:
         assert self.woken.wait(WAIT_SECONDS), "nobody woke the engine"

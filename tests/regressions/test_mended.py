@@ -15,7 +15,7 @@ import pytest
 from stratakv.connector.connector_context import ConnectorContext
 from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.costs.economics import Choice
-from stratakv.connector.messages import MatchKind
+from stratakv.connector.messages import Match, MatchKind
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.parts import Parts
 from stratakv.engine.cli.serve import _tell_start
@@ -168,7 +168,7 @@ def test_a_prompt_that_is_asked_about_sooner_than_the_answer_comes() -> None:
     assert side.get_matched_tokens(asks, 0).kind is MatchKind.RETRY
     store.answer()
     assert side.has_pending_work()
-    assert side.get_matched_tokens(asks, 0) == (4, MatchKind.LOAD)
+    assert side.get_matched_tokens(asks, 0) == Match(4, MatchKind.LOAD)
     side.shutdown(5.0)
 
 

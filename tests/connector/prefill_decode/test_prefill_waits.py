@@ -212,7 +212,8 @@ class Rig:
         self.side.has_pending_work()
 
     def ask(self, asks: FakeRequest) -> tuple[int, MatchKind]:
-        return tuple(self.side.get_matched_tokens(asks, 0))  # type: ignore[return-value]
+        match = self.side.get_matched_tokens(asks, 0)
+        return match.tokens, match.kind
 
     def waits(self) -> dict[str, int]:
         """How many waits have ended in each way."""
