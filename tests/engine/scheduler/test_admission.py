@@ -376,7 +376,14 @@ def test_a_load_begins_while_others_use_up_the_step(
     queued: dict[str, list[int]] = {}
     ask = tiers.get_matched_tokens
 
-    def asked(request: RequestView, num_tokens: int, *, num_queued_tokens: int) -> Match:
+    def asked(
+        request: RequestView,
+        num_tokens: int,
+        *,
+        num_queued_tokens: int,
+        num_pool_tokens: int | None,
+    ) -> Match:
+        assert num_pool_tokens is None, "of models without states"
         queued.setdefault(request.request_id, []).append(num_queued_tokens)
         return ask(request, num_tokens)
 
