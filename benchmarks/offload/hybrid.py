@@ -70,7 +70,7 @@ def make_model(folder: Path) -> Path:
 
 
 def hybrid(bench: Bench) -> tuple[Figures, dict[str, float]]:
-    """From each tier. Raises RunFailed where the tiers had not all that they should."""
+    """Measure the first token from each tier. Raises RunFailed where a tier has too little."""
     model = make_model(bench.scratch / "hybrid")
     own, spec = bench.of_model(model), load_model_spec(model)
     states = state_bytes(spec.state, DTYPE)

@@ -452,8 +452,8 @@ class KVCacheManager:
         *,
         is_load: bool,
     ) -> GroupBlocks | None:
-        """As `_add_blocks`; a load takes pages for states too, and hits have a checkpoint behind
-        them. Checkpoints that have no name yet are given up where room is lacking."""
+        """Add blocks as `_add_blocks` does, and pages for the states that a load brings; hits have
+        a checkpoint behind them. Checkpoints without a name are given up where room is lacking."""
         request_id = request.request_id
         is_hit = hits is not None and bool(hits[0]) and not is_load
         if is_load:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of vLLM's cache groups a connector has to know: how their blocks make up the positions of a
+"""vLLM's cache groups as a connector sees them: how their blocks make up the positions of a
 request, and which of them the next token still needs.
 
 A position has as many tokens as whole blocks of every group have. A group with smaller blocks has
@@ -45,7 +45,7 @@ class Column(NamedTuple):
     first_seen: FirstSeen | None
 
     def blocks_of(self, table: Sequence[int], first: int, num_positions: int) -> list[int]:
-        """Its blocks at these positions, in the group's table of a request."""
+        """The group's blocks at these positions, of its table of a request."""
         start, step = first * self.blocks_per_position + self.place, self.blocks_per_position
         return list(table[start : start + num_positions * step : step])
 

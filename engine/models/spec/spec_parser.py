@@ -441,7 +441,7 @@ def _special_ids(
 
 
 def _eos_ids(source: JsonFields, vocab_size: int) -> tuple[int, ...]:
-    """Those that the model can choose. One beyond the vocabulary, or -1, ends no text."""
+    """The end tokens that the model can choose. One beyond the vocabulary, or -1, ends no text."""
     value = source.values["eos_token_id"]
     given = value if isinstance(value, list) else [value]
     ids = [each for each in given if type(each) is int]
